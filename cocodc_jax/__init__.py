@@ -1,0 +1,13 @@
+"""Cross-region training in JAX: one model, several data centres, a slow network.
+
+- `cocodc_jax.transforms`: delay compensation, compressors and outer optimizers as
+  Optax transformations, for anybody's JAX code.
+- `cocodc_jax.methods`: data parallel, DiLoCo, Streaming DiLoCo, CoCoDC as values.
+- `cocodc_jax.RegionProgram` and `cocodc_jax.run`: a method around your own loss.
+"""
+
+from cocodc_jax.runtime.mesh import make_mesh, use_cpu_devices
+from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.sync import methods
+
+__all__ = ["RegionProgram", "make_mesh", "methods", "run", "use_cpu_devices"]

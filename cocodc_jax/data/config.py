@@ -1,0 +1,102 @@
+"""What text a run reads, how it is tokenised and how regions share it."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Literal
+
+from cocodc_jax.data.tokenizers import check_tokenizer_name
+
+Partition = Literal["iid", "source"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Settings of the data of one run.
+
+    Attributes:
+      dataset: `stdlib` (the Python standard library's source), `text:PATH` or
+        `text:PATH,PATH` (files, or folders that are walked), or `tfds:NAME` (a
+        prepared TFDS text set such as `tfds:c4/en`).
+      data_dir: folder of prepared data. Empty means `$XDG_CACHE_HOME/cocodc_jax` or
+        `~/.cache/cocodc_jax`; for `tfds:` sets, the default folder of TFDS.
+      tokenizer: `bytes`, `bpe:VOCAB` (trained on the corpus, then cached),
+        `hf:/path/tokenizer.json` or `sentencepiece:/path.model`.
+      sequence_length: tokens the model reads per sequence, L; streams yield L + 1.
+      batch_per_region: sequences per region per step, B.
+      partition: `iid` deals documents to regions one by one; `source` deals whole
+        sources (modules, sub-folders), so regions see different text.
+      validation_fraction: share of the documents held out, in (0, 0.5].
+      shuffle_window_bytes: text that each region tokenises and shuffles together,
+        in bytes; a window and its successor are held in memory.
+      loader_threads: worker threads per region that prepare windows ahead.
+      seed: seed of the order of documents and sequences.
+    """
+
+    dataset: str = "stdlib"
+    data_dir: str = ""
+    tokenizer: str = "bytes"
+    sequence_length: int = 128
+    batch_per_region: int = 8
+    partition: Partition = "iid"
+    validation_fraction: float = 0.05
+    shuffle_window_bytes: int = 4 << 20
+    loader_threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        _check_dataset(self.dataset)
+        check_tokenizer_name(self.tokenizer)
+        for name in ("sequence_length", "batch_per_region", "loader_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is too small; use at least 1"
+                )
+        if self.partition not in ("iid", "source"):
+            raise ValueError(
+                f"partition={self.partition!r} is unknown; use 'iid' or 'source'"
+            )
+        if not 0.0 < self.validation_fraction <= 0.5:
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} is outside (0, 0.5]; "
+                "0.05 holds out one document in twenty"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is outside 0 ... 2**32 - 1")
+        _check_window(self.shuffle_window_bytes, self.sequence_length)
+
+
+def cache_dir(data_dir: str = "") -> pathlib.Path:
+    """Folder that prepared corpora and trained tokenizers are kept in.
+
+    Args:
+      data_dir: the folder asked for, or empty for the user's cache folder.
+
+    Returns:
+      An absolute path, which may not exist yet.
+    """
+    if data_dir:
+        return pathlib.Path(data_dir).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(base).expanduser().absolute() / "cocodc_jax"
+
+
+def _check_dataset(dataset: str) -> None:
+    kind, _, rest = dataset.partition(":")
+    if dataset == "stdlib" or (kind in ("text", "tfds") and rest):
+        return
+    raise ValueError(
+        f"dataset={dataset!r} is unknown; use 'stdlib', 'text:/path[,/path2]' or "
+        "'tfds:name[/config]'"
+    )
+
+
+def _check_window(window_bytes: int, sequence_length: int) -> None:
+    # A token of a large vocabulary is about 4 bytes of text, so this keeps at least
+    # some 16 sequences per window: fewer lose much text at window ends.
+    smallest = 64 * (sequence_length + 1)
+    if window_bytes < smallest:
+        raise ValueError(
+            f"shuffle_window_bytes={window_bytes} is too small for sequence_length="
+            f"{sequence_length}; use at least {smallest}"
+        )

@@ -1,0 +1,1 @@
+"""Text corpora, stored by TFDS as ArrayRecord files and read without TensorFlow."""

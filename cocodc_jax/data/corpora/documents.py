@@ -1,0 +1,75 @@
+"""The documents of a corpus that lies on disk, with random access."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The documents of one split, read from disk one at a time.
+
+    Attributes:
+      records: random-access source of examples, safe to read from several threads.
+      text_feature: name of the feature that holds the text.
+      num_bytes: size of the examples on disk, in bytes.
+    """
+
+    records: Any
+    text_feature: str
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.text(index) for index in range(len(self)))
+
+    def text(self, index: int) -> str:
+        """Returns the text of document `index`."""
+        return self.records[index][self.text_feature].decode("utf-8", "replace")
+
+    def source_and_bytes(self, index: int) -> tuple[str, int]:
+        """Returns the source of document `index` and the size of its text in bytes."""
+        record = self.records[index]
+        return record["source"].decode(), len(record[self.text_feature])
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A corpus that is on disk.
+
+    Attributes:
+      train: documents to train on.
+      validation: documents held out.
+      has_sources: whether documents name their source.
+      fingerprint: short text that changes with the documents or their split.
+    """
+
+    train: Documents
+    validation: Documents
+    has_sources: bool
+    fingerprint: str
+
+
+def read_split(
+    builder: tfds.core.DatasetBuilder, split: str, text_feature: str
+) -> Documents:
+    """Opens one split of a prepared TFDS set.
+
+    Args:
+      builder: a builder whose data are on disk as ArrayRecord.
+      split: name of a split, or of a slice of one such as `train[10:]`.
+      text_feature: name of the feature that holds the text.
+
+    Returns:
+      Its documents.
+    """
+    # Any: TFDS declares these without the types that its decorators hide.
+    untyped: Any = builder
+    records = untyped.as_data_source(split=split)
+    whole = untyped.info.splits[split.partition("[")[0]]
+    num_bytes = whole.num_bytes * len(records) // max(1, whole.num_examples)
+    return Documents(records, text_feature, num_bytes)

@@ -1,0 +1,164 @@
+"""Which files make up a corpus, and the documents in them.
+
+A file is one document, except that a text file longer than `max_document_chars` is
+cut at line ends into several, so that one large file can still be split into train and
+validation documents and dealt to regions.
+"""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+
+TEXT_DOCUMENT_CHARS = 1 << 16
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusFile:
+    """One file of a corpus.
+
+    Attributes:
+      path: where it is.
+      key: its name in the corpus, the same wherever the corpus lies.
+      source: the group it belongs to, for a partition by source.
+    """
+
+    path: pathlib.Path
+    key: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One document: a unique key, its text, and the group it belongs to."""
+
+    key: str
+    text: str
+    source: str
+
+
+def list_stdlib_files() -> tuple[CorpusFile, ...]:
+    """Lists the Python standard library's own `.py` files, in order of name.
+
+    Returns:
+      The files; a file's source is its top-level module or package.
+
+    Raises:
+      ValueError: if this Python keeps no sources on disk.
+    """
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        CorpusFile(path, path.relative_to(root).as_posix(), _top_level(path, root))
+        for path in _walk(root)
+        if path.suffix == ".py"
+    ]
+    if not files:
+        raise ValueError(f"dataset='stdlib': no .py file under {root}")
+    return tuple(files)
+
+
+def list_text_files(paths: Iterable[str]) -> tuple[CorpusFile, ...]:
+    """Lists text files, walking folders; hidden files and folders are left out.
+
+    Args:
+      paths: files and folders.
+
+    Returns:
+      The files, in order of name; a file's source is the first sub-folder it lies in,
+      or its own stem.
+
+    Raises:
+      ValueError: if a path does not exist, or a folder holds no readable file.
+    """
+    files = []
+    for index, name in enumerate(paths):
+        root = pathlib.Path(name).expanduser().absolute()
+        is_file = os.path.isfile(root)
+        found = [root] if is_file else list(_walk(root))
+        if not found:
+            what = "holds no readable file" if os.path.isdir(root) else "does not exist"
+            raise ValueError(f"dataset='text:...': {root} {what}")
+        base = root.parent if is_file else root
+        for path in found:
+            key = f"{index}/{path.relative_to(base).as_posix()}"
+            files.append(CorpusFile(path, key, _top_level(path, base)))
+    return tuple(files)
+
+
+def read_documents(
+    files: Iterable[CorpusFile], max_document_chars: int | None = None
+) -> Iterator[Document]:
+    """Reads documents, passing over files that are empty or not UTF-8 text.
+
+    Args:
+      files: the files, read in the order given.
+      max_document_chars: longest document in characters, or None for whole files.
+
+    Yields:
+      Documents that hold more than white space.
+    """
+    for file in files:
+        try:
+            text = file.path.read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        for index, piece in enumerate(_pieces(text, max_document_chars)):
+            if not piece.isspace():
+                yield Document(f"{file.key}#{index}", piece, file.source)
+
+
+def files_fingerprint(files: Iterable[CorpusFile], *settings: object) -> str:
+    """Digest that changes when a file or a setting does, reading no file's content.
+
+    Args:
+      files: the files; their keys, sizes and modification times count.
+      *settings: anything else that what is prepared depends on.
+
+    Returns:
+      Sixteen hexadecimal digits.
+    """
+    digest = hashlib.sha256(repr((platform.python_version(), settings)).encode())
+    for file in files:
+        stat = file.path.stat()
+        entry = (str(file.path), file.key, stat.st_size, stat.st_mtime_ns)
+        digest.update(repr(entry).encode())
+    return digest.hexdigest()[:16]
+
+
+def _walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    for folder, subfolders, names in os.walk(root):
+        # os.walk follows the order of this list, so sorting it fixes ours.
+        subfolders[:] = sorted(
+            name
+            for name in subfolders
+            if name not in _SKIPPED_FOLDERS and not name.startswith(".")
+        )
+        for name in sorted(names):
+            path = pathlib.Path(folder, name)
+            # Dangling links and pipes are no files; os.path answers where Path raises.
+            if not name.startswith(".") and os.path.isfile(path):
+                yield path
+
+
+def _top_level(path: pathlib.Path, root: pathlib.Path) -> str:
+    parts = path.relative_to(root).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def _pieces(text: str, max_chars: int | None) -> Iterator[str]:
+    if max_chars is None or len(text) <= max_chars:
+        if text:
+            yield text
+        return
+    start = 0
+    while start < len(text):
+        # A line longer than a whole document is cut where it must be.
+        newline = text.rfind("\n", start, start + max_chars)
+        is_last = start + max_chars >= len(text)
+        end = start + max_chars if is_last or newline < 0 else newline + 1
+        yield text[start:end]
+        start = end

@@ -1,0 +1,95 @@
+"""Writes a corpus to disk once, whatever number of processes ask for it.
+
+What is prepared lies in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files.
+Each process writes to a temporary folder beside it and renames that into place; a
+rename of a folder is atomic, so a process finds no data or whole data, and when
+two prepare at once the later one drops its copy. A change of any source file changes
+the fingerprint and so prepares anew.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import tensorflow_datasets as tfds
+from absl import logging as absl_logging
+
+from cocodc_jax.data.corpora.builders import CorpusConfig, TextCorpus
+from cocodc_jax.data.corpora.files import CorpusFile, files_fingerprint
+
+_logger = logging.getLogger(__name__)
+
+
+def prepare_corpus(
+    builder_class: type[TextCorpus],
+    files: tuple[CorpusFile, ...],
+    validation_fraction: float,
+    data_dir: pathlib.Path,
+) -> tfds.core.DatasetBuilder:
+    """Returns a builder whose data are on disk, preparing them if they are not.
+
+    Args:
+      builder_class: `StdlibSource` or `TextFiles`.
+      files: the files of the corpus.
+      validation_fraction: share of documents held out.
+      data_dir: folder of prepared data.
+
+    Returns:
+      The builder.
+
+    Raises:
+      ValueError: if the files do not hold two different documents.
+    """
+    fingerprint = files_fingerprint(
+        files, validation_fraction, builder_class.max_document_chars
+    )
+    config = CorpusConfig(
+        name=fingerprint, files=files, validation_fraction=validation_fraction
+    )
+    target = data_dir / builder_class.name / fingerprint
+    with _quiet():
+        if not target.exists():
+            _logger.info("preparing %s (%d files)", target, len(files))
+            _prepare_beside(builder_class, config, target, data_dir)
+        return _make_builder(builder_class, config, data_dir)
+
+
+def _prepare_beside(
+    builder_class: type[TextCorpus],
+    config: CorpusConfig,
+    target: pathlib.Path,
+    data_dir: pathlib.Path,
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as folder:
+        _make_builder(builder_class, config, folder).download_and_prepare()
+        try:
+            os.rename(pathlib.Path(folder, builder_class.name, config.name), target)
+        except OSError:
+            # Renaming onto a folder that is not empty fails: another process was
+            # quicker, and its data are the same as ours.
+            if not target.exists():
+                raise
+
+
+def _make_builder(
+    builder_class: type[TextCorpus], config: CorpusConfig, data_dir
+) -> tfds.core.DatasetBuilder:
+    return builder_class(data_dir=data_dir, config=config, file_format="array_record")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps TFDS from printing, logging and drawing bars while it prepares."""
+    tfds.disable_progress_bar()
+    verbosity = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        absl_logging.set_verbosity(verbosity)

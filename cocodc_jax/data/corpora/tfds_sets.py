@@ -1,0 +1,94 @@
+"""Text sets of TFDS by name, such as `c4/en`, that were prepared before."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import read_only_builder
+
+from cocodc_jax.data.corpora.documents import Corpus, read_split
+
+_VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+
+
+def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpus:
+    """Opens a prepared TFDS set from its files; its builder's code is not needed.
+
+    Train documents are those of split `train`. Validation documents are those of
+    `validation`, `valid`, `dev` or `test`, whichever there is first, or else the first
+    ones of `train`, which are not trained on then.
+
+    Args:
+      name: `set`, `set/config` or `set/config:version`.
+      data_dir: folder that it was prepared in, or empty for the default one of TFDS.
+      validation_fraction: share of `train` held out if that is the only split.
+
+    Returns:
+      The corpus.
+
+    Raises:
+      ValueError: if the set is not there, has no train split, cannot be read at random
+        or has no text feature.
+    """
+    builder = _find_prepared(name, data_dir)
+    splits = _split_names(name, builder.info.splits, validation_fraction)
+    features = dict(builder.info.features)
+    text_feature = _text_feature(name, features)
+    train, validation = (read_split(builder, s, text_feature) for s in splits)
+    return Corpus(
+        train=train,
+        validation=validation,
+        has_sources="source" in features,
+        fingerprint=f"tfds-{builder.info.full_name}-{splits}-{train.num_bytes}",
+    )
+
+
+# Any: TFDS declares its builders without the types that its decorators hide.
+def _find_prepared(name: str, data_dir: str) -> Any:
+    where = f"data_dir={data_dir!r}" if data_dir else "the default data_dir of TFDS"
+    how = f"`tfds build {name} --file_format=array_record`"
+    try:
+        builder = read_only_builder.builder_from_files(name, data_dir=data_dir or None)
+    except tfds.core.DatasetNotFoundError as error:
+        raise ValueError(
+            f"dataset='tfds:{name}' is not prepared in {where}; nothing is downloaded "
+            f"here: run {how} on a machine with a network, TensorFlow and this folder"
+        ) from error
+    formats = {
+        file_format.value for file_format in builder.info.available_file_formats()
+    }
+    if "array_record" not in formats:
+        raise ValueError(
+            f"dataset='tfds:{name}' in {where} is stored as {sorted(formats)}, which "
+            f"cannot be read at random; prepare it with {how}"
+        )
+    return builder
+
+
+def _split_names(
+    name: str, splits: Mapping[str, Any], validation_fraction: float
+) -> tuple[str, str]:
+    """Names of the train and validation splits, cutting `train` if there is only it."""
+    if "train" not in splits:
+        raise ValueError(
+            f"dataset='tfds:{name}' has no split 'train', only {sorted(splits)}"
+        )
+    for split in _VALIDATION_SPLITS:
+        if split in splits:
+            return "train", split
+    # TFDS stores examples in the order of a hash of their keys, so the first ones are
+    # a random sample that stays the same.
+    num_held = max(1, round(splits["train"].num_examples * validation_fraction))
+    return f"train[{num_held}:]", f"train[:{num_held}]"
+
+
+def _text_feature(name: str, features: Mapping[str, Any]) -> str:
+    texts = [k for k, v in features.items() if isinstance(v, tfds.features.Text)]
+    if "text" in texts:
+        return "text"
+    if len(texts) != 1:
+        raise ValueError(
+            f"dataset='tfds:{name}' has no text feature 'text' and not just one other; "
+            f"its features are {sorted(features)}"
+        )
+    return texts[0]

@@ -1,0 +1,130 @@
+"""Endless streams of training batches, one per region, that can stop and go on.
+
+One path serves a corpus of 31 MB and one of a terabyte: windows. A region's documents
+are put in a new random order each epoch and cut into windows of about
+`shuffle_window_bytes` of text. A window is read, tokenised, joined, cut into sequences
+and its sequences are shuffled. The sequences of a batch then come from many documents,
+which consecutive sequences of one document would not. Nothing is tokenised before it is
+needed, which rules out a token cache of the whole corpus (days for C4 on a laptop);
+and unlike a shuffle buffer, a window is a pure function of (seed, region, index), so
+Grain can make windows in worker threads and the state of a stream is two integers per
+region.
+
+A Grain element is a whole window, thousands of sequences, so Grain's cost per
+element is not paid per sequence: a training step only slices arrays.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from cocodc_jax.data.config import DataConfig
+from cocodc_jax.data.packing import TokenizedDocuments, pack_sequences
+
+
+class TrainStream:
+    """Iterator over the batches of some regions, int32 `[R_local, B, L + 1]`.
+
+    The batches of a region depend on the corpus, the tokenizer, the seed, the region
+    and the number of regions, not on which process reads them or on thread timing.
+    """
+
+    def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
+        """Joins the streams of single regions.
+
+        Args:
+          iterators: region id to Grain iterator over `[B, L + 1]`, in batch order.
+          fingerprint: identifies what the stream's state is valid for.
+        """
+        self._iterators = iterators
+        self._fingerprint = fingerprint
+
+    def __iter__(self) -> "TrainStream":
+        return self
+
+    def __next__(self) -> np.ndarray:
+        batches = [next(iterator) for iterator in self._iterators.values()]
+        return np.stack(batches, dtype=np.int32)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns where the stream stands, as a dictionary that JSON can hold."""
+        regions = {str(r): it.get_state() for r, it in self._iterators.items()}
+        return {"fingerprint": self._fingerprint, "regions": regions}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to where `state` was taken; the next batch is then the same.
+
+        Args:
+          state: from `get_state` of a stream that read at least these regions.
+
+        Raises:
+          ValueError: if the state is of other data, or lacks a region.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"the state is of the data {state['fingerprint']!r}, but this stream "
+                f"reads {self._fingerprint!r}; use the same data, tokenizer, seed, "
+                "sizes and number of regions"
+            )
+        missing = [r for r in self._iterators if str(r) not in state["regions"]]
+        if missing:
+            raise ValueError(f"the state has no entry for regions {missing}")
+        for region, iterator in self._iterators.items():
+            iterator.set_state(state["regions"][str(region)])
+
+    def close(self) -> None:
+        """Stops the worker threads; windows not yet begun are given up."""
+        for iterator in self._iterators.values():
+            iterator.close()
+
+
+def region_batches(
+    tokens: TokenizedDocuments,
+    indices: Sequence[int],
+    config: DataConfig,
+    window_documents: float,
+    seed_words: tuple[int, ...],
+) -> grain.IterDataset:
+    """Builds one region's endless pipeline.
+
+    Args:
+      tokens: all training documents.
+      indices: which of them the region reads.
+      config: sizes and threads.
+      window_documents: about how many documents make a window.
+      seed_words: all that the order of documents and sequences depends on.
+
+    Returns:
+      A Grain data set of `[B, L + 1]` arrays of ids.
+    """
+    # Grain adds the epoch to a seed; hashing keeps neighbouring seeds and regions
+    # from running into one another's epochs.
+    order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)
+
+    def make_window(chosen: list[int], rng: np.random.Generator) -> np.ndarray | None:
+        documents = [tokens[index] for index in chosen]
+        sequences = pack_sequences(documents, config.sequence_length + 1)
+        # Grain passes over None; a window too small for one sequence is no element.
+        return rng.permutation(sequences) if len(sequences) else None
+
+    windows = (
+        grain.MapDataset.source(indices)
+        .shuffle(seed=int(order_seed))
+        .batch(_even_size(len(indices), window_documents), batch_fn=list)
+        .random_map(make_window, seed=int(sequence_seed))
+        .repeat()
+    )
+    threads = grain.ReadOptions(
+        num_threads=config.loader_threads, prefetch_buffer_size=config.loader_threads
+    )
+    return grain.experimental.RebatchIterDataset(
+        windows.to_iter_dataset(threads), config.batch_per_region
+    )
+
+
+def _even_size(num_documents: int, window_documents: float) -> int:
+    """Documents per window such that the windows of an epoch are about equal."""
+    num_windows = max(1, round(num_documents / window_documents))
+    return -(-num_documents // num_windows)

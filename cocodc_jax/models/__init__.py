@@ -1,0 +1,29 @@
+"""The transformer: configurations, presets, pure functions and sharding."""
+
+from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.presets import PRESETS, get
+from cocodc_jax.models.sharding import check_divisible, partition_specs
+from cocodc_jax.models.transformer import (
+    LossFn,
+    Params,
+    apply,
+    flops_per_token,
+    init_params,
+    make_loss_fn,
+    num_params,
+)
+
+__all__ = [
+    "PRESETS",
+    "LossFn",
+    "Params",
+    "TransformerConfig",
+    "apply",
+    "check_divisible",
+    "flops_per_token",
+    "get",
+    "init_params",
+    "make_loss_fn",
+    "num_params",
+    "partition_specs",
+]

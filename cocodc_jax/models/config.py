@@ -1,0 +1,103 @@
+"""The shape and numerics of a transformer, as one validated, hashable value."""
+
+import dataclasses
+
+REMAT_POLICIES = ("none", "dots", "full")
+COMPUTE_DTYPES = ("float32", "bfloat16")
+
+_SIZES = (
+    "vocab_size",
+    "num_layers",
+    "width",
+    "mlp_width",
+    "num_heads",
+    "num_kv_heads",
+    "loss_chunk_tokens",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Everything that fixes a model's parameters and how it computes.
+
+    Attributes:
+      vocab_size: V, rows of the embedding; at least the tokenizer's size.
+      num_layers: transformer blocks.
+      width: D, features of the residual stream.
+      mlp_width: features inside the SwiGLU feed-forward.
+      num_heads: H, query heads, each of `width // num_heads` features.
+      num_kv_heads: key and value heads; each serves
+        `num_heads // num_kv_heads` query heads (grouped-query attention).
+      rope_theta: base of the rotary wavelengths, in positions.
+      qk_norm: RMS-normalise each query and key head before the rotation.
+      tie_embeddings: the head is the embedding transposed.
+      scan_layers: blocks are stacked on a leading layer axis and scanned, which
+        compiles one block whatever their number; otherwise each block has its
+        own arrays and its own code, which is the faster on a CPU.
+      remat: what backward computes again: "none" keeps every activation,
+        "dots" keeps the products with weights, "full" keeps block inputs only.
+      compute_dtype: "float32" or "bfloat16" for activations and for the weights
+        as used; parameters, gradients and the loss are always float32.
+      loss_chunk_tokens: tokens whose logits exist at one time in the loss.
+    """
+
+    vocab_size: int
+    num_layers: int
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    rope_theta: float = 10_000.0
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    scan_layers: bool = True
+    remat: str = "none"
+    compute_dtype: str = "float32"
+    loss_chunk_tokens: int = 2048
+
+    def __post_init__(self):
+        """Raises ValueError when the fields do not make a model."""
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not a size; use 1 or more"
+                )
+        if self.rope_theta <= 1:
+            raise ValueError(
+                f"rope_theta={self.rope_theta} must be above 1, as in 10000"
+            )
+        _check_choice("remat", self.remat, REMAT_POLICIES)
+        _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        self._check_heads()
+
+    def _check_heads(self):
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width={self.width} is not a multiple of num_heads="
+                f"{self.num_heads}; use {self._nearest_width(self.num_heads)}"
+            )
+        if self.head_width % 2:
+            raise ValueError(
+                f"width={self.width} with num_heads={self.num_heads} makes heads of "
+                f"{self.head_width} features, and RoPE turns pairs; use width="
+                f"{self._nearest_width(2 * self.num_heads)}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if not self.num_heads % n]
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
+                f"{self.num_kv_heads}; use one of {divisors}"
+            )
+
+    def _nearest_width(self, multiple: int) -> int:
+        return max(1, round(self.width / multiple)) * multiple
+
+    @property
+    def head_width(self) -> int:
+        """Features of one attention head."""
+        return self.width // self.num_heads
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]):
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {list(choices)}")

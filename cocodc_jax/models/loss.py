@@ -1,0 +1,112 @@
+"""Cross-entropy computed some tokens at a time, so that logits are never whole.
+
+For hidden states h, head W and targets y, with z = h W:
+
+    loss = mean over tokens of  logsumexp(z) - z[y]
+
+The logits z of all tokens would take `B L V` float32 values, twice with their
+cotangent, which for vocabularies of 32,000 is most of a step's memory. Here the
+sequence is cut into chunks under `lax.scan`, and each chunk is rematerialised in
+the backward pass, so that one chunk's logits exist at a time. The chunks cut the
+length axis and leave the batch axis whole: sharding over "data" stays as it was.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class TokenSums(NamedTuple):
+    """Sums over tokens, float32 scalars."""
+
+    loss: jax.Array
+    num_correct: jax.Array
+
+
+def logits_from_hidden(hidden_BLD: jax.Array, head_DV: jax.Array) -> jax.Array:
+    """Returns float32 logits [B, L, V] of `hidden @ head`.
+
+    Args:
+      hidden_BLD: final hidden states in the compute dtype.
+      head_DV: float32 head, cast to the compute dtype here so that its gradient
+        is summed over chunks in float32.
+    """
+    return jnp.matmul(
+        hidden_BLD,
+        head_DV.astype(hidden_BLD.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def cross_entropy(
+    hidden_BLD: jax.Array,
+    head_DV: jax.Array,
+    targets_BL: jax.Array,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean cross-entropy and accuracy of next-token prediction.
+
+    A token counts as predicted when its logit reaches the largest one.
+
+    Args:
+      hidden_BLD: hidden states after the final norm, compute dtype.
+      head_DV: output projection, float32.
+      targets_BL: int32 token ids in [0, V).
+      chunk_tokens: tokens whose logits may exist at one time. A chunk holds at
+        least one position of every sequence; with `B * L <= chunk_tokens` there
+        is one chunk and no scan.
+
+    Returns:
+      Loss in nats per token and the share of tokens predicted, float32 scalars.
+    """
+    batch, length = targets_BL.shape
+    num_chunks = -(-length // max(1, chunk_tokens // batch))
+    if num_chunks == 1:
+        sums = _token_sums(hidden_BLD, head_DV, targets_BL)
+    else:
+        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks)
+    return sums.loss / (batch * length), sums.num_correct / (batch * length)
+
+
+def _token_sums(hidden_BLD, head_DV, targets_BL) -> TokenSums:
+    logits_BLV = logits_from_hidden(hidden_BLD, head_DV)
+    ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
+    # A masked sum in place of a gather: it fuses with the passes over the logits
+    # and needs no exchange when the vocabulary is sharded. A padded target, -1,
+    # matches no id.
+    target_BL = jnp.sum(logits_BLV, axis=-1, where=ids_V == targets_BL[..., None])
+    max_BL = jax.lax.stop_gradient(logits_BLV.max(axis=-1))
+    exp_BLV = jnp.exp(logits_BLV - max_BL[..., None])
+    loss_BL = jnp.log(exp_BLV.sum(axis=-1)) + max_BL - target_BL
+    is_token_BL = targets_BL >= 0
+    is_correct_BL = is_token_BL & (target_BL >= max_BL)
+    return TokenSums(
+        loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32)
+    )
+
+
+def _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks: int) -> TokenSums:
+    # The sums leave the scan as stacked outputs: a carry begun from a constant
+    # would not vary over a manual mesh axis as the sums do.
+    chunks = (
+        _split_length(hidden_BLD, num_chunks, 0),
+        _split_length(targets_BL, num_chunks, -1),
+    )
+
+    @jax.checkpoint
+    def chunk_sums(hidden_BCD, targets_BC):
+        return _token_sums(hidden_BCD, head_DV, targets_BC)
+
+    _, sums = jax.lax.scan(lambda _, chunk: (None, chunk_sums(*chunk)), None, chunks)
+    return jax.tree.map(jnp.sum, sums)
+
+
+def _split_length(x_BL: jax.Array, num_chunks: int, padding) -> jax.Array:
+    """Cuts axis 1 into equal chunks, a new leading axis, padded at the end."""
+    batch, length, *rest = x_BL.shape
+    chunk = -(-length // num_chunks)
+    pad = [(0, 0)] * x_BL.ndim
+    pad[1] = (0, num_chunks * chunk - length)
+    padded = jnp.pad(x_BL, pad, constant_values=padding)
+    return jnp.moveaxis(padded.reshape(batch, num_chunks, chunk, *rest), 1, 0)

@@ -1,0 +1,103 @@
+"""Named transformers, each a lab note: where it comes from and what it costs.
+
+The vocabulary is the tokenizer's business: a run replaces `vocab_size` by the
+tokenizer's own, rounded up. The value here is the one the counts are given for.
+"""
+
+import dataclasses
+
+from cocodc_jax.models.config import TransformerConfig
+
+# 256 bytes and one special id, rounded up to a multiple of 16 so that a model axis
+# divides it.
+_BYTE_VOCAB = 272
+
+# For tests and first tries: every mechanism at the least cost. Four blocks, so
+# that four fragments can be cut. 49,696 parameters.
+SMOKE = TransformerConfig(
+    vocab_size=_BYTE_VOCAB,
+    num_layers=4,
+    width=32,
+    mlp_width=64,
+    num_heads=2,
+    num_kv_heads=2,
+    scan_layers=False,
+)
+
+# The comparison of README's first command, and the size other systems were timed
+# with on two cores (a GPT of the same width and depth). Bytes, length 128. Blocks
+# are not scanned: on a CPU a step is then a fifth faster and compiles as fast.
+# 871,040 parameters.
+TINY = TransformerConfig(
+    vocab_size=_BYTE_VOCAB,
+    num_layers=4,
+    width=128,
+    mlp_width=352,
+    num_heads=4,
+    num_kv_heads=4,
+    scan_layers=False,
+)
+
+# The smallest of Streaming DiLoCo (arXiv 2501.18512, appendix): 6 layers, width
+# 512, 8 heads, vocabulary 32,000. Its feed-forward of 2,048 has two matrices; 1,376
+# with SwiGLU's three holds as many parameters. Published evaluation loss on C4:
+# 3.51 data parallel, 3.54 DiLoCo, 3.53 streaming, H 30. 35,364,352 parameters.
+SMALL = TransformerConfig(
+    vocab_size=32_000,
+    num_layers=6,
+    width=512,
+    mlp_width=1376,
+    num_heads=8,
+    num_kv_heads=8,
+    qk_norm=True,
+    compute_dtype="bfloat16",
+)
+
+# The model of CoCoDC (arXiv 2504.17672; ../shared/algorithms.md, section 4.4): C4,
+# length 1024, 256 sequences per region and step, bf16. The head count is not
+# published; 16 heads of 64 as in OpenDiLoCo's 150M (arXiv 2407.07852). "150M" are
+# the blocks alone. Perplexity 20.0 at step 10,292 with CoCoDC, 10,821 with DiLoCo,
+# 13,021 streaming. 214,983,680 parameters.
+PAPER_150M = TransformerConfig(
+    vocab_size=32_000,
+    num_layers=12,
+    width=1024,
+    mlp_width=2688,
+    num_heads=16,
+    num_kv_heads=16,
+    tie_embeddings=False,
+    remat="dots",
+    compute_dtype="bfloat16",
+)
+
+# The 1B of Streaming DiLoCo's bandwidth tables: 24 layers, width 2,048, 32 heads,
+# its feed-forward of 8,192 again as SwiGLU. Loss on C4: 2.49 data parallel, 2.48
+# streaming, H 30. 1,279,627,264 parameters, 5.1 GB a float32 copy.
+ONE_B = dataclasses.replace(
+    SMALL,
+    num_layers=24,
+    width=2048,
+    mlp_width=5504,
+    num_heads=32,
+    num_kv_heads=32,
+    remat="full",
+)
+
+PRESETS = {
+    "smoke": SMOKE,
+    "tiny": TINY,
+    "small": SMALL,
+    "paper_150m": PAPER_150M,
+    "1b": ONE_B,
+}
+
+
+def get(name: str) -> TransformerConfig:
+    """Returns the preset called `name`.
+
+    Raises:
+      ValueError: no preset has that name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r} is unknown; use one of {list(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,196 @@
+"""Links between regions: bandwidth, latency, jitter, loss, and how they change.
+
+A message of b bytes sent over a link arrives after `b / bytes_per_s + delay_s`. What a
+single TCP stream reaches over a lossy link is bounded by
+`bytes_per_s <= (segment / round trip) sqrt(3 / 2) / sqrt(loss)` (Mathis, Semke,
+Mahdavi, Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm",
+1997).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_SEGMENT_BYTES = 1448  # TCP payload of a 1500-byte packet with timestamps
+
+
+def _check(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}={value!r} must be {rule}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One direction of the path between two regions.
+
+    Attributes:
+      bandwidth_gbps: payload rate of the path in 10^9 bits per second (what an
+        application gets; protocol headers are not added).
+      latency_s: one-way delay in seconds, half the round trip.
+      jitter_s: the delay varies by at most this much either way, in seconds.
+      loss: share of packets lost, in [0, 1).
+    """
+
+    bandwidth_gbps: float
+    latency_s: float
+    jitter_s: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self):
+        _check(
+            0 < self.bandwidth_gbps < math.inf,
+            "bandwidth_gbps",
+            self.bandwidth_gbps,
+            "positive and finite",
+        )
+        for name in ("latency_s", "jitter_s"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, name, value, "finite and not negative")
+        _check(0 <= self.loss < 1, "loss", self.loss, "in [0, 1)")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate one stream reaches, after loss, in bytes per second."""
+        wire = self.bandwidth_gbps * 1e9 / 8
+        if self.loss == 0 or self.latency_s == 0:
+            return wire * (1 - self.loss)
+        stream = _SEGMENT_BYTES / (2 * self.latency_s) * math.sqrt(1.5 / self.loss)
+        return min(wire * (1 - self.loss), stream)
+
+    @property
+    def delay_s(self) -> float:
+        """One-way delay to plan with, in seconds.
+
+        A collective waits for the slowest of its messages, so the upper end of the
+        jitter counts, not its mean.
+        """
+        return self.latency_s + self.jitter_s
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkChange:
+    """A link that is worse (or better) for a while.
+
+    Attributes:
+      start_s: when it begins, in simulated seconds.
+      duration_s: how long it lasts, in seconds; finite.
+      bandwidth_factor: the bandwidth is multiplied by this; 0 is an outage.
+      extra_latency_s: added to the one-way delay, in seconds.
+      source: index of the sending region, or None for every region.
+      target: index of the receiving region, or None for every region.
+    """
+
+    start_s: float
+    duration_s: float
+    bandwidth_factor: float = 1.0
+    extra_latency_s: float = 0.0
+    source: int | None = None
+    target: int | None = None
+
+    def __post_init__(self):
+        for name in ("start_s", "bandwidth_factor", "extra_latency_s"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, name, value, "finite and not negative")
+        _check(
+            0 < self.duration_s < math.inf,
+            "duration_s",
+            self.duration_s,
+            "positive and finite",
+        )
+
+    @property
+    def end_s(self) -> float:
+        """When the link is itself again, in seconds."""
+        return self.start_s + self.duration_s
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinkState:
+    """All links at one moment, as matrices; row sends, column receives.
+
+    Attributes:
+      bytes_per_s: float64 [M, M], infinite on the diagonal, 0 during an outage.
+      delay_s: float64 [M, M], 0 on the diagonal.
+    """
+
+    bytes_per_s: np.ndarray
+    delay_s: np.ndarray
+
+    @property
+    def num_regions(self) -> int:
+        """Number of regions M."""
+        return len(self.bytes_per_s)
+
+    def subset(self, region_ids: Sequence[int]) -> "LinkState":
+        """The links among some regions only, in the order given."""
+        grid = np.ix_(region_ids, region_ids)
+        return LinkState(self.bytes_per_s[grid], self.delay_s[grid])
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Regions and the link of every ordered pair.
+
+    Attributes:
+      regions: names, one per region.
+      links: links[i][j] carries what i sends to j; the diagonal is never read.
+      changes: how links change with time.
+    """
+
+    regions: tuple[str, ...]
+    links: tuple[tuple[Link, ...], ...]
+    changes: tuple[LinkChange, ...] = ()
+
+    def __post_init__(self):
+        num = len(self.regions)
+        _check(num >= 1, "regions", self.regions, "at least one region")
+        _check(len(set(self.regions)) == num, "regions", self.regions, "distinct names")
+        sizes = [len(row) for row in self.links]
+        _check(sizes == [num] * num, "links", sizes, f"{num} rows of {num} links")
+        for change in self.changes:
+            for name in ("source", "target"):
+                index = getattr(change, name)
+                known = index is None or 0 <= index < num
+                _check(known, f"changes.{name}", index, f"a region id below {num}")
+
+    @property
+    def num_regions(self) -> int:
+        """Number of regions M."""
+        return len(self.regions)
+
+    @property
+    def change_times_s(self) -> tuple[float, ...]:
+        """Moments at which some link changes, in seconds, in order."""
+        times = {t for c in self.changes for t in (c.start_s, c.end_s)}
+        return tuple(sorted(times))
+
+    def at(self, time_s: float = 0.0) -> LinkState:
+        """Returns the links as they are at a moment in simulated seconds."""
+        rate = np.array([[link.bytes_per_s for link in row] for row in self.links])
+        delay = np.array([[link.delay_s for link in row] for row in self.links])
+        for change in self.changes:
+            if change.start_s <= time_s < change.end_s:
+                where = (
+                    slice(None) if change.source is None else change.source,
+                    slice(None) if change.target is None else change.target,
+                )
+                rate[where] *= change.bandwidth_factor
+                delay[where] += change.extra_latency_s
+        np.fill_diagonal(rate, np.inf)
+        np.fill_diagonal(delay, 0.0)
+        return LinkState(rate, delay)
+
+
+def uniform(
+    num_regions: int, link: Link, changes: tuple[LinkChange, ...] = ()
+) -> Topology:
+    """Returns a topology in which every ordered pair has the same link.
+
+    >>> uniform(2, Link(bandwidth_gbps=1.0, latency_s=0.05)).regions
+    ('region0', 'region1')
+    """
+    _check(num_regions >= 1, "num_regions", num_regions, "at least 1")
+    names = tuple(f"region{i}" for i in range(num_regions))
+    return Topology(names, ((link,) * num_regions,) * num_regions, changes)

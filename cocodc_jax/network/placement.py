@@ -1,0 +1,174 @@
+"""Which site runs which pipeline stage, on links of unequal speed.
+
+S stages times D replicas are put on M = S D sites. The sites of one stage average their
+parameters (a ring every `sync_interval` steps); site d of stage s hands activations to
+site d of stage s + 1 and gets gradients back. The cost of a step, in seconds, is
+
+    max over replicas of sum over s of 2 t(s -> s + 1)  +  max over s of ring(s) / H
+
+after DT-FM (arXiv 2206.01288), whose cost has the same two parts; that activations and
+averages add up, rather than overlap, is pessimistic. Up to `EXACT_SITES` sites every
+arrangement is tried; beyond that, swaps of two sites from several random starts, which
+finds a local optimum and proves nothing.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+
+from cocodc_jax.network.collectives import collective_cost, point_to_point_s
+from cocodc_jax.network.links import LinkState
+from cocodc_jax.network.orders import Order, best_order
+
+EXACT_SITES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """What a pipelined model sends.
+
+    Attributes:
+      num_stages: S, pipeline stages.
+      activation_bytes: bytes a stage hands on in a step, all microbatches together.
+      stage_bytes: bytes of one stage's message when replicas are averaged.
+      sync_interval: H, steps between averages.
+    """
+
+    num_stages: int
+    activation_bytes: float
+    stage_bytes: float
+    sync_interval: int = 1
+
+    def __post_init__(self):
+        for name in ("num_stages", "sync_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("activation_bytes", "stage_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Sites of every stage and what they cost.
+
+    Attributes:
+      stages: stages[s][d] is the site of replica d of stage s.
+      pipeline_s: seconds of activations and their gradients in a step.
+      sync_s: seconds of averaging, spread over the steps of an interval.
+      is_exact: whether every arrangement was tried.
+    """
+
+    stages: tuple[Order, ...]
+    pipeline_s: float
+    sync_s: float
+    is_exact: bool
+
+    @property
+    def seconds(self) -> float:
+        """Communication of a step, in seconds."""
+        return self.pipeline_s + self.sync_s
+
+
+class _Costs:
+    """Costs of arrangements, with what is asked twice remembered."""
+
+    def __init__(self, state: LinkState, pipeline: Pipeline):
+        self.state, self.pipeline = state, pipeline
+        self._rings: dict[Order, float] = {}
+        sites = range(state.num_regions)
+        size = pipeline.activation_bytes
+        self._hops = [
+            [point_to_point_s(state, i, j, size) if i != j else 0.0 for j in sites]
+            for i in sites
+        ]
+
+    def ring_s(self, sites: Order) -> float:
+        """Averaging among some sites, in their best ring."""
+        key = tuple(sorted(sites))
+        if key not in self._rings:
+            state, size = self.state.subset(key), self.pipeline.stage_bytes
+            order = best_order(state, "ring", size)
+            self._rings[key] = collective_cost(state, "ring", size, order).seconds
+        return self._rings[key]
+
+    def parts(self, flat: Order) -> tuple[float, float]:
+        """(pipeline_s, sync_s) of an arrangement, stage after stage."""
+        stages = self.split(flat)
+        replicas = zip(*stages, strict=True)
+        hops = self._hops
+        pipeline_s = max(
+            sum(hops[a][b] + hops[b][a] for a, b in itertools.pairwise(path))
+            for path in replicas
+        )
+        sync_s = max(self.ring_s(sites) for sites in stages)
+        return pipeline_s, sync_s / self.pipeline.sync_interval
+
+    def split(self, flat: Order) -> tuple[Order, ...]:
+        width = len(flat) // self.pipeline.num_stages
+        return tuple(flat[i : i + width] for i in range(0, len(flat), width))
+
+    def key(self, flat: Order) -> tuple[float, Order]:
+        return sum(self.parts(flat)), flat
+
+
+def place(
+    state: LinkState,
+    pipeline: Pipeline,
+    num_starts: int = 8,
+    seed: int = 0,
+    exact_sites: int = EXACT_SITES,
+) -> Placement:
+    """Chooses the sites of every stage.
+
+    Args:
+      state: links between M sites.
+      pipeline: what is sent; num_stages divides M.
+      num_starts: random starts of the local search.
+      seed: of those starts.
+      exact_sites: with no more sites than this every arrangement is tried.
+
+    Raises:
+      ValueError: if the stages do not divide the sites.
+    """
+    num = state.num_regions
+    if num % pipeline.num_stages:
+        raise ValueError(
+            f"num_stages={pipeline.num_stages} must divide the number of sites, {num}"
+        )
+    costs = _Costs(state, pipeline)
+    if num <= exact_sites:
+        best = min(itertools.permutations(range(num)), key=costs.key)
+    else:
+        starts = _starts(num, num_starts, seed)
+        best = min((_descend(start, costs) for start in starts), key=costs.key)
+    pipeline_s, sync_s = costs.parts(best)
+    return Placement(costs.split(best), pipeline_s, sync_s, num <= exact_sites)
+
+
+def _starts(num: int, num_starts: int, seed: int) -> Sequence[Order]:
+    shuffler = random.Random(seed)
+    sites = list(range(num))
+    return [tuple(sites)] + [
+        tuple(shuffler.sample(sites, num)) for _ in range(num_starts - 1)
+    ]
+
+
+def _descend(flat: Order, costs: _Costs) -> Order:
+    """Takes the best swap of two sites until none helps."""
+    while True:
+        best = min((_swapped(flat, i, j) for i, j in _index_pairs(flat)), key=costs.key)
+        if costs.key(best)[0] >= costs.key(flat)[0]:
+            return flat
+        flat = best
+
+
+def _index_pairs(flat: Order) -> Sequence[tuple[int, int]]:
+    return [(0, 0), *itertools.combinations(range(len(flat)), 2)]
+
+
+def _swapped(flat: Order, i: int, j: int) -> Order:
+    out = list(flat)
+    out[i], out[j] = out[j], out[i]
+    return tuple(out)

@@ -1,0 +1,209 @@
+"""Chooses collective, order, K, H, N and tau that fit a network, and says why.
+
+With T_c seconds of a step and T_s seconds of one fragment's sync (CoCoDC, arXiv
+2504.17672, adaptive transmission):
+
+    tau >= ceil(T_s / T_c)                        a fragment arrives before its merge
+    H >= ceil(K T_s / (gamma T_c))                K fragments fit the network in H steps
+    N = max(K, floor(gamma H T_c / T_s))          the rest of the share is used as well
+
+K is raised while tau is longer than staleness is known to be harmless; gamma is the
+share of the network's time that may be used.
+"""
+
+import dataclasses
+import math
+
+from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.links import Topology
+from cocodc_jax.network.orders import Order, best_order
+from cocodc_jax.network.simulator import Workload, simulate
+from cocodc_jax.network.syncs import Schedule
+
+HARMLESS_DELAY_STEPS = 10  # Streaming DiLoCo, arXiv 2501.18512: up to 10 harmless
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+      model_bytes: bytes of one region's message for the whole model, as encoded.
+      step_time_s: seconds of an inner step in the slowest region.
+      num_fragments: K wanted; the plan may raise it.
+      max_fragments: K allowed, at most the number of transformer blocks.
+      sync_interval: H wanted; the plan may raise it.
+      network_share: gamma, in (0, 1].
+      max_delay_steps: the longest tau wanted.
+    """
+
+    model_bytes: float
+    step_time_s: float
+    num_fragments: int = 4
+    max_fragments: int = 32
+    sync_interval: int = 100
+    network_share: float = 0.4
+    max_delay_steps: int = HARMLESS_DELAY_STEPS
+
+    def __post_init__(self):
+        for name in ("model_bytes", "step_time_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        for name in ("num_fragments", "sync_interval", "max_delay_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_fragments < self.num_fragments:
+            raise ValueError(
+                f"max_fragments={self.max_fragments} must not be below num_fragments="
+                f"{self.num_fragments}"
+            )
+        if not 0 < self.network_share <= 1:
+            raise ValueError(f"network_share={self.network_share} must be in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkPlan:
+    """A choice and its reasons.
+
+    Attributes:
+      collective: "ring", "tree" or "pairs".
+      order: order of the regions in it.
+      num_fragments: K.
+      sync_interval: H, in steps.
+      syncs_per_interval: N, for CoCoDC; Streaming DiLoCo sends K.
+      delay_steps: tau.
+      sync_time_s: T_s, seconds of one fragment's sync.
+      utilization: simulated share of time spent computing, CoCoDC's schedule.
+      reasons: one sentence or two for each choice.
+    """
+
+    collective: str
+    order: Order
+    num_fragments: int
+    sync_interval: int
+    syncs_per_interval: int
+    delay_steps: int
+    sync_time_s: float
+    utilization: float
+    reasons: tuple[str, ...]
+
+    def explain(self) -> str:
+        """Returns the reasons as plain text, one line each."""
+        return "\n".join(f"- {reason}" for reason in self.reasons)
+
+
+def make_plan(topology: Topology, job: Job) -> NetworkPlan:
+    """Chooses a plan for the links as they are at time 0.
+
+    Args:
+      topology: regions and links.
+      job: what is to be trained, and the wishes.
+
+    Raises:
+      ValueError: if there is one region only, which needs no network.
+    """
+    if topology.num_regions < 2:
+        raise ValueError("a plan needs at least two regions")
+    # K is found with the collective that suits the K asked for; smaller fragments may
+    # suit another one, which can only be faster.
+    collective, order, _ = _collective(topology, job.model_bytes / job.num_fragments)
+    num = _fragments(topology, job, collective, order)
+    collective, order, why_collective = _collective(topology, job.model_bytes / num)
+    sync_s = _sync_s(topology, job.model_bytes / num, collective, order)
+    why_num = _explain_fragments(job, num, sync_s)
+    delay = max(1, math.ceil(sync_s / job.step_time_s - 1e-9))
+    interval, why_interval = _interval(job, num, sync_s, delay)
+    fit = math.floor(job.network_share * interval * job.step_time_s / sync_s + 1e-9)
+    syncs = min(max(num, fit), interval)
+    usage = _utilization(
+        topology,
+        job,
+        Schedule("cocodc", num, interval, delay, syncs),
+        collective,
+        order,
+    )
+    why_rest = (
+        f"tau = {delay} steps: a sync takes {sync_s:.3g} s, a step "
+        f"{job.step_time_s:.3g} s, so it arrives within {delay} steps.",
+        f"N = {syncs} syncs per {interval} steps (CoCoDC): {fit} would fit in "
+        f"{job.network_share:.0%} of the network's time, and each of the {num} "
+        f"fragments goes at least once; Streaming DiLoCo sends {num}.",
+        f"Simulated compute utilization: {usage:.1%}.",
+    )
+    reasons = (why_collective, why_num, why_interval, *why_rest)
+    return NetworkPlan(
+        collective, order, num, interval, syncs, delay, sync_s, usage, reasons
+    )
+
+
+def _sync_s(topology: Topology, size: float, collective: str, order: Order) -> float:
+    return collective_cost(topology.at(), collective, size, order).seconds
+
+
+def _collective(topology: Topology, size: float) -> tuple[str, Order, str]:
+    orders = {n: best_order(topology.at(), n, size) for n in ("ring", "tree", "pairs")}
+    seconds = {n: _sync_s(topology, size, n, order) for n, order in orders.items()}
+    best = min(seconds, key=lambda name: seconds[name])
+    listed = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
+    path = ", ".join(topology.regions[i] for i in orders[best])
+    reason = (
+        f"All-reduce as {best}, in the order {path}: the cheapest for a fragment of "
+        f"{size / 1e6:,.4g} MB ({listed}, each in its best order)."
+    )
+    return best, orders[best], reason
+
+
+def _fragments(topology: Topology, job: Job, collective: str, order: Order) -> int:
+    """K: the least, from the wish up, with which a sync is not too late."""
+    limit_s = job.max_delay_steps * job.step_time_s
+    for num in range(job.num_fragments, job.max_fragments):
+        if _sync_s(topology, job.model_bytes / num, collective, order) <= limit_s:
+            return num
+    return job.max_fragments
+
+
+def _explain_fragments(job: Job, num: int, sync_s: float) -> str:
+    limit_s = job.max_delay_steps * job.step_time_s
+    limit = f"{job.max_delay_steps} steps ({limit_s:.3g} s)"
+    if sync_s > limit_s:
+        return (
+            f"K = {num} fragments, the most allowed, and a sync still takes "
+            f"{sync_s:.4g} s, more than {limit}: compress more, or expect the delay to "
+            "cost loss."
+        )
+    if num > job.num_fragments:
+        return (
+            f"K = {num} fragments instead of {job.num_fragments}: the fewest with "
+            f"which a sync ({sync_s:.3g} s) fits in {limit}."
+        )
+    return f"K = {num} fragments, as asked: a sync takes {sync_s:.3g} s."
+
+
+def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
+    share = job.network_share
+    fitting = math.ceil(num * sync_s / (share * job.step_time_s) - 1e-9)
+    needed = max(fitting, num, delay + 1)
+    usage = num * sync_s / (max(needed, job.sync_interval) * job.step_time_s)
+    if needed <= job.sync_interval:
+        reason = (
+            f"H = {job.sync_interval} steps, as asked: {num} syncs use {usage:.1%} of "
+            f"the network's time, of {share:.0%} allowed."
+        )
+    else:
+        reason = (
+            f"H = {needed} steps instead of {job.sync_interval}: the least in which "
+            f"{num} syncs of {sync_s:.3g} s fit in {share:.0%} of the network's time, "
+            "each arrives before its fragment is sent again."
+        )
+    return max(needed, job.sync_interval), reason
+
+
+def _utilization(
+    topology: Topology, job: Job, schedule: Schedule, collective: str, order: Order
+) -> float:
+    num, interval = schedule.num_fragments, schedule.sync_interval
+    work = Workload(
+        (job.model_bytes / num,) * num, (job.step_time_s,) * topology.num_regions
+    )
+    timeline = simulate(topology, work, schedule, 3 * interval, collective, order)
+    return timeline.utilization(since_step=interval)

@@ -1,0 +1,154 @@
+"""Writes a timeline as a Chrome trace (opens in Perfetto) and as a Gantt plot."""
+
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from cocodc_jax.network.simulator import SyncRecord, Timeline
+
+_REGION_PID, _NETWORK_PID = 1, 2
+
+
+def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Writes trace-event JSON for ui.perfetto.dev or chrome://tracing.
+
+    Process 1 has one track per region with its steps and stalls, process 2 one track
+    per sync in flight at once; every sync carries its steps, bytes and stall.
+    """
+    events = [*_names(timeline), *_compute_events(timeline), *_sync_events(timeline)]
+    table = {"displayTimeUnit": "ms", "traceEvents": events}
+    pathlib.Path(path).write_text(json.dumps(table))
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for pid, name in ((_REGION_PID, "regions"), (_NETWORK_PID, "network")):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for region, _ in enumerate(timeline.step_time_s):
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": _REGION_PID,
+            "tid": region,
+            "args": {"name": f"region {region}"},
+        }
+
+
+def _span(name: str, begin_s: float, end_s: float, pid: int, tid: int, **args: Any):
+    times = {"ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
+    return {"ph": "X", "name": name, **times, "pid": pid, "tid": tid, "args": args}
+
+
+def region_spans(
+    timeline: Timeline, region: int
+) -> Iterator[tuple[str, float, float, int, int]]:
+    """Yields (kind, begin_s, end_s, first step, last step) of a region's time."""
+    for (step, times), (next_step, next_times) in itertools.pairwise(timeline.marks):
+        begin, end = times[region], next_times[region]
+        busy = begin + (next_step - step) * timeline.step_time_s[region]
+        yield "compute", begin, busy, step, next_step
+        # Rounding of the clocks is no stall.
+        if end - busy > 1e-9 * max(1.0, end):
+            yield "stall", busy, end, next_step, next_step
+
+
+def _compute_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for region in range(len(timeline.step_time_s)):
+        for kind, begin, end, first, last in region_spans(timeline, region):
+            name = f"steps {first} to {last}" if kind == "compute" else "stall"
+            yield _span(name, begin, end, _REGION_PID, region)
+
+
+def _sync_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    free_s: list[float] = []  # when each track is free again
+    for sync in sorted(timeline.syncs, key=lambda s: s.start_s):
+        tracks = (i for i, end in enumerate(free_s) if end <= sync.start_s)
+        track = next(tracks, len(free_s))
+        free_s[track : track + 1] = [sync.arrival_s]
+        yield _span(
+            _label(sync),
+            sync.start_s,
+            sync.arrival_s,
+            _NETWORK_PID,
+            track,
+            start_step=sync.start_step,
+            merge_step=sync.merge_step,
+            stall_s=sync.stall_s,
+            bytes_sent=max(sync.bytes_sent),
+        )
+
+
+def _label(sync: SyncRecord) -> str:
+    if len(sync.fragments) == 1:
+        return f"fragment {sync.fragments[0]}"
+    return f"all {len(sync.fragments)} fragments"
+
+
+def plot_timeline(
+    timeline: Timeline, path: str | os.PathLike[str], title: str, max_syncs: int = 24
+) -> None:
+    """Draws when regions compute and wait, and when each fragment is in flight.
+
+    Only the time of the first `max_syncs` syncs is drawn.
+    """
+    shown = timeline.syncs[:max_syncs]
+    if len(shown) < len(timeline.syncs):
+        limit = max(sync.merge_s for sync in shown)
+    else:
+        limit = timeline.sim_s
+    num_regions = len(timeline.step_time_s)
+    fragments = sorted({p for sync in timeline.syncs for p in sync.fragments})
+    figure = Figure(figsize=(10, 1.6 + 0.3 * (num_regions + len(fragments))))
+    axes = figure.subplots()
+    for region in range(num_regions):
+        for kind, begin, end, _, _ in region_spans(timeline, region):
+            color = "tab:blue" if kind == "compute" else "tab:red"
+            axes.barh(region, end - begin, left=begin, color=color, height=0.7)
+    rows = {p: num_regions + i for i, p in enumerate(fragments)}
+    for sync in shown:
+        for p in sync.fragments:
+            _draw_sync(axes, sync, rows[p])
+    names = [f"region {i}" for i in range(num_regions)]
+    axes.set_yticks(
+        np.arange(num_regions + len(fragments)),
+        [*names, *(f"fragment {p}" for p in fragments)],
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, limit)
+    axes.set_xlabel("simulated seconds")
+    axes.set_title(title)
+    _legend(axes)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+_KINDS = {
+    "compute": "tab:blue",
+    "stall": "tab:red",
+    "on the network": "tab:orange",
+    "arrived, not merged yet": "wheat",
+}
+
+
+def _draw_sync(axes, sync: SyncRecord, row: int) -> None:
+    flight = sync.arrival_s - sync.start_s
+    axes.barh(row, flight, left=sync.start_s, color="tab:orange", height=0.7)
+    waiting = sync.merge_s - sync.arrival_s
+    axes.barh(row, waiting, left=sync.arrival_s, color="wheat", height=0.7)
+
+
+def _legend(axes) -> None:
+    handles = [axes.barh(0, 0, color=color) for color in _KINDS.values()]
+    axes.legend(
+        handles,
+        list(_KINDS),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.35),
+        ncols=len(_KINDS),
+        frameon=False,
+    )

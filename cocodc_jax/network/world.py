@@ -1,0 +1,200 @@
+"""Topologies by name and from files: regions of the world, YAML or JSON tables.
+
+The round trips between cloud regions below are approximate: typical public figures for
+large providers, written down from memory in 2025 and rounded to 5 ms. They are good for
+planning and for demonstrations; measure your own before deciding on anything.
+"""
+
+import itertools
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+import yaml
+
+from cocodc_jax.network.links import Link, LinkChange, Topology
+
+# Round trips in milliseconds; row i holds the pairs (i, i+1), (i, i+2), ...
+_NAMES = (
+    "us-east",
+    "us-west",
+    "europe-west",
+    "europe-central",
+    "asia-south",
+    "asia-southeast",
+    "asia-northeast",
+    "australia",
+    "south-america",
+)
+_ROUND_TRIPS_MS = (
+    (65, 70, 90, 190, 220, 150, 200, 115),
+    (125, 145, 220, 165, 95, 140, 175),
+    (25, 120, 175, 205, 255, 180),
+    (110, 160, 225, 250, 205),
+    (60, 125, 150, 300),
+    (70, 95, 330),
+    (110, 260),
+    (310,),
+)
+
+
+def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
+    """Returns cloud regions of the world, all pairs with the same bandwidth.
+
+    Args:
+      regions: names out of `world_regions()`.
+      bandwidth_gbps: of every ordered pair.
+
+    >>> world(("us-east", "europe-west"), 1.0).links[0][1].latency_s
+    0.035
+    """
+    for name in regions:
+        if name not in _NAMES:
+            raise ValueError(f"region {name!r} is unknown; known are {list(_NAMES)}")
+    pairs = itertools.combinations(_NAMES, 2)
+    numbers = itertools.chain.from_iterable(_ROUND_TRIPS_MS)
+    round_trip_ms: dict[tuple[str, str], int]
+    round_trip_ms = dict(zip(pairs, numbers, strict=True))
+
+    def link(a: str, b: str) -> Link:
+        ms = round_trip_ms.get((a, b), round_trip_ms.get((b, a), 0))
+        return Link(bandwidth_gbps, ms / 2 / 1000)
+
+    return Topology(
+        tuple(regions), tuple(tuple(link(a, b) for b in regions) for a in regions)
+    )
+
+
+def world_regions() -> tuple[str, ...]:
+    """Returns the names that `world` knows."""
+    return _NAMES
+
+
+def load_topology(path: str | pathlib.Path) -> Topology:
+    """Reads a topology from a YAML file (JSON is YAML too).
+
+    ```yaml
+    regions: [paris, tokyo, dallas]
+    default: {bandwidth_gbps: 1, latency_ms: 60, jitter_ms: 2, loss: 0}
+    links:
+      - {between: [paris, tokyo], latency_ms: 110}       # both directions
+      - {from: dallas, to: tokyo, bandwidth_gbps: 0.5}   # one
+    changes:
+      - {start_s: 60, duration_s: 5, bandwidth_factor: 0}                   # outage
+      - {from: paris, to: tokyo, start_s: 90, duration_s: 30, extra_latency_ms: 40}
+    ```
+
+    Raises:
+      ValueError: naming the file and the entry that is wrong.
+      OSError: if the file cannot be read.
+    """
+    text = pathlib.Path(path).read_text()
+    try:
+        return parse_topology(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise ValueError(f"{path}: {message}") from error
+
+
+def parse_topology(table: Any) -> Topology:
+    """Builds a topology from the table that `load_topology` describes."""
+    _check_keys("topology", table, {"regions", "default", "links", "changes"})
+    regions = table.get("regions")
+    if not isinstance(regions, list) or not regions:
+        raise ValueError(f"regions={regions!r} must be a list of names")
+    names = [str(name) for name in regions]
+    default = table.get("default") or {}
+    _check_keys("default", default, _LINK_KEYS)
+    pairs = itertools.permutations(range(len(names)), 2)
+    settings = {pair: dict(default) for pair in pairs}
+    for entry in table.get("links") or []:
+        _check_keys("links", entry, _PAIR_KEYS | _LINK_KEYS)
+        for source, target in _pairs("links", entry, names):
+            if source is None or target is None:
+                raise ValueError(f"links entry {entry!r} must name two regions")
+            values = {k: v for k, v in entry.items() if k in _LINK_KEYS}
+            settings[source, target].update(values)
+    built = {pair: _link(names, pair, values) for pair, values in settings.items()}
+    rows = tuple(
+        tuple(built.get((i, j), _UNUSED) for j in range(len(names)))
+        for i in range(len(names))
+    )
+    changes = (_changes(entry, names) for entry in table.get("changes") or [])
+    return Topology(tuple(names), rows, tuple(itertools.chain(*changes)))
+
+
+_UNUSED = Link(1.0, 0.0)  # the diagonal: no region sends to itself
+_PAIR_KEYS = frozenset({"between", "from", "to"})
+_LINK_KEYS = frozenset({"bandwidth_gbps", "latency_ms", "jitter_ms", "loss"})
+_CHANGE_KEYS = frozenset(
+    {"start_s", "duration_s", "bandwidth_factor", "extra_latency_ms"}
+)
+
+
+def _check_keys(where: str, table: Any, known: Collection[str]) -> None:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}={table!r} must be a table")
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {sorted(known)}")
+
+
+def _number(
+    where: str, table: dict[str, Any], key: str, default: float | None
+) -> float:
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where}: {key}={value!r} must be a number")
+    return float(value)
+
+
+def _link(names: list[str], pair: tuple[int, int], table: dict[str, Any]) -> Link:
+    where = f"link {names[pair[0]]} to {names[pair[1]]}"
+    try:
+        return Link(
+            _number(where, table, "bandwidth_gbps", None),
+            _number(where, table, "latency_ms", None) / 1000,
+            _number(where, table, "jitter_ms", 0.0) / 1000,
+            _number(where, table, "loss", 0.0),
+        )
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(
+            message if message.startswith(where) else f"{where}: {message}"
+        ) from error
+
+
+def _pairs(
+    where: str, entry: dict[str, Any], names: list[str]
+) -> list[tuple[int | None, int | None]]:
+    """The ordered pairs an entry speaks of; None stands for every region."""
+
+    def index(name: Any) -> int | None:
+        if name is None:
+            return None
+        if name not in names:
+            raise ValueError(f"{where}: region {name!r} is not among {names}")
+        return names.index(name)
+
+    if "between" not in entry:
+        return [(index(entry.get("from")), index(entry.get("to")))]
+    ends = entry["between"]
+    if not isinstance(ends, list) or len(ends) != 2 or ends[0] == ends[1]:
+        raise ValueError(f"{where}: between={ends!r} must name two regions")
+    first, second = index(ends[0]), index(ends[1])
+    return [(first, second), (second, first)]
+
+
+def _changes(entry: dict[str, Any], names: list[str]) -> list[LinkChange]:
+    _check_keys("changes", entry, _PAIR_KEYS | _CHANGE_KEYS)
+    return [
+        LinkChange(
+            _number("changes", entry, "start_s", None),
+            _number("changes", entry, "duration_s", None),
+            _number("changes", entry, "bandwidth_factor", 1.0),
+            _number("changes", entry, "extra_latency_ms", 0.0) / 1000,
+            source,
+            target,
+        )
+        for source, target in _pairs("changes", entry, names)
+    ]

@@ -1,0 +1,1 @@
+"""What a run leaves behind: records, progress, plots and a one-page report."""

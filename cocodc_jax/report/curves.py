@@ -1,0 +1,83 @@
+"""Evaluation curves of several runs of a method, and the step they reach a loss."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from cocodc_jax.report.records import Record
+from cocodc_jax.report.runs import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Evaluation loss over the seeds of one method; all arrays have shape [points].
+
+    Attributes:
+      steps: inner steps at which every seed was evaluated.
+      bytes_sent: bytes one region had sent by then, mean over seeds.
+      mean: loss in nats per token, mean over seeds.
+      low: least loss of a seed.
+      high: greatest loss of a seed.
+    """
+
+    steps: np.ndarray
+    bytes_sent: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def eval_curve(runs: Sequence[Run]) -> Curve:
+    """Join the evaluations of one method's seeds at the steps that all of them have.
+
+    Args:
+      runs: runs of one method, at least one.
+
+    Raises:
+      ValueError: no step was evaluated in all of the runs.
+    """
+    by_step = [{record["step"]: record for record in run.of_kind("eval")} for run in runs]
+    steps = sorted(set.intersection(*(set(evals) for evals in by_step)))
+    if not steps:
+        raise ValueError(
+            f"the runs of {runs[0].method!r} have no evaluated step in common; "
+            "evaluate all of them at the same steps"
+        )
+    loss = _table(by_step, steps, "eval_loss")
+    sent = _table(by_step, steps, "bytes_sent_per_region")
+    return Curve(
+        np.array(steps), sent.mean(0), loss.mean(0), loss.min(0), loss.max(0)
+    )
+
+
+def steps_to_loss(run: Run, target: float) -> float | None:
+    """Return the step at which a run's evaluation loss first reaches the target.
+
+    Between two evaluations the loss is taken as linear in the step, so that the answer
+    does not depend on which evaluation happens to lie just behind the target.
+
+    Args:
+      run: the run.
+      target: loss in nats per token.
+
+    Returns:
+      Inner steps, or None where the run never gets there.
+    """
+    before = None
+    for record in run.of_kind("eval"):
+        step, loss = record["step"], record["eval_loss"]
+        if loss <= target:
+            if before is None:
+                return float(step)
+            share = (before["eval_loss"] - target) / (before["eval_loss"] - loss)
+            return before["step"] + share * (step - before["step"])
+        before = record
+    return None
+
+
+def _table(
+    by_step: Sequence[dict[int, Record]], steps: Sequence[int], field: str
+) -> np.ndarray:
+    """Values of a field, shape [seeds, points]."""
+    return np.array([[evals[step][field] for step in steps] for evals in by_step])

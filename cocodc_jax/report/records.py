@@ -1,0 +1,242 @@
+"""The run's records: `metrics.jsonl`, one JSON object a line, and how it is read.
+
+Three kinds of record, all deterministic: the file of a run that was killed and
+resumed equals the unbroken run's byte for byte, so no clock may enter it. What the
+clock says goes to `timing.jsonl`, which only grows. Floats are written in the
+shortest form that reads back to the same float64, hence also to the same float32.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cocodc_jax.report.events import EventWriter
+
+METRICS_FILE = "metrics.jsonl"
+TIMING_FILE = "timing.jsonl"
+
+Record = dict[str, Any]
+
+# Quantities end in their unit; steps are inner steps, losses nats per token.
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "train": ("step", "tokens", "loss", "loss_regions", "bytes_sent_per_region"),
+    "eval": (
+        "step",
+        "tokens",
+        "bytes_sent_per_region",
+        "eval_loss",
+        "eval_perplexity",
+        "eval_loss_outer",
+    ),
+    "sync": (
+        "step",
+        "fragment",
+        "start_step",
+        "apply_step",
+        "bytes",
+        "pseudo_gradient_norm",
+        "correction_ratio",
+    ),
+}
+
+
+class MetricsWriter:
+    """Appends records to `metrics.jsonl` and mirrors them as TensorBoard events.
+
+    Every record is handed to the operating system before `write` returns, so a killed
+    process loses at most the line it was writing.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike[str], resume_offset: int | None = None
+    ):
+        """Open the files of a run, new or resumed.
+
+        Args:
+          workdir: directory of the run, made if missing.
+          resume_offset: None to begin anew (older records are dropped); else the bytes
+            of `metrics.jsonl` to keep, as `offset` gave them when the checkpoint was
+            written. What lies behind is dropped: the resumed run writes it again.
+
+        Raises:
+          ValueError: resume_offset is not the end of a record of the existing file.
+        """
+        directory = pathlib.Path(workdir)
+        directory.mkdir(parents=True, exist_ok=True)
+        metrics, timing = directory / METRICS_FILE, directory / TIMING_FILE
+        if resume_offset:
+            _check_offset(metrics, resume_offset)
+        self._file = _open_at(metrics, resume_offset or 0)
+        is_new = resume_offset is None
+        self._timing = _open_at(timing, 0 if is_new else _complete_bytes(timing))
+        kept = read_records(metrics)
+        first_step = kept[-1]["step"] + 1 if kept else None
+        self._events = EventWriter(directory / "tb", first_step)
+
+    @property
+    def offset(self) -> int:
+        """Size of `metrics.jsonl` in bytes, all of them safely on the disk.
+
+        A checkpoint that remembers the offset must not outlive the records it counts,
+        hence the fsync.
+        """
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record.
+
+        Args:
+          record: "kind" and exactly the fields that `FIELDS` lists for it; values are
+            numbers, lists of numbers, or None where the method has no such quantity.
+            NumPy and JAX scalars are converted.
+
+        Raises:
+          ValueError: unknown kind, missing or unknown field, or a value that is NaN or
+            infinite (the trainer stops such a run before it is recorded).
+        """
+        checked = check_record(record)
+        self._file.write(_to_line(checked))
+        self._file.flush()
+        self._events.write(checked)
+
+    def write_timing(
+        self, step: int, wall_s: float, tokens_per_second: float, stall_s: float
+    ) -> None:
+        """Append what the clock said to `timing.jsonl`; a resumed run repeats steps.
+
+        Args:
+          step: inner steps done.
+          wall_s: seconds since this process began to train.
+          tokens_per_second: tokens of all regions per second since the last record.
+          stall_s: seconds since the last record spent waiting for a mean to arrive.
+        """
+        timing = {
+            "step": int(step),
+            "wall_s": float(wall_s),
+            "tokens_per_second": float(tokens_per_second),
+            "stall_s": float(stall_s),
+        }
+        self._timing.write(_to_line(timing))
+        self._timing.flush()
+        self._events.write({"kind": "timing", **timing})
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._events.close()
+        self._timing.close()
+        self._file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def check_record(record: Mapping[str, Any]) -> Record:
+    """Return the record with plain numbers, its fields in the order of `FIELDS`.
+
+    Raises:
+      ValueError: see `MetricsWriter.write`.
+    """
+    kind = record.get("kind")
+    if kind not in FIELDS:
+        raise ValueError(f"kind={kind!r} of a record is none of {', '.join(FIELDS)}")
+    given = record.keys() - {"kind"}
+    expected = set(FIELDS[kind])
+    if given != expected:
+        raise ValueError(
+            f"a {kind!r} record has the fields {', '.join(FIELDS[kind])}; "
+            f"missing: {sorted(expected - given)}, unknown: {sorted(given - expected)}"
+        )
+    plain = {field: _plain(record[field], field) for field in FIELDS[kind]}
+    return {"kind": kind, **plain}
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """Read a `metrics.jsonl` or `timing.jsonl`, also one that is being written.
+
+    Args:
+      path: the file; a last line without its newline is still being written, or was
+        cut off by a kill, and is left out.
+
+    Returns:
+      The records in the order they were written.
+
+    Raises:
+      ValueError: a complete line is not a JSON object; names the line.
+    """
+    complete_lines = pathlib.Path(path).read_bytes().split(b"\n")[:-1]
+    return [_from_line(path, i, line) for i, line in enumerate(complete_lines, 1)]
+
+
+def perplexity(loss: float) -> float | None:
+    """Return exp(loss) of a loss in nats per token; None where float64 overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return None
+
+
+def _plain(value: Any, field: str) -> Any:
+    if value is None:
+        return None
+    number = np.asarray(value)
+    if number.dtype.kind == "b" or not np.issubdtype(number.dtype, np.number):
+        # bfloat16 and its kin are no np.number, yet convert exactly.
+        number = _as_float64(number, field)
+    if not np.all(np.isfinite(number)):
+        raise ValueError(
+            f"{field}={value} of a record is not finite; metrics.jsonl holds finite "
+            "numbers, or None where there is no such quantity"
+        )
+    return number.tolist()
+
+
+def _as_float64(number: np.ndarray, field: str) -> np.ndarray:
+    if number.dtype.kind not in "bOSU":
+        return number.astype(np.float64)
+    raise ValueError(f"{field}={number.tolist()!r} of a record is not a number")
+
+
+def _to_line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _from_line(path: str | os.PathLike[str], number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60]!r}")
+    return record
+
+
+def _open_at(path: pathlib.Path, size: int) -> BinaryIO:
+    """Open for appending after the first `size` bytes; what lies behind is dropped."""
+    file = path.open("ab")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _check_offset(path: pathlib.Path, offset: int) -> None:
+    kept = path.read_bytes()[:offset] if path.exists() else b""
+    if len(kept) < offset or not kept.endswith(b"\n"):
+        raise ValueError(
+            f"resume_offset={offset} is not the end of a record of {path}; the file "
+            "was changed since the checkpoint was written: restore it, or train anew "
+            "in another workdir"
+        )
+
+
+def _complete_bytes(path: pathlib.Path) -> int:
+    """Size without a last line that a kill cut off."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

@@ -1,0 +1,53 @@
+"""A finished run as plots and comparisons read it, and runs grouped by method."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cocodc_jax.report.records import METRICS_FILE, Record, read_records
+
+SUMMARY_FILE = "summary.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One method trained once.
+
+    Attributes:
+      method: name of the method; runs of one method differ in their seed.
+      seed: seed of the run.
+      records: what `metrics.jsonl` holds, in order.
+      summary: what `summary.json` holds; losses in nats per token, bytes, seconds.
+    """
+
+    method: str
+    seed: int
+    records: Sequence[Record]
+    summary: Mapping[str, Any]
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Return the records of one kind, in order."""
+        return [record for record in self.records if record["kind"] == kind]
+
+
+def load_run(workdir: str | os.PathLike[str]) -> Run:
+    """Read `summary.json` and `metrics.jsonl` of a finished run.
+
+    Raises:
+      FileNotFoundError: the run has not finished.
+    """
+    directory = pathlib.Path(workdir)
+    summary = json.loads((directory / SUMMARY_FILE).read_text())
+    records = read_records(directory / METRICS_FILE)
+    return Run(summary["method"], summary["seed"], records, summary)
+
+
+def by_method(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Group runs by method, methods in the order of their first run."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.method, []).append(run)
+    return groups

@@ -1,0 +1,1 @@
+"""The methods on devices: meshes, inner steps, exchange, the loop, checkpoints."""

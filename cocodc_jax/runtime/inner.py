@@ -1,0 +1,156 @@
+"""Inner steps: every region trains alone, in one `lax.scan` under `shard_map`.
+
+The program is manual over the region axis. Parameters enter varying over it, so the
+gradient of a region is its own: of *replicated* parameters it would silently become
+the sum over regions (style.md, fact 1). The only collective here is the mean of
+gradients that data parallel asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime.state import RegionState
+
+PyTree = Any
+LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The regions that one place along the mesh's region axis holds.
+
+    Attributes:
+      size: how many.
+      one_by_one: map over them in turn (`lax.map`), not all at once (`vmap`): on a
+        CPU a batch of matrix products is slower than as many plain ones.
+    """
+
+    size: int
+    one_by_one: bool
+
+    @classmethod
+    def of(cls, mesh: Mesh, num_regions: int) -> Block:
+        """The block of `num_regions` regions on `mesh`."""
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        return cls(num_regions // mesh.shape[REGION], is_cpu)
+
+    def map(self, fn: Callable, in_axes: Any = 0) -> Callable:
+        """Maps `fn`, written for one region, over the block; one path for all sizes.
+
+        Args:
+          fn: function of one region's values.
+          in_axes: 0 (mapped) or None (shared) for each argument, or one for all.
+        """
+
+        def mapped(*args):
+            axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+            is_shared = [axis is None for axis in axes]
+            each = tuple(
+                None if shared else arg
+                for arg, shared in zip(args, is_shared, strict=True)
+            )
+
+            def one(each):
+                return fn(
+                    *(
+                        arg if shared else x
+                        for arg, x, shared in zip(args, each, is_shared, strict=True)
+                    )
+                )
+
+            if self.size == 1:
+                out = one(jax.tree.map(lambda x: x[0], each))
+                return jax.tree.map(lambda x: x[None], out)
+            return jax.lax.map(one, each) if self.one_by_one else jax.vmap(one)(each)
+
+        return mapped
+
+
+def mean_over_regions(tree: PyTree) -> PyTree:
+    """Mean over all regions of a tree of `[block, ...]` leaves, inside `shard_map`."""
+    return jax.tree.map(lambda x: jax.lax.pmean(x.mean(0), REGION), tree)
+
+
+def make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    block: Block,
+    reduce_gradients: bool,
+) -> Callable:
+    """One inner step of a block of regions, a `lax.scan` body.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      optimizer: the inner optimizer.
+      block: the regions a device holds.
+      reduce_gradients: average gradients over all regions.
+
+    Returns:
+      `step(state, batch) -> (state, (loss, aux))`, every leaf `[block, ...]`.
+    """
+
+    def gradient(params, batch, key_data):
+        key, use = jax.random.split(jax.random.wrap_key_data(key_data))
+        out, grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, use)
+        return out, grads, jax.random.key_data(key)
+
+    def update(grads, opt_state, params):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def step(state: RegionState, batch: PyTree):
+        out, grads, key = block.map(gradient)(state.params, batch, state.key)
+        if reduce_gradients:
+            grads = jax.tree.map(_to_block(block.size), mean_over_regions(grads))
+        params, opt_state = block.map(update)(grads, state.opt_state, state.params)
+        return RegionState(params, opt_state, key), out
+
+    return step
+
+
+def make_steps(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    num_regions: int,
+    reduce_gradients: bool,
+) -> Callable:
+    """T inner steps of all regions, as one program over the mesh (not yet jitted).
+
+    Returns:
+      `steps(state, batches) -> (state, (losses, aux))` with batches `[T, R, ...]`,
+      losses float32 `[T, R]`, and aux a dict of the same shape.
+    """
+    block = Block.of(mesh, num_regions)
+    step = make_step(loss_fn, optimizer, block, reduce_gradients)
+
+    def steps(state: RegionState, batches: PyTree):
+        return jax.lax.scan(step, state, batches)
+
+    return jax.shard_map(
+        steps,
+        mesh=mesh,
+        axis_names={REGION},
+        in_specs=(P(REGION), P(None, REGION)),
+        out_specs=(P(REGION), P(None, REGION)),
+    )
+
+
+def _to_block(block: int) -> Callable[[jax.Array], jax.Array]:
+    """Gives a replicated value back to every region of the block, as its own."""
+
+    def spread(x):
+        x = jnp.broadcast_to(x[None], (block, *x.shape))
+        return jax.lax.pcast(x, REGION, to="varying")
+
+    return spread

@@ -1,0 +1,378 @@
+"""The loop: inner steps and syncs, records, evaluation, checkpoints.
+
+The order is a contract. Each turn
+
+1. takes the batches up to the next event, evaluation or checkpoint, and hands the
+   devices their work (inner steps, syncs), without waiting for it;
+2. reads the losses of the turn before, while the devices are busy, and writes its
+   records: one step late, so that reading never holds the devices up;
+3. where an evaluation or a checkpoint is due, reads everything first: no checkpoint
+   holds a loss that is not finite.
+
+Records hold only what a resumed run repeats bit for bit; what the clock says goes to
+`Clock`. Where the scans are cut changes no number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cocodc_jax.runtime.checkpoint import Checkpoints
+from cocodc_jax.runtime.program import Output, RegionProgram
+from cocodc_jax.runtime.stall import StallMeter
+from cocodc_jax.runtime.state import TrainState
+
+PyTree = Any
+Record = dict[str, Any]
+
+
+class NonFiniteLossError(ArithmeticError):
+    """A region's loss became NaN or infinite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cadence:
+    """How often things happen, in inner steps; 0 is never (but at the end).
+
+    Attributes:
+      log_every: steps that one training record averages over, at least 1.
+      eval_every: steps between evaluations.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    log_every: int = 10
+    eval_every: int = 0
+    checkpoint_every: int = 0
+
+    def __post_init__(self):
+        """Checks the numbers.
+
+        Raises:
+          ValueError: for a `log_every` below 1 or another number below 0.
+        """
+        if self.log_every < 1:
+            raise ValueError(f"log_every={self.log_every} must be at least 1 step")
+        for name in ("eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least 0 (0 is never)"
+                )
+
+
+class Clock(NamedTuple):
+    """What the clock says after a turn, for progress bars and timing files.
+
+    Attributes:
+      step: inner steps whose losses were read.
+      loss: mean over regions at that step.
+      wall_s: seconds since training began in this process.
+      tokens_per_second: of all regions, since the turn before.
+      stall_s: seconds regions have waited for an outer fragment so far.
+      in_flight: fragments on their way.
+      bytes_sent: bytes one region has sent.
+    """
+
+    step: int
+    loss: float
+    wall_s: float
+    tokens_per_second: float
+    stall_s: float
+    in_flight: int
+    bytes_sent: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What the loop calls; all optional.
+
+    Attributes:
+      record: takes each record, in order: kinds "train", "sync" and "eval".
+      clock: takes a `Clock` after each turn.
+      snapshot: JSON-able positions (data, files) to keep with a checkpoint.
+      should_stop: asked every turn; True ends the run early, after a checkpoint.
+    """
+
+    record: Callable[[Record], None] = lambda record: None
+    clock: Callable[[Clock], None] = lambda clock: None
+    snapshot: Callable[[], dict] = dict
+    should_stop: Callable[[], bool] = lambda: False
+
+
+class Result(NamedTuple):
+    """A finished run.
+
+    Attributes:
+      state: after the last step.
+      last_eval: the last "eval" record, None if nothing was evaluated.
+      correction_ratio: mean over all syncs, None where nothing is compensated.
+      seconds: wall time in the loop, evaluation and checkpoints included.
+      stall_seconds: of it, time in which regions waited for an outer fragment.
+      tokens_per_second: of all regions, over the turns that compiled nothing.
+    """
+
+    state: TrainState
+    last_eval: Record | None
+    correction_ratio: float | None
+    seconds: float
+    stall_seconds: float
+    tokens_per_second: float
+
+
+def train(
+    program: RegionProgram,
+    state: TrainState,
+    batches: Iterator[PyTree],
+    num_steps: int,
+    tokens_per_step: int,
+    *,
+    cadence: Cadence = Cadence(),
+    hooks: Hooks = Hooks(),
+    evaluate: Callable[[PyTree], jax.Array] | None = None,
+    checkpoints: Checkpoints | None = None,
+    progress: dict | None = None,
+) -> Result:
+    """Trains up to inner step `num_steps`.
+
+    Args:
+      program: a method, compiled for a model on a mesh.
+      state: from `program.init` or a checkpoint; donated.
+      batches: one step's host batches at a time, leaves `[R, B, ...]`, endless.
+      num_steps: the step to end at.
+      tokens_per_step: tokens in one step's batches of all regions.
+      cadence: how often to log, evaluate and save.
+      hooks: what to call.
+      evaluate: from `make_evaluate`.
+      checkpoints: where to save.
+      progress: of the run so far, as a checkpoint gives it back.
+
+    Raises:
+      NonFiniteLossError: naming step, region and the last good checkpoint.
+    """
+    with StallMeter() as stall:
+        loop = _Loop(program, tokens_per_step, cadence, hooks, checkpoints, stall)
+        loop.continue_from(progress)
+        while state.step < num_steps and not hooks.should_stop():
+            state = loop.turn(state, batches, num_steps)
+            if evaluate and _is_due(state.step, cadence.eval_every, num_steps):
+                loop.evaluate(state, evaluate)
+            if checkpoints and _is_due(state.step, cadence.checkpoint_every, num_steps):
+                state = loop.save(state)
+        if checkpoints and checkpoints.latest_step != state.step:
+            state = loop.save(state)  # Asked to stop between two checkpoints.
+        loop.flush()
+    if checkpoints:
+        checkpoints.wait()
+    return loop.result(state)
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+class _Turn(NamedTuple):
+    """Work handed to the devices and not yet read."""
+
+    first_step: int
+    bytes_before: int
+    bytes_after: int
+    in_flight: int
+    is_first_of_its_length: bool
+    output: Output
+
+
+class _Loop:
+    """The loop's own memory: turns not yet read, and sums for the records."""
+
+    def __init__(self, program, tokens_per_step, cadence, hooks, checkpoints, stall):
+        self._program = program
+        self._tokens_per_step = tokens_per_step
+        self._cadence = cadence
+        self._hooks = hooks
+        self._checkpoints = checkpoints
+        self._stall = stall
+        self._unread: list[_Turn] = []
+        self._window: list[np.ndarray] = []
+        self._ratios: list[float] = []
+        self._last_eval: Record | None = None
+        self._lengths_seen: set[int] = set()
+        self._began_s = self._read_s = time.perf_counter()
+        self._steady_tokens = 0
+        self._steady_s = 0.0
+
+    def continue_from(self, progress: dict | None) -> None:
+        """Takes up the sums that a checkpoint kept."""
+        if progress:
+            self._window = [np.array(x, np.float32) for x in progress["window"]]
+            self._ratios = list(progress["ratios"])
+            self._last_eval = progress["last_eval"]
+
+    def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
+        """Hands out the work up to the next cut, and reads the turn before."""
+        length = self._steps_to_cut(state, num_steps)
+        chunk = list(itertools.islice(batches, length))
+        first_step, before = state.step, state.bytes_sent
+        state, output = self._program.advance(
+            state, jax.tree.map(lambda *x: np.stack(x), *chunk)
+        )
+        for sync in output.syncs:
+            self._stall.watch(output.losses, sync.norm)
+        is_new = length not in self._lengths_seen
+        self._lengths_seen.add(length)
+        self.flush()
+        self._unread.append(
+            _Turn(
+                first_step,
+                before,
+                state.bytes_sent,
+                len(state.in_flight),
+                is_new,
+                output,
+            )
+        )
+        return state
+
+    def _steps_to_cut(self, state: TrainState, num_steps: int) -> int:
+        ahead = [num_steps - state.step]
+        event = self._program.steps_to_event(state)
+        if event is not None:
+            ahead.append(event)
+        # Without events a scan would be as long as the run.
+        every = (self._cadence.eval_every, self._cadence.checkpoint_every)
+        every += () if event is not None else (self._cadence.log_every,)
+        ahead.extend(n - state.step % n for n in every if n)
+        return min(ahead)
+
+    def flush(self) -> None:
+        """Reads every turn handed out so far, and writes its records."""
+        for turn in self._unread:
+            self._read(turn)
+        self._unread = []
+
+    def _read(self, turn: _Turn) -> None:
+        losses = np.asarray(turn.output.losses)
+        self._check_finite(turn.first_step, losses)
+        for i, loss in enumerate(losses):
+            self._window.append(loss)
+            step = turn.first_step + i + 1
+            if step % self._cadence.log_every == 0:
+                is_last = i + 1 == len(losses)
+                sent = turn.bytes_before + (i + 1) * self._program.bytes_per_step
+                self._write_train(step, turn.bytes_after if is_last else sent)
+        for sync in turn.output.syncs:
+            self._write_sync(sync)
+        self._tell_clock(turn, losses)
+
+    def _check_finite(self, first_step: int, losses: np.ndarray) -> None:
+        bad = np.argwhere(~np.isfinite(losses))
+        if not len(bad):
+            return
+        step, region = first_step + int(bad[0][0]) + 1, int(bad[0][1])
+        saved = self._checkpoints.latest_step if self._checkpoints else None
+        last_good = "there is none" if saved is None else f"step {saved}"
+        raise NonFiniteLossError(
+            f"loss is {losses[tuple(bad[0])]} at step {step} in region {region}; "
+            f"last good checkpoint: {last_good}. Lower inner_lr or outer_lr, or clip "
+            "gradients (grad_clip)"
+        )
+
+    def _write_train(self, step: int, bytes_sent: int) -> None:
+        regions = np.mean(np.stack(self._window), axis=0, dtype=np.float64)
+        self._window = []
+        self._hooks.record(
+            {
+                "kind": "train",
+                "step": step,
+                "tokens": step * self._tokens_per_step,
+                "loss": float(regions.mean()),
+                "loss_regions": regions.tolist(),
+                "bytes_sent_per_region": bytes_sent,
+            }
+        )
+
+    def _write_sync(self, sync) -> None:
+        ratio = None
+        if "correction_ratio" in sync.metrics:
+            ratio = float(np.mean(sync.metrics["correction_ratio"], dtype=np.float64))
+            self._ratios.append(ratio)
+        self._hooks.record(
+            {
+                "kind": "sync",
+                "step": sync.apply_step,
+                "fragment": sync.fragment,
+                "start_step": sync.start_step,
+                "apply_step": sync.apply_step,
+                "bytes": sync.num_bytes,
+                "pseudo_gradient_norm": float(sync.norm),
+                "correction_ratio": ratio,
+            }
+        )
+
+    def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
+        now = time.perf_counter()
+        seconds, self._read_s = now - self._read_s, now
+        tokens = len(losses) * self._tokens_per_step
+        if not turn.is_first_of_its_length:  # A new length had to be compiled.
+            self._steady_tokens += tokens
+            self._steady_s += seconds
+        self._hooks.clock(
+            Clock(
+                step=turn.first_step + len(losses),
+                loss=float(losses[-1].mean()),
+                wall_s=now - self._began_s,
+                tokens_per_second=tokens / seconds,
+                stall_s=self._stall.seconds,
+                in_flight=turn.in_flight,
+                bytes_sent=turn.bytes_after,
+            )
+        )
+
+    def evaluate(self, state: TrainState, evaluate) -> None:
+        """Judges the regions' mean and the outer parameters, and records it."""
+        self.flush()
+        loss = evaluate(self._program.mean_params(state))
+        outer = evaluate(self._program.outer_params(state))
+        self._last_eval = {
+            "kind": "eval",
+            "step": state.step,
+            "tokens": state.step * self._tokens_per_step,
+            "bytes_sent_per_region": state.bytes_sent,
+            "eval_loss": float(loss),
+            "eval_perplexity": math.exp(min(float(loss), 700.0)),
+            "eval_loss_outer": float(outer),
+        }
+        self._hooks.record(self._last_eval)
+        self._read_s = time.perf_counter()  # Not training time.
+
+    def save(self, state: TrainState) -> TrainState:
+        """Reads everything, then starts to save."""
+        self.flush()
+        progress = {
+            "window": [x.tolist() for x in self._window],
+            "ratios": self._ratios,
+            "last_eval": self._last_eval,
+        }
+        extra = {"progress": progress, "snapshot": self._hooks.snapshot()}
+        state = self._checkpoints.save(self._program, state, extra)
+        self._read_s = time.perf_counter()
+        return state
+
+    def result(self, state: TrainState) -> Result:
+        """What the run came to."""
+        seconds = time.perf_counter() - self._began_s
+        steady = self._steady_tokens / self._steady_s if self._steady_s else math.nan
+        return Result(
+            state,
+            self._last_eval,
+            float(np.mean(self._ratios)) if self._ratios else None,
+            seconds,
+            self._stall.seconds,
+            steady,
+        )

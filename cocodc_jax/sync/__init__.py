@@ -1,0 +1,1 @@
+"""What is exchanged and when: fragments, schedules, merges, methods. No device."""

@@ -1,0 +1,334 @@
+"""Cuts a parameter tree into K fragments and puts fragments back.
+
+A fragment is a set of *units*, and a unit is what is never cut: one transformer
+block, or one of the other top-level entries (embedding, final norm, head). Blocks
+may be separate subtrees (`blocks/0/...`) or stacked along a leading axis, as a
+scanned model keeps them; a fragment of a stacked leaf is a set of its rows.
+
+A fragment travels as a flat dict from path to array, so that anything written for
+trees (Optax, compressors) works on it. Units go to fragments
+
+- *strided*: unit i to fragment i mod K (Streaming DiLoCo's default),
+- *sequential*: consecutive units together,
+- *balanced*: largest unit first, each to the fragment with the fewest bytes so far.
+
+Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and the
+unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+STRATEGIES = ("strided", "sequential", "balanced")
+
+# Where the units stand in the network, which their sorted names do not tell.
+UNIT_ORDER = (r"embed", r"blocks", r"norm", r"head")
+
+PyTree = Any
+Fragment = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One leaf's share of a fragment.
+
+    Attributes:
+      path: the leaf's path, parts joined by "/".
+      leaf: the leaf's position in `jax.tree.leaves` order.
+      rows: indices along the leaf's leading (layer) axis, or None for all of it.
+      num_params: how many numbers the piece holds.
+      num_bytes: how many bytes they take in the leaf's dtype.
+    """
+
+    path: str
+    leaf: int
+    rows: tuple[int, ...] | None
+    num_params: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """A partition of a parameter tree: every number is in exactly one fragment.
+
+    Attributes:
+      treedef: structure of the tree that was cut.
+      pieces: for each fragment, its pieces in leaf order.
+    """
+
+    treedef: Any
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    def __len__(self) -> int:
+        """Number of fragments, K."""
+        return len(self.pieces)
+
+    @property
+    def num_params(self) -> tuple[int, ...]:
+        """Parameters in each fragment."""
+        return tuple(sum(p.num_params for p in pieces) for pieces in self.pieces)
+
+    @property
+    def num_bytes(self) -> tuple[int, ...]:
+        """Bytes of each fragment in the parameters' own dtypes."""
+        return tuple(sum(p.num_bytes for p in pieces) for pieces in self.pieces)
+
+    def take(self, tree: PyTree, fragment: int, lead: int = 0) -> Fragment:
+        """Copies one fragment out of `tree`.
+
+        Args:
+          tree: a tree of the structure that was cut (parameters, or an optimizer's
+            second moment), each leaf with `lead` further axes in front.
+          fragment: which fragment, 0 to K - 1.
+          lead: number of leading axes (1 where leaves carry a region axis).
+
+        Returns:
+          Flat dict from path to array; stacked leaves keep their layer axis.
+        """
+        leaves = self.treedef.flatten_up_to(tree)
+        return {
+            piece.path: _take_rows(leaves[piece.leaf], piece.rows, lead)
+            for piece in self.pieces[fragment]
+        }
+
+    def put(
+        self, tree: PyTree, fragment: int, value: Fragment, lead: int = 0
+    ) -> PyTree:
+        """Returns `tree` with one fragment replaced.
+
+        Under jit with `tree` donated the rows are written in place.
+
+        Args:
+          tree: as for `take`.
+          fragment: which fragment.
+          value: what `take` returned, changed.
+          lead: number of leading axes.
+        """
+        leaves = self.treedef.flatten_up_to(tree)
+        for piece in self.pieces[fragment]:
+            leaves[piece.leaf] = _put_rows(
+                leaves[piece.leaf], piece.rows, value[piece.path], lead
+            )
+        return self.treedef.unflatten(leaves)
+
+    def join(self, fragments: Sequence[Fragment]) -> PyTree:
+        """Assembles the whole tree from all of its fragments."""
+        shares: dict[int, list[tuple[Piece, jax.Array]]] = {}
+        for pieces, fragment in zip(self.pieces, fragments, strict=True):
+            for piece in pieces:
+                shares.setdefault(piece.leaf, []).append((piece, fragment[piece.path]))
+        return self.treedef.unflatten(
+            [_join_rows(shares[leaf]) for leaf in sorted(shares)]
+        )
+
+
+def cut(
+    params: PyTree,
+    num_fragments: int,
+    strategy: str = "strided",
+    blocks: str = "blocks",
+) -> Fragments:
+    """Cuts `params` into fragments of whole units.
+
+    Args:
+      params: tree of arrays or `jax.ShapeDtypeStruct`s (shapes are enough).
+      num_fragments: K, at least 1 and at most the number of blocks (of units, where
+        the tree has no blocks).
+      strategy: "strided", "sequential" or "balanced".
+      blocks: name of the path part below which blocks are found, either numbered
+        or stacked along the leading axis.
+
+    Raises:
+      ValueError: for an unknown strategy, a `num_fragments` below 1 or above the
+        number of blocks, or stacked leaves of unequal length.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"fragment_strategy={strategy!r} is unknown; use one of {STRATEGIES}"
+        )
+    units = _units(params, blocks)
+    num_blocks = sum(unit.is_block for unit in units)
+    most, what = (num_blocks, "blocks") if num_blocks else (len(units), "units")
+    if not 1 <= num_fragments <= most:
+        raise ValueError(
+            f"num_fragments={num_fragments} does not fit a model of {most} {what}; "
+            f"use 1 to {most}"
+        )
+    owner = _assign([unit.num_bytes for unit in units], num_fragments, strategy)
+    treedef = jax.tree.structure(params)
+    grouped = [
+        _merge_rows(
+            p for u, o in zip(units, owner, strict=True) if o == k for p in u.pieces
+        )
+        for k in range(num_fragments)
+    ]
+    return Fragments(treedef, tuple(grouped))
+
+
+def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
+    """Cuts `params` by regular expression, one fragment a pattern.
+
+    A leaf belongs to the first pattern that `re.search` finds in its path.
+
+    Raises:
+      ValueError: if a leaf matches no pattern, or a pattern gets no leaf.
+    """
+    groups: list[list[Piece]] = [[] for _ in patterns]
+    for index, (path, leaf) in enumerate(_named_leaves(params)):
+        for group, pattern in zip(groups, patterns, strict=True):
+            if re.search(pattern, path):
+                group.append(_piece(path, index, leaf))
+                break
+        else:
+            raise ValueError(
+                f"no fragment pattern matches parameter {path!r}; "
+                f"patterns={list(patterns)}, add one such as '.*'"
+            )
+    for group, pattern in zip(groups, patterns, strict=True):
+        if not group:
+            raise ValueError(
+                f"fragment pattern {pattern!r} matches no parameter that an earlier "
+                "pattern left; remove it or put it first"
+            )
+    return Fragments(jax.tree.structure(params), tuple(map(tuple, groups)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    pieces: tuple[Piece, ...]
+    is_block: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def _named_leaves(params: PyTree) -> list[tuple[str, Any]]:
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+
+
+def _piece(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None):
+    size = math.prod(leaf.shape)
+    if rows is not None:
+        size = size // leaf.shape[0] * len(rows)
+    return Piece(path, index, rows, size, size * jnp.dtype(leaf.dtype).itemsize)
+
+
+def _units(params: PyTree, blocks: str) -> list[_Unit]:
+    """Lists the units in network order; sorted names alone would put blocks first."""
+    found: dict[tuple[int, str, int], list[Piece]] = {}
+    num_rows: dict[str, int] = {}
+    for index, (path, leaf) in enumerate(_named_leaves(params)):
+        parts = path.split("/")
+        if blocks not in parts[:-1]:
+            unit = (_order(parts[0], blocks), parts[0], -1)
+            found.setdefault(unit, []).append(_piece(path, index, leaf))
+            continue
+        at = parts.index(blocks)
+        stack = "/".join(parts[: at + 1])
+        rank = _order(blocks, blocks)
+        if parts[at + 1].isdigit():
+            unit = (rank, stack, int(parts[at + 1]))
+            found.setdefault(unit, []).append(_piece(path, index, leaf))
+            continue
+        length = num_rows.setdefault(stack, leaf.shape[0] if leaf.shape else 0)
+        if not leaf.shape or leaf.shape[0] != length:
+            raise ValueError(
+                f"stacked parameter {path!r} has shape {leaf.shape}, but {stack!r} "
+                f"holds {length} blocks along the leading axis"
+            )
+        for row in range(length):
+            found.setdefault((rank, stack, row), []).append(
+                _piece(path, index, leaf, (row,))
+            )
+    return [_Unit(tuple(found[u]), is_block=u[2] >= 0) for u in sorted(found)]
+
+
+def _order(name: str, blocks: str) -> int:
+    if name == blocks:
+        name = "blocks"
+    for rank, pattern in enumerate(UNIT_ORDER):
+        if re.search(pattern, name):
+            return rank
+    return len(UNIT_ORDER)
+
+
+def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int]:
+    if strategy == "strided":
+        return [i % num_fragments for i in range(len(sizes))]
+    if strategy == "sequential":
+        return [i * num_fragments // len(sizes) for i in range(len(sizes))]
+    # Longest-processing-time rule: within 4/3 of the best possible largest fragment.
+    owner, load = [0] * len(sizes), [0] * num_fragments
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owner[i] = load.index(min(load))
+        load[owner[i]] += sizes[i]
+    return owner
+
+
+def _merge_rows(pieces: Any) -> tuple[Piece, ...]:
+    """Joins the rows that one fragment holds of the same stacked leaf."""
+    by_leaf: dict[int, Piece] = {}
+    for piece in pieces:
+        held = by_leaf.get(piece.leaf)
+        if held is not None:
+            assert held.rows is not None
+            assert piece.rows is not None
+            piece = dataclasses.replace(
+                piece,
+                rows=tuple(sorted(held.rows + piece.rows)),
+                num_params=held.num_params + piece.num_params,
+                num_bytes=held.num_bytes + piece.num_bytes,
+            )
+        by_leaf[piece.leaf] = piece
+    return tuple(by_leaf[leaf] for leaf in sorted(by_leaf))
+
+
+def _stride(rows: tuple[int, ...]) -> int | None:
+    """The common distance of `rows`, or None if they have none."""
+    steps = {b - a for a, b in zip(rows, rows[1:], strict=False)} or {1}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def _take_rows(x: jax.Array, rows: tuple[int, ...] | None, axis: int) -> jax.Array:
+    if rows is None:
+        return x
+    stride = _stride(rows)
+    if stride is None:
+        return jnp.take(x, jnp.array(rows), axis=axis)
+    return jax.lax.slice_in_dim(x, rows[0], rows[-1] + 1, stride, axis)
+
+
+def _put_rows(
+    x: jax.Array, rows: tuple[int, ...] | None, value: jax.Array, axis: int
+) -> jax.Array:
+    if rows is None:
+        return value.astype(x.dtype)
+    value = value.astype(x.dtype)
+    if _stride(rows) == 1:
+        return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
+    # One in-place row write each: a strided `.at[].set` lowers to a scatter.
+    for i, row in enumerate(rows):
+        one = jax.lax.slice_in_dim(value, i, i + 1, axis=axis)
+        x = jax.lax.dynamic_update_slice_in_dim(x, one, row, axis)
+    return x
+
+
+def _join_rows(shares: list[tuple[Piece, jax.Array]]) -> jax.Array:
+    if shares[0][0].rows is None:
+        return shares[0][1]
+    rows = [row for piece, _ in shares for row in piece.rows or ()]
+    stacked = jnp.concatenate([value for _, value in shares], axis=0)
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    return jnp.take(stacked, jnp.array(order), axis=0)

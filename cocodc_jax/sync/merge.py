@@ -1,0 +1,124 @@
+"""What a region does with a fragment that arrives: replace, mix or compensate.
+
+With theta^g the new outer value, theta^m the region's own at the step of arrival,
+`staged` its own when the sync started, tau steps before:
+
+- replace (DiLoCo, arXiv 2311.08105): theta^m <- theta^g
+- mix (Streaming DiLoCo, arXiv 2501.18512, section 2.3):
+  theta^m <- alpha theta^m + (1 - alpha) theta^g
+- compensate (CoCoDC, arXiv 2504.17672, section 3.1):
+  g = (staged - theta^m) / tau ; g~ = g + Hessian(theta^g - staged)
+  theta^m <- theta^g - tau g~
+
+Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
+taken off (algorithms.md 4.1). With no Hessian term, compensating is the *replay* of
+the region's own progress: theta^m <- theta^g + (theta^m - staged).
+
+Each rule is a pure function of one region's fragment; the runtime maps it over
+regions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """A merge rule and what it wants from the runtime.
+
+    Attributes:
+      name: for records and error messages.
+      apply: `apply(local, staged, outer, *, delay_steps, **extra)` gives the merged
+        fragment and a dict of float32 scalars. All three are fragments of one region
+        (flat dicts of arrays); `staged` is None unless `needs_staged`.
+      needs_staged: whether a copy of the fragment at its start must be kept.
+      needs: names of the extra arguments: "learning_rate" (float32 scalar, the inner
+        optimizer's now), "second_moment" (the inner Adam's, bias-corrected, of this
+        fragment), "gradient_fn" (fragment -> its gradient on the last batch),
+        "key" (PRNG key).
+    """
+
+    name: str
+    apply: Callable[..., tuple[PyTree, Metrics]]
+    needs_staged: bool = False
+    needs: frozenset[str] = frozenset()
+
+
+def replace() -> Merge:
+    """Takes the outer fragment and forgets the region's own: theta^m <- theta^g."""
+
+    def apply(local, staged, outer, *, delay_steps, **extra):
+        del staged, delay_steps, extra
+        return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
+
+    return Merge("replace", apply)
+
+
+def mix(alpha: float) -> Merge:
+    """Mixes: theta^m <- alpha theta^m + (1 - alpha) theta^g.
+
+    Args:
+      alpha: weight on *local*, in [0, 1]: 1 never synchronises, 0 throws away what
+        was learned during the overlap.
+
+    Raises:
+      ValueError: if `alpha` is outside [0, 1].
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
+
+    def apply(local, staged, outer, *, delay_steps, **extra):
+        del staged, delay_steps, extra
+        return jax.tree.map(lambda x, o: alpha * x + (1 - alpha) * o, local, outer), {}
+
+    return Merge(f"mix({alpha})", apply)
+
+
+def compensate(
+    transform: optax.GradientTransformation, needs: frozenset[str] = frozenset()
+) -> Merge:
+    """Compensates for the delay: theta^m <- theta^g - tau g~.
+
+    Args:
+      transform: takes g (old minus new, parameter units per step) to g~; usually
+        `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its
+        `update` is given `params=theta^g` and `stale_params=staged`. If its state
+        holds a `correction_ratio`, that becomes a metric.
+      needs: the extra arguments that `transform` takes, see `Merge`.
+    """
+    transform = optax.with_extra_args_support(transform)
+
+    def apply(local, staged, outer, *, delay_steps, **extra):
+        if delay_steps == 0:  # No overlap, so no progress to keep.
+            return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
+        g = jax.tree.map(lambda s, x: (s - x) / delay_steps, staged, local)
+        compensated, state = transform.update(
+            g,
+            transform.init(outer),
+            outer,
+            stale_params=staged,
+            delay_steps=delay_steps,
+            **extra,
+        )
+        merged = jax.tree.map(
+            lambda o, u, x: (o - delay_steps * u).astype(x.dtype),
+            outer,
+            compensated,
+            local,
+        )
+        ratio = optax.tree_utils.tree_get(state, "correction_ratio")
+        if ratio is None:
+            return merged, {}
+        return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
+
+    return Merge("compensate", apply, needs_staged=True, needs=needs)

@@ -1,0 +1,161 @@
+"""Correct a gradient for the delay between where it was taken and where it is used.
+
+    D  = params - stale_params
+    g~ = g + strength * curvature(g, D)
+
+The first-order Taylor expansion of the gradient field: with the true Hessian, strength
+1 and a quadratic loss, `g~` is the gradient at `params`.
+
+Sign: `g` is gradient-like, old minus new, descent is minus `g`; the term is added.
+
+Units: `g` may be a true gradient (a stale-gradient loop) or a per-step pseudo-gradient
+in parameter units. In the region program it is the latter,
+
+    u = (staged - local) / delay_steps
+    g~ = delay_compensation(...)(u, params=theta_g, stale_params=staged)
+    local <- theta_g - delay_steps * g~
+
+so the curvature must return parameter units too; `curvature.py` says how each does.
+
+Source: CoCoDC (arXiv 2504.17672) and DC-ASGD (arXiv 1609.08326); algorithms.md
+sections 4.1, 4.2 and 5.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.transforms import curvature as curvatures
+from cocodc_jax.transforms.numerics import (
+    check_positive,
+    match_holes,
+    safe_norm,
+    widen,
+)
+
+
+class DelayCompensationState(NamedTuple):
+    """State of `delay_compensation`.
+
+    Attributes:
+      update_count: int32 scalar, updates made; the argument of a scheduled `strength`.
+      correction_ratio: float32 scalar, length of the last correction (after
+        `max_ratio`) over the length of the last update; 0 when that is 0.
+    """
+
+    update_count: jax.Array
+    correction_ratio: jax.Array
+
+
+def delay_compensation(
+    curvature: str | curvatures.Curvature = "outer_product",
+    strength: optax.ScalarOrSchedule = 0.5,
+    max_ratio: float | jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Make stale updates what they would be at `params`, to first order.
+
+    `update(updates, state, params, *, stale_params, **extra)` returns
+    `updates + strength * curvature(updates, params - stale_params)`, in the dtype of
+    `updates`; arithmetic is in float32 or wider. It descends nothing by itself: chain
+    it before an optimizer, which then sees the compensated gradient.
+
+    Args:
+      curvature: a `Curvature`, or the name of one with its default options.
+      strength: lambda, the weight of the correction: a number, an array, or a
+        schedule of the update count. Negative values anti-compensate.
+      max_ratio: trust region, the longest correction allowed in multiples of the
+        length of `updates` (over the whole tree), or None.
+
+    Returns:
+      A transformation whose `update` takes `updates` (gradient or per-step
+      pseudo-gradient, old minus new, taken at `stale_params`), `params` (where it is
+      needed), `stale_params`, and what `curvature.needs` names; other extra arguments
+      are ignored. All trees share structure and shapes; None and masked leaves of
+      `updates` are skipped in the other trees.
+
+    Raises:
+      ValueError: for an unknown curvature or a `max_ratio` that is not positive; in
+        `update`, while tracing, for a missing argument.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> loss = lambda w: jnp.sum(jnp.array([1.0, 4.0]) * w**2) / 2
+    >>> stale, now = jnp.array([1.0, 1.0]), jnp.array([0.5, 0.75])
+    >>> transform = delay_compensation("hessian_vector", strength=1.0)
+    >>> fresh, state = transform.update(
+    ...     jax.grad(loss)(stale), transform.init(now), now,
+    ...     stale_params=stale, gradient_fn=jax.grad(loss))
+    >>> print(fresh, jax.grad(loss)(now))
+    [0.5 3. ] [0.5 3. ]
+    """
+    if isinstance(curvature, str):
+        curvature = curvatures.get(curvature)
+    check_positive("max_ratio", max_ratio)
+
+    def init_fn(params):
+        del params
+        return DelayCompensationState(
+            update_count=jnp.zeros([], jnp.int32),
+            correction_ratio=jnp.zeros([], jnp.float32),
+        )
+
+    def update_fn(updates, state, params=None, *, stale_params=None, **extra):
+        extra = _needed_extras(curvature, updates, params, stale_params, extra)
+        extra = {
+            k: match_holes(updates, v) if k in _TREES else v for k, v in extra.items()
+        }
+        gradient = jax.tree.map(widen, updates)
+        displacement = jax.tree.map(
+            lambda now, stale: widen(now) - widen(stale),
+            match_holes(updates, params),
+            match_holes(updates, stale_params),
+        )
+        scale = strength(state.update_count) if callable(strength) else strength
+        correction = jax.tree.map(
+            lambda c: scale * widen(c),
+            curvature.product(gradient, displacement, **extra),
+        )
+        correction, ratio = _limit(correction, gradient, max_ratio)
+        compensated = jax.tree.map(
+            lambda u, c: (widen(u) + c).astype(u.dtype), updates, correction
+        )
+        return compensated, DelayCompensationState(
+            update_count=jnp.asarray(optax.safe_increment(state.update_count)),
+            correction_ratio=ratio,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_TREES = frozenset({"stale_params", "second_moment", "later_gradient", "later_params"})
+
+
+def _needed_extras(curvature, updates, params, stale_params, extra):
+    """Pick what the curvature needs, or say what is missing."""
+    given = {"params": params, "stale_params": stale_params} | extra
+    needed = {"params", "stale_params"} | curvature.needs
+    missing = sorted(name for name in needed if given.get(name) is None)
+    if missing:
+        raise ValueError(
+            f"delay_compensation with curvature {curvature.name!r} needs "
+            f"{', '.join(missing)}: pass update(updates, state, params, "
+            "stale_params=..., ...)"
+        )
+    return {
+        name: match_holes(updates, given[name]) if name in _TREES else given[name]
+        for name in curvature.needs
+    }
+
+
+def _limit(correction, gradient, max_ratio):
+    """Clip the correction's length; return it and its ratio to the gradient's."""
+    length = safe_norm(correction)
+    reference = safe_norm(gradient)
+    if max_ratio is not None:
+        bound = max_ratio * reference
+        shrink = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)
+        correction = jax.tree.map(lambda c: shrink.astype(c.dtype) * c, correction)
+        length = shrink * length
+    ratio = jnp.where(reference > 0, length / jnp.where(reference > 0, reference, 1), 0)
+    return correction, jax.lax.stop_gradient(ratio).astype(jnp.float32)

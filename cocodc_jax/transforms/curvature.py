@@ -1,0 +1,362 @@
+"""Hessian-vector approximations, the part of delay compensation that can be chosen.
+
+A curvature turns a gradient `g`, taken at stale parameters, and a displacement
+`D = params - stale_params` into an approximation of `H D`, so that to first order
+
+    gradient(params) = g + strength * H D.
+
+Sign: `g` is gradient-like (old minus new; descent is minus `g`) and `D` points from
+where `g` was taken to where it is needed, therefore the term is **added**.
+
+Units: `g` is either a true gradient ("gradient" units) or a per-step
+pseudo-gradient `u = (staged - local) / delay_steps`, a difference of parameters
+("parameter" units; for SGD `u` is `learning_rate * gradient`). `H D` must be in the
+units of `g`. Every factory says which it returns; those that offer `units` bring a
+gradient-unit product `c` over by
+
+    "gradient"    c                                         for true gradients
+    "parameter"   learning_rate * c                         the inner optimizer is SGD
+    "adam"        learning_rate * c / (sqrt(second_moment) + 1e-8)          Adam(W)
+
+where `second_moment` is Adam's bias-corrected nu. The last two give parameter units.
+
+| curvature                | H D                         | gradients    | memory      |
+|--------------------------|-----------------------------|--------------|-------------|
+| `none`                   | 0                           | 0            | 0           |
+| `isotropic`              | D / delay_steps             | 0            | 0           |
+| `outer_product`          | g * g * D / sync_interval   | 0            | 0           |
+| `normalized_outer_product` | g * g * D, length of g    | 0            | one tree    |
+| `adam_second_moment`     | lr * sqrt(nu) * D           | 0            | 0           |
+| `hessian_vector`         | exact                       | about 2 to 3 | activations |
+| `gauss_newton`           | J' H_out J D                | about 1 to 2 | activations |
+| `hutchinson`             | mean(z * H z) * D           | 2 each       | one tree    |
+
+"gradients" counts evaluations of one gradient on the batch that is used, "memory"
+what is held beyond `g` and `D`.
+
+Source: algorithms.md sections 4.1, 4.2 and 5; DC-ASGD (arXiv 1609.08326), DC-S3GD
+(arXiv 1911.02516), CoCoDC (arXiv 2504.17672), Hutchinson (1990).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    check_positive,
+    safe_norm,
+    vary_like,
+)
+
+_UNIT_NEEDS = {
+    "gradient": frozenset(),
+    "parameter": frozenset({"learning_rate"}),
+    "adam": frozenset({"learning_rate", "second_moment"}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Curvature:
+    """A Hessian-vector approximation and what it needs to be given.
+
+    Attributes:
+      name: how errors and reports call it.
+      product: `product(gradient, displacement, **extra) -> tree`, called with exactly
+        the extra arguments in `needs`. Both trees have equal structure and shapes,
+        and at least float32 leaves; the result has the same structure.
+      needs: names of the extra arguments. `stale_params` is supplied by
+        `delay_compensation`; the caller of `update` passes the rest.
+    """
+
+    name: str
+    product: Callable[..., Any]
+    needs: frozenset[str] = frozenset()
+
+
+def none() -> Curvature:
+    """H D = 0: the zeroth order, which replays the local progress unchanged."""
+    return Curvature("none", lambda gradient, displacement: _zeros(displacement))
+
+
+def isotropic() -> Curvature:
+    """H D = D / delay_steps, in parameter units: a pull of `strength` to stale_params.
+
+    After a merge `theta_g - delay_steps * g~` a strength of c gives
+    `theta_g - c D + progress`: the mix is made at the staged point and the local
+    progress is kept whole. Needs `delay_steps` (a count of at least 1), no batch.
+    """
+
+    def product(gradient, displacement, *, delay_steps):
+        del gradient
+        if isinstance(delay_steps, int) and delay_steps < 1:
+            raise ValueError(f"delay_steps={delay_steps} must be at least 1")
+        return jax.tree.map(lambda d: d / delay_steps, displacement)
+
+    return Curvature("isotropic", product, frozenset({"delay_steps"}))
+
+
+def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature:
+    """H D = g * g * D / sync_interval: the empirical Fisher diagonal of DC-ASGD.
+
+    With `units="parameter"` the square is taken of `g` as it comes: DC-ASGD's rule
+    when `g` is a true gradient, and CoCoDC's published rule when it is a per-step
+    pseudo-gradient, where it amounts to nothing (about 4e-9 of `g`, section 4.1).
+    With `units="gradient"` the square is taken of `G = g / learning_rate` and
+    the product brought back, `learning_rate * G * G * D = g * g * D / learning_rate`;
+    it needs `learning_rate`, that of the inner optimizer. Both return the units of
+    `g`. No batch, no memory.
+
+    Args:
+      sync_interval: the divisor H of CoCoDC in steps; 1 for DC-ASGD.
+      units: units in which `g` is squared, "parameter" or "gradient".
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    if isinstance(sync_interval, int) and sync_interval < 1:
+        raise ValueError(f"sync_interval={sync_interval} must be at least 1 step")
+    _check_choice("units", units, ("parameter", "gradient"))
+
+    def product(gradient, displacement, learning_rate=1.0):
+        divisor = learning_rate * sync_interval
+        square = lambda g, d: g * g * d / divisor  # noqa: E731
+        return jax.tree.map(square, gradient, displacement)
+
+    needs = frozenset({"learning_rate"} if units == "gradient" else ())
+    return Curvature("outer_product", product, needs)
+
+
+def normalized_outer_product(
+    max_weight: float | None = None, scope: str = "tensor", eps: float = 1e-8
+) -> Curvature:
+    """H D = w g * g * D with w such that the result is as long as g (DC-S3GD).
+
+        c = g * g * D
+        w = min(||g|| / (||c|| + eps), max_weight)
+
+    The correction is then `strength` times the length of `g` whatever the units, and
+    does not fade as `D` goes to zero unless `max_weight` caps it (section 4.2). Weights
+    multiply: the cap lambda_max of the source is `strength * max_weight`, in the units
+    of 1 / (g * D). The source's uncapped form divides `c` by the learning rate and
+    uses `g` undivided: equal, with `eps = 1e-8 * learning_rate / delay_steps ** 2`.
+    No batch; holds one tree.
+
+    Args:
+      max_weight: largest `w`, or None for no cap.
+      scope: "tensor" takes norms and weight per leaf, "tree" over all leaves at once.
+      eps: keeps the division finite.
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    check_positive("max_weight", max_weight)
+    _check_choice("scope", scope, ("tensor", "tree"))
+
+    def normalized(gradient, displacement):
+        curved = jax.tree.map(lambda g, d: g * g * d, gradient, displacement)
+        weight = safe_norm(gradient) / (safe_norm(curved) + eps)
+        if max_weight is not None:
+            weight = jnp.minimum(weight, max_weight)
+        return jax.tree.map(lambda c: weight.astype(c.dtype) * c, curved)
+
+    def product(gradient, displacement):
+        if scope == "tree":
+            return normalized(gradient, displacement)
+        return jax.tree.map(normalized, gradient, displacement)
+
+    return Curvature("normalized_outer_product", product)
+
+
+def adam_second_moment(units: str = "parameter") -> Curvature:
+    """H = diag(nu), the Fisher diagonal that an inner Adam already holds.
+
+    With `units="parameter"` the product passes through Adam's own preconditioner,
+    `learning_rate * nu / sqrt(nu) * D = learning_rate * sqrt(nu) * D` per step; needs
+    `learning_rate` and `second_moment`. With `units="gradient"` it is `nu * D` for true
+    gradients; needs `second_moment` alone. `second_moment` is a tree like the gradient,
+    in squared gradient units, bias-corrected (nu / (1 - b2**count)). No batch.
+
+    Raises:
+      ValueError: if `units` is neither of the two.
+    """
+    _check_choice("units", units, ("parameter", "gradient"))
+
+    def adam_product(gradient, displacement, *, learning_rate, second_moment):
+        del gradient
+        pull = lambda d, nu: learning_rate * jnp.sqrt(nu) * d  # noqa: E731
+        return jax.tree.map(pull, displacement, second_moment)
+
+    def fisher_product(gradient, displacement, *, second_moment):
+        del gradient
+        return jax.tree.map(lambda d, nu: nu * d, displacement, second_moment)
+
+    needs = frozenset({"second_moment"})
+    if units == "gradient":
+        return Curvature("adam_second_moment", fisher_product, needs)
+    return Curvature("adam_second_moment", adam_product, needs | {"learning_rate"})
+
+
+def hessian_vector(units: str = "gradient") -> Curvature:
+    """H D exactly, as the derivative of `gradient_fn` at stale_params along D.
+
+    Needs `gradient_fn(params) -> gradient` on a batch of the caller's choice, which
+    it closes over, for the same (sub)tree as the updates, in gradient units: for one
+    fragment, a function of that fragment with the other parameters closed over.
+    Forward-over-reverse: one `jax.jvp` of the gradient, two to three gradients' time,
+    and the memory of one gradient plus tangents of its activations. A Hessian can be
+    indefinite; `max_ratio` of `delay_compensation` is the guard.
+
+    Args:
+      units: of the result: "gradient", "parameter" or "adam" (module docstring).
+
+    Raises:
+      ValueError: if `units` is none of the three.
+    """
+    _check_choice("units", units, tuple(_UNIT_NEEDS))
+
+    def product(gradient, displacement, *, gradient_fn, stale_params, **scales):
+        del gradient
+        tangent = cast_like(displacement, stale_params)
+        curved = jax.jvp(gradient_fn, (stale_params,), (tangent,))[1]
+        return _to_units(units, curved, **scales)
+
+    needs = frozenset({"gradient_fn", "stale_params"}) | _UNIT_NEEDS[units]
+    return Curvature("hessian_vector", product, needs)
+
+
+def gauss_newton(units: str = "gradient") -> Curvature:
+    """H D = J' H_out J D: the Hessian without the model's own second derivative.
+
+    J is the Jacobian of `model_fn(params) -> outputs` at stale_params, H_out the
+    Hessian of `output_loss_fn(outputs) -> scalar`. Positive semi-definite when that
+    loss is convex in the outputs (cross-entropy, squares), exact when the model is
+    linear. Both functions close over a batch of the caller's choice. One linearised
+    forward pass, one tangent pass and its transpose: one to two gradients' time, the
+    memory of one gradient, and one copy of the outputs.
+
+    Args:
+      units: of the result: "gradient", "parameter" or "adam" (module docstring).
+
+    Raises:
+      ValueError: if `units` is none of the three.
+    """
+    _check_choice("units", units, tuple(_UNIT_NEEDS))
+
+    def product(
+        gradient, displacement, *, model_fn, output_loss_fn, stale_params, **scales
+    ):
+        del gradient
+        tangent = cast_like(displacement, stale_params)
+        outputs, jacobian = jax.linearize(model_fn, stale_params)
+        output_gradient = jax.grad(output_loss_fn)
+        curved = jax.jvp(output_gradient, (outputs,), (jacobian(tangent),))[1]
+        (curved,) = jax.linear_transpose(jacobian, stale_params)(curved)
+        return _to_units(units, curved, **scales)
+
+    needs = frozenset({"model_fn", "output_loss_fn", "stale_params"})
+    return Curvature("gauss_newton", product, needs | _UNIT_NEEDS[units])
+
+
+def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
+    """H D = mean(z * H z) * D: an unbiased estimate of diag(H), times D.
+
+    The mean runs over `num_samples` vectors z of random signs, one exact product each.
+    Needs `gradient_fn` as `hessian_vector` does, and a `key`, a fresh one each
+    step. The gradient is linearised once (its residuals are kept) and applied once
+    per sample; one more tree holds the running sum. A diagonal cannot see how
+    parameters interact: exact only where the Hessian is diagonal.
+
+    Args:
+      num_samples: sign vectors per estimate; the variance falls as 1 / num_samples.
+      units: of the result: "gradient", "parameter" or "adam" (module docstring).
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1")
+    _check_choice("units", units, tuple(_UNIT_NEEDS))
+
+    def product(gradient, displacement, *, gradient_fn, stale_params, key, **scales):
+        del gradient
+        _, hessian = jax.linearize(gradient_fn, stale_params)
+
+        def add_sample(total, sample_key):
+            signs = optax.tree.random_like(
+                sample_key, stale_params, sampler=jax.random.rademacher
+            )
+            signs = vary_like(signs, stale_params)
+            sample = jax.tree.map(jnp.multiply, signs, hessian(signs))
+            return jax.tree.map(jnp.add, total, sample), None
+
+        keys = jax.random.split(key, num_samples)
+        # The sum starts from a sample, not from zeros, so that inside shard_map it
+        # varies over the same mesh axes as what is added to it.
+        first, _ = add_sample(_zeros(stale_params), keys[0])
+        total, _ = jax.lax.scan(add_sample, first, keys[1:])
+        curved = jax.tree.map(
+            lambda h, d: h.astype(d.dtype) / num_samples * d, total, displacement
+        )
+        return _to_units(units, curved, **scales)
+
+    needs = frozenset({"gradient_fn", "stale_params", "key"}) | _UNIT_NEEDS[units]
+    return Curvature("hutchinson", product, needs)
+
+
+_FACTORIES = {
+    factory.__name__: factory
+    for factory in (
+        none,
+        isotropic,
+        outer_product,
+        normalized_outer_product,
+        adam_second_moment,
+        hessian_vector,
+        gauss_newton,
+        hutchinson,
+    )
+}
+NAMES = tuple(_FACTORIES)
+"""Names that `get` knows."""
+
+
+def get(name: str, **options) -> Curvature:
+    """Build the curvature of that name, for configurations and command lines.
+
+    Args:
+      name: one of `NAMES`.
+      **options: arguments of the factory of that name.
+
+    Raises:
+      ValueError: if the name is unknown.
+
+    >>> get("outer_product", units="gradient").needs
+    frozenset({'learning_rate'})
+    """
+    _check_choice("curvature", name, NAMES)
+    return _FACTORIES[name](**options)
+
+
+def _to_units(units, curved, learning_rate=None, second_moment=None):
+    """Bring a product in gradient units to `units` (module docstring)."""
+    if units == "gradient":
+        return curved
+    if units == "parameter":
+        return jax.tree.map(lambda c: learning_rate * c, curved)
+    return jax.tree.map(
+        lambda c, nu: learning_rate * c / (jnp.sqrt(nu) + 1e-8), curved, second_moment
+    )
+
+
+def _zeros(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def _check_choice(argument, value, choices):
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r} is unknown; use one of {choices}")

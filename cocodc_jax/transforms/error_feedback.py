@@ -1,0 +1,70 @@
+"""Remember what a compressor lost, and send it later.
+
+    e <- decay * e + x;   message = C(e);   e <- e - decoded message
+
+With decay 1 nothing is ever lost: the sum of what was sent and the residual equals the
+sum of what was meant, so if the residual stays bounded the means agree. Decay below
+1 forgets old errors (SparseLoCo uses 0.95).
+
+Source: Karimireddy et al., arXiv 1901.09847; algorithms.md sections 7, 10 and 11.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.numerics import cast_like, widen
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`.
+
+    Attributes:
+      residual: tree like the one compressed, float32 or wider, what is not yet sent.
+      inner: state of the inner compressor.
+    """
+
+    residual: Any
+    inner: Any
+
+
+def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
+    """Wrap a compressor so that its errors are sent with later messages.
+
+    Args:
+      inner: any compressor.
+      decay: b, share of the residual that is kept from one call to the next, in [0, 1].
+
+    Raises:
+      ValueError: if `decay` is out of range.
+
+    >>> import jax.numpy as jnp
+    >>> from cocodc_jax.transforms.sparsify import top_k
+    >>> compressor = error_feedback(top_k(density=0.5))
+    >>> meant = jnp.array([3.0, 2.0])
+    >>> state = compressor.init(meant)
+    >>> for _ in range(2):
+    ...     message, state = compressor.encode(meant, state)
+    ...     print(compressor.decode(message), state.residual)
+    [3. 0.] [0. 2.]
+    [0. 4.] [3. 0.]
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay={decay} must be between 0 and 1")
+
+    def init(tree):
+        residual = jax.tree.map(lambda x: 0 * widen(x), tree)
+        return ErrorFeedbackState(residual, inner.init(tree))
+
+    def encode(tree, state, key=None):
+        meant = jax.tree.map(lambda e, x: decay * e + widen(x), state.residual, tree)
+        # Encoded in the tree's dtype, which decode restores; the residual also keeps
+        # what this cast loses.
+        message, inner_state = inner.encode(cast_like(meant, tree), state.inner, key)
+        residual = jax.tree.map(
+            lambda e, sent: e - widen(sent), meant, inner.decode(message)
+        )
+        return message, ErrorFeedbackState(residual, inner_state)
+
+    return Compressor(f"error_feedback({inner.name})", init, encode, inner.decode)

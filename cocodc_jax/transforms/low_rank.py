@@ -1,0 +1,109 @@
+"""PowerSGD: a matrix as the product of two thin ones, by one power iteration.
+
+    P = orthonormalise(M Q);   Q <- M' P;   message (P, Q);   decoded M^ = P Q'
+
+Q of one call is where the next begins (warm start), so while M changes slowly the
+iteration converges to its leading singular directions. M^ is M projected on the columns
+of P: never longer than M. A tensor is folded into a matrix (`matrix_shape`); one that
+rank * (rows + columns) numbers would not shrink is sent whole.
+
+Both factors go through another compressor: `low_rank(rank, factors=int4())` is
+DiLoCoX's. Wrap it in `error_feedback`.
+
+Source: Vogels et al., arXiv 1905.13727, algorithm 1, with the factors of one region
+alone; DiLoCoX (arXiv 2506.21263, from memory); algorithms.md sections 7 and 11.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cocodc_jax.transforms.compressor import (
+    Compressor,
+    Packed,
+    identity,
+    map_packed,
+    matrix_shape,
+)
+from cocodc_jax.transforms.numerics import check_positive
+
+
+class LowRankState(NamedTuple):
+    """State of `low_rank`: `right`, per leaf float32 [columns, rank], or () if whole."""
+
+    right: tuple
+
+
+def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
+    """Send a rank-r approximation of each tensor.
+
+    Args:
+      rank: columns of both factors.
+      factors: stateless compressor for the factors and for tensors sent whole,
+        `identity()` if None.
+
+    Raises:
+      ValueError: if `rank` is not positive.
+
+    >>> import jax.numpy as jnp
+    >>> from cocodc_jax.transforms.compressor import message_bytes
+    >>> compressor = low_rank(rank=1)
+    >>> matrix = jnp.outer(jnp.arange(8.0), jnp.arange(6.0))
+    >>> message, _ = compressor.encode(matrix, compressor.init(matrix))
+    >>> message_bytes(message)  # (8 + 6) float32
+    56
+    >>> bool(jnp.allclose(compressor.decode(message), matrix, rtol=1e-4, atol=1e-4))
+    True
+    """
+    check_positive("rank", rank)
+    inner = factors or identity()
+
+    def init(tree):
+        return LowRankState(
+            tuple(_start(i, x.shape, rank) for i, x in enumerate(jax.tree.leaves(tree)))
+        )
+
+    def encode(tree, state, key=None):
+        leaves, structure = jax.tree.flatten(tree)
+        parts, right = [], []
+        for x, q in zip(leaves, state.right, strict=True):
+            part, q = (x, q) if isinstance(q, tuple) else _factorise(x, q)
+            parts.append(part)
+            right.append(q)
+        encoded, _ = inner.encode(parts, (), key)
+        packed = [
+            Packed(part, x.shape, x.dtype)
+            for x, part in zip(leaves, encoded, strict=True)
+        ]
+        return jax.tree.unflatten(structure, packed), LowRankState(tuple(right))
+
+    def decode_leaf(packed):
+        part = inner.decode(packed.arrays)
+        if not isinstance(part, dict):
+            return part
+        return _product(part["left"], part["right"].T)
+
+    name = f"low_rank({factors.name})" if factors else "low_rank"
+    return Compressor(name, init, encode, lambda m: map_packed(decode_leaf, m))
+
+
+def _start(index, shape, rank):
+    """Return a random right factor, the same in all regions, or () to send it whole."""
+    rows, columns = matrix_shape(shape)
+    if rank * (rows + columns) >= rows * columns:
+        return ()
+    key = jax.random.fold_in(jax.random.key(0), index)
+    return jax.random.normal(key, (columns, rank))
+
+
+def _factorise(x, right):
+    """One power iteration. QR completes a basis even where the matrix is all zero."""
+    matrix = x.astype(jnp.float32).reshape(matrix_shape(x.shape))
+    left, _ = jnp.linalg.qr(_product(matrix, right))
+    right = _product(matrix.T, left)
+    return {"left": left, "right": right}, right
+
+
+def _product(a, b):
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

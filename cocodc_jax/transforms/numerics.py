@@ -1,0 +1,68 @@
+"""Arithmetic that the transforms share: wide types, safe norms, casts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def widen(x) -> jax.Array:
+    """Cast to float32 at least: squares of small numbers vanish in narrower types."""
+    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def safe_norm(tree) -> jax.Array:
+    """Return the length of all leaves together, with gradient 0 (not nan) at 0."""
+    return safe_sqrt(inner_product(tree, tree))
+
+
+def safe_sqrt(x: jax.Array) -> jax.Array:
+    """Return the square root of x >= 0, with gradient 0 (not infinity) at 0."""
+    positive = jnp.where(x > 0, x, 1.0)
+    return jnp.where(x > 0, jnp.sqrt(positive), x)
+
+
+def inner_product(a, b) -> jax.Array:
+    """Return the sum of products over all leaves, as a scalar of at least float32."""
+    products = jax.tree.map(lambda x, y: jnp.sum(widen(x) * widen(y)), a, b)
+    return functools.reduce(jnp.add, jax.tree.leaves(products), jnp.float32(0.0))
+
+
+def cast_like(tree, like):
+    """Cast every leaf to the dtype of its counterpart in `like`."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def vary_like(tree, like):
+    """Mark leaves as varying over the mesh axes that their counterparts vary over.
+
+    Inside `jax.shard_map` a tangent must vary as its primal does; elsewhere this does
+    nothing. A choice between equal values does it in every version of JAX, and the
+    compiler drops it.
+    """
+    return jax.tree.map(lambda x, y: jnp.where(y == y, x, x), tree, like)
+
+
+def match_holes(updates, tree):
+    """Put the holes of `updates` (None, masked) into a tree of full structure.
+
+    `optax.masked` and `optax.multi_transform` cut holes into updates and parameters
+    but hand extra arguments on as they are.
+    """
+    is_hole = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
+    return jax.tree.map(
+        lambda u, x: u if is_hole(u) else x, updates, tree, is_leaf=is_hole
+    )
+
+
+def check_unit_interval(argument: str, value) -> None:
+    """Raise ValueError unless a Python number lies in [0, 1); arrays pass unchecked."""
+    if isinstance(value, (int, float)) and not 0 <= value < 1:
+        raise ValueError(f"{argument}={value} must be at least 0 and below 1")
+
+
+def check_positive(argument: str, value) -> None:
+    """Raise ValueError unless a Python number is positive; arrays pass unchecked."""
+    if isinstance(value, (int, float)) and not value > 0:
+        raise ValueError(f"{argument}={value} must be positive")

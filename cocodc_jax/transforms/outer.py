@@ -1,0 +1,186 @@
+"""Outer optimizers that optax lacks; outer Nesterov is `optax.sgd(nesterov=True)`.
+
+All take pseudo-gradients `g = old - new` (averaged over regions by the caller) as
+`updates`, so descent is minus, as with gradients; none communicates. `scale_by_*`
+return a descent direction, the recipes without that prefix a step to add.
+
+Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135; algorithms.md section 10) and
+`group_heavy_ball` (NoLoCo, arXiv 2506.10911; section 8). `co2.py` has the clipped
+momentum and the staleness penalty, `snoo.py` the wrapper around an inner optimizer.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    check_positive,
+    check_unit_interval,
+    match_holes,
+    widen,
+)
+
+
+class DelayedNesterovState(NamedTuple):
+    """State of `scale_by_delayed_nesterov`.
+
+    Attributes:
+      num_buffered: int32 scalar, arrivals since the momentum last changed.
+      buffer: tree like the parameters, sum of those arrivals.
+      momentum: tree like the parameters, m.
+    """
+
+    num_buffered: jax.Array
+    buffer: optax.Updates
+    momentum: optax.Updates
+
+
+def scale_by_delayed_nesterov(
+    momentum: float | jax.Array = 0.9,
+    buffer_size: int = 4,
+    spread: float | jax.Array = 0.0,
+) -> optax.GradientTransformation:
+    """Update the momentum once in N arrivals, so that N regions act on it as one.
+
+        arrivals 1 .. N-1    step = c b m + g / N
+        arrival N            m <- b m + sum(g) / N;  step = (1 - c N + c) b m + g / N
+
+    Args:
+      momentum: b, in [0, 1).
+      buffer_size: N, arrivals per change of the momentum, usually the regions.
+      spread: c, the share of the momentum applied at each of the other arrivals;
+        1 / N spreads it evenly, 0 applies it whole at the N-th.
+
+    Returns:
+      A transformation to a descent direction. With N = 1 it is Nesterov's.
+
+    Raises:
+      ValueError: if an argument is a number out of range.
+    """
+    check_unit_interval("momentum", momentum)
+    check_positive("buffer_size", buffer_size)
+
+    def init_fn(params):
+        zeros = optax.tree.zeros_like(params)
+        return DelayedNesterovState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def update_fn(updates, state, params=None):
+        del params
+        num_buffered = state.num_buffered + 1
+        is_full = num_buffered >= buffer_size
+        add = lambda u, b: b + u  # noqa: E731
+        buffer = cast_like(jax.tree.map(add, updates, state.buffer), state.buffer)
+        new_momentum = jax.tree.map(
+            lambda m, b: jnp.where(is_full, momentum * m + b / buffer_size, m),
+            state.momentum,
+            buffer,
+        )
+        weight = jnp.where(is_full, 1 - spread * buffer_size + spread, spread)
+        direction = jax.tree.map(
+            lambda u, m: (weight * momentum * m + u / buffer_size).astype(u.dtype),
+            updates,
+            new_momentum,
+        )
+        buffer = jax.tree.map(
+            lambda b: jnp.where(is_full, jnp.zeros_like(b), b), buffer
+        )
+        return direction, DelayedNesterovState(
+            num_buffered=jnp.where(is_full, 0, num_buffered),
+            buffer=buffer,
+            momentum=cast_like(new_momentum, state.momentum),
+        )
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def delayed_nesterov(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float | jax.Array = 0.9,
+    buffer_size: int = 4,
+    spread: float | jax.Array = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Apply each arrival at once and the momentum once in N (asynchronous local SGD).
+
+    Args:
+      learning_rate: eta of the outer step.
+      momentum: b, in [0, 1).
+      buffer_size: N, arrivals per change of the momentum.
+      spread: c of `scale_by_delayed_nesterov`.
+
+    Returns:
+      A transformation to the step to add.
+
+    >>> import jax.numpy as jnp
+    >>> outer = delayed_nesterov(learning_rate=1.0, momentum=0.5, buffer_size=2)
+    >>> state = outer.init(jnp.zeros(1))
+    >>> first, state = outer.update(jnp.array([2.0]), state)
+    >>> second, state = outer.update(jnp.array([4.0]), state)
+    >>> print(first, second)  # 2/2;  m = (2+4)/2 = 3, 0.5 * 3 + 4/2
+    [-1.] [-3.5]
+    """
+    return optax.chain(
+        scale_by_delayed_nesterov(momentum, buffer_size, spread),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+class GroupHeavyBallState(NamedTuple):
+    """State of `group_heavy_ball`: `velocity`, tree like the parameters, in descent."""
+
+    velocity: optax.Updates
+
+
+def group_heavy_ball(
+    learning_rate: float | jax.Array = 0.7,
+    momentum: float | jax.Array = 0.5,
+    pull: float | jax.Array = 0.7,
+) -> optax.GradientTransformationExtraArgs:
+    """Heavy ball with a pull to the group's mean parameters (NoLoCo).
+
+        v <- mu v + beta g + gamma (params - group_mean_params);   params <- params - v
+
+    where `g` is the mean pseudo-gradient of the group (a random pair of regions), so
+    the regions stay near each other without any all-reduce. Stable for pairs
+    if mu < gamma < sqrt(2 + mu**2) (from memory).
+
+    Args:
+      learning_rate: beta.
+      momentum: mu, in [0, 1).
+      pull: gamma, usually equal to beta.
+
+    Returns:
+      A transformation whose `update(updates, state, params, *, group_mean_params)`
+      gives the step to add; `group_mean_params` is a tree like `params`, *regional*.
+
+    Raises:
+      ValueError: if `momentum` is a number out of range; in `update`, if `params` or
+        `group_mean_params` is missing.
+    """
+    check_unit_interval("momentum", momentum)
+
+    def init_fn(params):
+        return GroupHeavyBallState(optax.tree.zeros_like(params))
+
+    def update_fn(updates, state, params=None, *, group_mean_params=None, **extra):
+        del extra
+        if params is None or group_mean_params is None:
+            raise ValueError("group_heavy_ball needs params and group_mean_params")
+
+        def accelerate(g, v, own, mean):
+            away = widen(own) - widen(mean)
+            return momentum * widen(v) + learning_rate * widen(g) + pull * away
+
+        velocity = jax.tree.map(
+            accelerate,
+            updates,
+            state.velocity,
+            match_holes(updates, params),
+            match_holes(updates, group_mean_params),
+        )
+        step = cast_like(optax.tree.scale(-1.0, velocity), updates)
+        return step, GroupHeavyBallState(cast_like(velocity, state.velocity))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,115 @@
+"""SNOO: an outer Nesterov step around any optimizer, with one region.
+
+Every `sync_interval` steps of the inner optimizer, with slow parameters x and fast
+parameters w,
+
+    g = x - w;   m <- b m + g;   x <- x - learning_rate (g + b m);   w <- x
+
+which is DiLoCo of a single region. `optax.lookahead` is the case b = 0.
+
+Source: arXiv 2510.15830; algorithms.md section 10.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.transforms.numerics import check_positive, check_unit_interval
+
+
+class SnooState(NamedTuple):
+    """State of `snoo`.
+
+    Attributes:
+      num_steps: int32 scalar, inner steps since the last outer step.
+      slow_params: tree like the parameters, x.
+      inner_state: state of the inner optimizer, left as it is by an outer step.
+      outer_state: state of the outer `optax.sgd`.
+    """
+
+    num_steps: jax.Array
+    slow_params: optax.Params
+    inner_state: optax.OptState
+    outer_state: optax.OptState
+
+
+def snoo(
+    inner: optax.GradientTransformation,
+    learning_rate: float | jax.Array = 0.7,
+    momentum: float | jax.Array = 0.9,
+    sync_interval: int = 20,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an inner optimizer so that every `sync_interval`-th step is an outer one.
+
+    Args:
+      inner: any optax optimizer.
+      learning_rate: of the outer step; with 1 and momentum 0 nothing changes.
+      momentum: b of the outer step, in [0, 1).
+      sync_interval: inner steps per outer step.
+
+    Returns:
+      A transformation whose `update(gradients, state, params)` gives the step to add.
+      Holds two more trees, x and m.
+
+    Raises:
+      ValueError: if an argument is a number out of range; in `update`, if `params` is
+        missing.
+
+    >>> import jax.numpy as jnp, optax
+    >>> optimizer = snoo(optax.sgd(0.1), learning_rate=2.0, momentum=0.0,
+    ...                  sync_interval=2)
+    >>> params = jnp.zeros(1)
+    >>> state = optimizer.init(params)
+    >>> for _ in range(2):  # two steps of -0.1, then twice that way at once
+    ...     step, state = optimizer.update(jnp.ones(1), state, params)
+    ...     params = optax.apply_updates(params, step)
+    >>> print(params)
+    [-0.4]
+    """
+    check_unit_interval("momentum", momentum)
+    check_positive("sync_interval", sync_interval)
+    inner = optax.with_extra_args_support(inner)
+    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+
+    def init_fn(params):
+        return SnooState(
+            num_steps=jnp.zeros([], jnp.int32),
+            # A copy: parameters and optimizer state may both be donated.
+            slow_params=jax.tree.map(lambda p: jnp.array(p, copy=True), params),
+            inner_state=inner.init(params),
+            outer_state=outer.init(params),
+        )
+
+    def outer_step(fast, state):
+        gradient = jax.tree.map(jnp.subtract, state.slow_params, fast)
+        step, outer_state = outer.update(gradient, state.outer_state, state.slow_params)
+        return optax.apply_updates(state.slow_params, step), outer_state
+
+    def update_fn(updates, state, params=None, **extra):
+        if params is None:
+            raise ValueError("snoo needs params: pass update(updates, state, params)")
+        fast_step, inner_state = inner.update(
+            updates, state.inner_state, params, **extra
+        )
+        num_steps = state.num_steps + 1
+        is_sync = num_steps >= sync_interval
+        slow, outer_state = outer_step(optax.apply_updates(params, fast_step), state)
+        jump = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), slow, params)
+        slow, outer_state = _where(
+            is_sync, (slow, outer_state), (state.slow_params, state.outer_state)
+        )
+        new_state = SnooState(
+            jnp.where(is_sync, 0, num_steps), slow, inner_state, outer_state
+        )
+        return _where(is_sync, jump, fast_step), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _where(condition, on_true, on_false):
+    """Select tree by tree, in the dtypes of `on_false`."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(condition, x, y).astype(y.dtype), on_true, on_false
+    )

@@ -1,0 +1,177 @@
+"""Compressors that send only the largest values, and where they are.
+
+| compressor      | which values                                                       |
+|-----------------|--------------------------------------------------------------------|
+| `top_k`         | the k largest of a tensor                                          |
+| `chunked_top_k` | the k largest of each square chunk                                 |
+| `dct_top_k`     | the k largest coefficients of each chunk's 2-D cosine transform    |
+
+Indices are packed with as few bits as the chunk (or tensor) needs; the values go through
+another compressor (`values`), float32 unless told otherwise. What is not sent is lost:
+wrap them in `error_feedback`.
+
+A tensor is folded into a matrix (`matrix_shape`) and padded with zeros to whole chunks
+of `chunk_side` by `chunk_side` (less where the matrix is smaller; a vector's chunks
+are 1 by `chunk_side`). The transform is orthonormal, so the largest coefficients
+leave the smallest squared error.
+
+Source: DeMo (arXiv 2411.19870) for the chunked transform, SparseLoCo (arXiv 2508.15706)
+for chunks without it, whose rule is `error_feedback(chunked_top_k(k=32,
+values=int2(block_size=32)), decay=0.95)`; algorithms.md sections 9 to 11.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.transforms.compressor import (
+    Compressor,
+    identity,
+    matrix_shape,
+    per_leaf,
+)
+from cocodc_jax.transforms.numerics import check_positive
+from cocodc_jax.transforms.packing import index_bits, pack, unpack
+
+
+def top_k(density: float = 0.01, values: Compressor | None = None) -> Compressor:
+    """Send the largest values of each tensor.
+
+    Args:
+      density: share of a tensor's values that is sent, in (0, 1]; at least one value.
+      values: stateless compressor for the values, `identity()` if None.
+
+    Raises:
+      ValueError: if `density` is out of range.
+
+    >>> import jax.numpy as jnp
+    >>> compressor = top_k(density=0.5)
+    >>> message, _ = compressor.encode(jnp.array([1.0, -3.0, 0.0, 2.0]), ())
+    >>> print(compressor.decode(message))
+    [ 0. -3.  0.  2.]
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"density={density} must be above 0 and at most 1")
+
+    def encode_leaf(x, key):
+        k = max(1, round(density * x.size))
+        return _select(x.reshape(1, -1), k, values, key)
+
+    def decode_leaf(arrays, shape):
+        return _scatter(arrays, math.prod(shape), values)
+
+    return per_leaf(_name("top_k", values), encode_leaf, decode_leaf)
+
+
+def chunked_top_k(
+    k: int = 32, chunk_side: int = 64, values: Compressor | None = None
+) -> Compressor:
+    """Send the k largest values of each chunk.
+
+    Args:
+      k: values per chunk (all of a chunk that has fewer).
+      chunk_side: rows and columns of a chunk.
+      values: stateless compressor for the values, `identity()` if None; one block of k
+        values is one chunk.
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    return _chunked("chunked_top_k", k, chunk_side, values, lambda chunks, _: chunks)
+
+
+def dct_top_k(
+    k: int = 32, chunk_side: int = 64, values: Compressor | None = None
+) -> Compressor:
+    """Send the k largest cosine coefficients of each chunk.
+
+    Args:
+      k: coefficients per chunk (all of a chunk that has fewer).
+      chunk_side: rows and columns of a chunk.
+      values: stateless compressor for the coefficients, `identity()` if None.
+
+    Raises:
+      ValueError: if an argument is out of range.
+    """
+    return _chunked("dct_top_k", k, chunk_side, values, _cosine_transform)
+
+
+def _chunked(name, k, chunk_side, values, transform):
+    """Build a compressor of chunks; `transform(chunks, is_inverse)`."""
+    check_positive("k", k)
+    check_positive("chunk_side", chunk_side)
+
+    def encode_leaf(x, key):
+        chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
+        chunks = transform(chunks, False)
+        return _select(chunks.reshape(chunks.shape[0], -1), k, values, key)
+
+    def decode_leaf(arrays, shape):
+        rows, columns = matrix_shape(shape)
+        height, width = min(chunk_side, rows), min(chunk_side, columns)
+        flat = _scatter(arrays, height * width, values)
+        chunks = transform(flat.reshape(-1, height, width), True)
+        return _from_chunks(chunks, rows, columns)
+
+    return per_leaf(_name(name, values), encode_leaf, decode_leaf)
+
+
+def _select(rows, k, values, key):
+    """Keep the k largest of each row: indices [rows * k] packed, values encoded."""
+    values = values or identity()
+    size = rows.shape[1]
+    _, indices = jax.lax.top_k(jnp.abs(rows), min(k, size))
+    chosen = jnp.take_along_axis(rows, indices, axis=1)
+    message, _ = values.encode(chosen, (), key)
+    return {"indices": pack(indices.reshape(-1), index_bits(size)), "values": message}
+
+
+def _scatter(arrays, size, values):
+    """Undo `_select`: rows of `size` with zeros where nothing was sent."""
+    chosen = (values or identity()).decode(arrays["values"])
+    num_rows, k = chosen.shape
+    indices = unpack(arrays["indices"], index_bits(size), num_rows * k)
+    places = indices.reshape(num_rows, k).astype(jnp.int32)
+    rows = np.arange(num_rows)[:, None]
+    return jnp.zeros((num_rows, size), chosen.dtype).at[rows, places].set(chosen)
+
+
+def _to_chunks(matrix, side):
+    """[rows, columns] to [chunks, height, width], zeros at the far edges."""
+    rows, columns = matrix.shape
+    height, width = min(side, rows), min(side, columns)
+    matrix = jnp.pad(matrix, ((0, -rows % height), (0, -columns % width)))
+    grid = matrix.reshape(-1, height, matrix.shape[1] // width, width)
+    return grid.transpose(0, 2, 1, 3).reshape(-1, height, width)
+
+
+def _from_chunks(chunks, rows, columns):
+    """Undo `_to_chunks`."""
+    _, height, width = chunks.shape
+    grid = chunks.reshape(-(-rows // height), -(-columns // width), height, width)
+    matrix = grid.transpose(0, 2, 1, 3).reshape(grid.shape[0] * height, -1)
+    return matrix[:rows, :columns]
+
+
+def _cosine_transform(chunks, is_inverse):
+    """C_h X C_w' per chunk, or its inverse C_h' X C_w, with orthonormal C."""
+    left, right = (_cosine_matrix(n).astype(chunks.dtype) for n in chunks.shape[1:])
+    rule = "ji,njk,kl->nil" if is_inverse else "ij,njk,lk->nil"
+    # Full precision: accelerators would otherwise round the products to bfloat16 or TF32.
+    return jnp.einsum(rule, left, chunks, right, precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.cache
+def _cosine_matrix(n):
+    """Return the orthonormal DCT-II: row f holds cos(pi (2 i + 1) f / (2 n)), scaled."""
+    frequency, place = np.arange(n)[:, None], np.arange(n)[None]
+    matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * n)) * np.sqrt(2 / n)
+    matrix[0] /= np.sqrt(2)
+    return matrix
+
+
+def _name(name, values):
+    return f"{name}({values.name})" if values else name

@@ -1,0 +1,1 @@
+"""Thin absl programs over cocodc_jax."""

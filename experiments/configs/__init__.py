@@ -1,0 +1,1 @@
+"""Presets, each a lab note."""

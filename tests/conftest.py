@@ -1,0 +1,8 @@
+"""Virtual devices for every test, set before JAX starts its backends."""
+
+import jax
+
+# Eight for region, data and model axes of a test mesh, one for the outer mesh.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 9)
+jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,55 @@
+"""Every bad setting is refused when the configuration is made."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from cocodc_jax.data.config import DataConfig, cache_dir
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "c4"}, "dataset='c4' is unknown; use 'stdlib'"),
+        ({"dataset": "text:"}, "dataset='text:' is unknown"),
+        ({"tokenizer": "words"}, "tokenizer='words' is unknown; use 'bytes'"),
+        ({"tokenizer": "hf:"}, "tokenizer='hf:' is unknown"),
+        ({"tokenizer": "bpe:many"}, "tokenizer='bpe:many' needs a vocabulary of at"),
+        ({"tokenizer": "bpe:256"}, "tokenizer='bpe:256' needs .* at least 257"),
+        ({"sequence_length": 0}, "sequence_length=0 is too small"),
+        ({"batch_per_region": -1}, "batch_per_region=-1 is too small"),
+        ({"loader_threads": 0}, "loader_threads=0 is too small"),
+        ({"partition": "random"}, "partition='random' is unknown; use 'iid'"),
+        (
+            {"validation_fraction": 0.0},
+            r"validation_fraction=0.0 is outside \(0, 0.5\]",
+        ),
+        ({"validation_fraction": 0.6}, "validation_fraction=0.6 is outside"),
+        ({"seed": -1}, "seed=-1 is outside"),
+        ({"seed": 2**32}, "seed=4294967296 is outside"),
+        (
+            {"shuffle_window_bytes": 8255, "sequence_length": 128},
+            "shuffle_window_bytes=8255 is too small for sequence_length=128; "
+            "use at least 8256",
+        ),
+    ],
+)
+def test_bad_setting_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**settings)
+
+
+def test_config_is_hashable_and_frozen():
+    config = DataConfig()
+    assert hash(config) == hash(DataConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_cache_dir_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_dir() == pathlib.Path("/somewhere/cocodc_jax")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == pathlib.Path.home() / ".cache" / "cocodc_jax"
+    assert cache_dir("/given") == pathlib.Path("/given")

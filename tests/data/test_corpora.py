@@ -1,0 +1,328 @@
+"""What the builders store, that it is prepared once, and what they refuse."""
+
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from cocodc_jax.data import DataConfig
+from cocodc_jax.data.corpora import builders, files, prepare
+from cocodc_jax.data.corpora.corpus import open_corpus
+
+
+def _open(paths, data_dir, **settings):
+    name = ",".join(map(str, np.atleast_1d(paths)))
+    return open_corpus(DataConfig(f"text:{name}", str(data_dir), **settings))
+
+
+def _texts(corpus):
+    return list(corpus.train), list(corpus.validation)
+
+
+def test_every_document_is_stored_once_and_on_one_side(text_folder, data_dir):
+    corpus = _open(text_folder, data_dir, validation_fraction=0.2)
+    train, validation = _texts(corpus)
+    expected = [path.read_text() for path in text_folder.rglob("*.txt")]
+    assert sorted(train + validation) == sorted(expected)
+    assert len(expected) == 60
+    assert 4 <= len(validation) <= 24  # binomial(60, 0.2), four standard deviations
+    assert not set(train) & set(validation)
+
+
+def test_source_is_the_first_sub_folder(text_folder, data_dir):
+    corpus = _open(text_folder, data_dir)
+    for index in range(len(corpus.train)):
+        source, num_bytes = corpus.train.source_and_bytes(index)
+        text = corpus.train.text(index)
+        assert source == f"source{int(text.split()[0][1:]):02d}"
+        assert num_bytes == len(text.encode())
+
+
+def test_equal_documents_are_on_the_same_side(tmp_path):
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"text {index // 4}\n")
+    corpus = _open(tmp_path, tmp_path / "data", validation_fraction=0.4)
+    train, validation = _texts(corpus)
+    assert len(train) + len(validation) == 40
+    assert not set(train) & set(validation)
+
+
+def test_a_document_stays_on_its_side_as_others_come(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(30):
+        (folder / f"{index}.txt").write_text(f"first {index}")
+    train, validation = map(
+        set, _texts(_open(folder, tmp_path, validation_fraction=0.3))
+    )
+    for index in range(30):
+        (folder / f"a{index}.txt").write_text(f"second {index}")
+    more = _open(folder, tmp_path, validation_fraction=0.3)
+    assert train < set(more.train)
+    assert validation < set(more.validation)
+
+
+def test_one_large_file_becomes_many_documents(tmp_path):
+    lines = [f"line {i} of one large file\n" for i in range(12_000)]
+    path = tmp_path / "input.txt"
+    path.write_text("".join(lines))
+    train, validation = _texts(_open(path, tmp_path / "data"))
+    assert len(train) >= 3
+    assert len(validation) >= 1
+    documents = train + validation
+    assert max(map(len, documents)) <= 1 << 16
+    assert all(document.endswith("\n") for document in documents)
+    stored = [line for text in documents for line in text.splitlines(keepends=True)]
+    assert sorted(stored) == sorted(lines)
+
+
+def test_a_line_longer_than_a_document_is_cut(tmp_path):
+    path = tmp_path / "line.txt"
+    path.write_text("ab" * 100)
+    entry = files.CorpusFile(path, "key", "source")
+    pieces = [d.text for d in files.read_documents([entry], max_document_chars=64)]
+    assert [len(piece) for piece in pieces] == [64, 64, 64, 8]
+    assert "".join(pieces) == "ab" * 100
+
+
+def test_what_is_no_text_is_passed_over(tmp_path):
+    for name, content in {
+        "a.txt": b"some text",
+        "b.md": b"other text",
+        "latin.txt": b"caf\xe9",
+        "blank.txt": b" \n",
+        "empty.txt": b"",
+        ".hidden": b"hidden text",
+        ".git/config": b"more hidden text",
+        "__pycache__/x.txt": b"cached",
+    }.items():
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    train, validation = _texts(_open(tmp_path / "texts", tmp_path / "data"))
+    assert sorted(train + validation) == ["other text", "some text"]
+
+
+def test_several_paths(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.txt").write_text(f"text of {name}")
+    paths = [tmp_path / "one", tmp_path / "two" / "same.txt"]
+    train, validation = _texts(_open(paths, tmp_path / "data"))
+    assert sorted(train + validation) == ["text of one", "text of two"]
+
+
+def test_prepared_once_then_again_when_a_file_changes(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(4):
+        (folder / f"{index}.txt").write_text(f"text {index}")
+    first = _open(folder, tmp_path)
+    monkeypatch.setattr(prepare, "_prepare_beside", _fail)
+    assert _open(folder, tmp_path).fingerprint == first.fingerprint
+    monkeypatch.undo()
+    (folder / "0.txt").write_text("changed")
+    second = _open(folder, tmp_path)
+    assert second.fingerprint != first.fingerprint
+    assert "changed" in [*second.train, *second.validation]
+
+
+def test_fingerprint_does_not_depend_on_the_place(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            (tmp_path / name / f"{index}.txt").write_text(f"text {index}")
+    here, there = (_open(tmp_path / name, tmp_path / "d") for name in ("here", "there"))
+    assert here.fingerprint == there.fingerprint
+    assert _texts(here) == _texts(there)
+
+
+def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypatch):
+    make = prepare._make_builder
+
+    def make_after_another(builder_class, config, data_dir):
+        # Between this process's look and its rename, another one prepares the same.
+        if ".preparing-" in str(data_dir):
+            monkeypatch.setattr(prepare, "_make_builder", make)
+            _open(text_folder, tmp_path)
+        return make(builder_class, config, data_dir)
+
+    monkeypatch.setattr(prepare, "_make_builder", make_after_another)
+    corpus = _open(text_folder, tmp_path)
+    assert len(corpus.train) + len(corpus.validation) == 60
+    assert [path.name for path in tmp_path.iterdir()] == ["text_files"]
+
+
+def test_a_preparation_cut_short_leaves_nothing(text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(builders.TextFiles, "_generate_examples", _fail)
+    with pytest.raises(RuntimeError, match="cut short"):
+        _open(text_folder, tmp_path)
+    assert not list(tmp_path.rglob("*.array_record*"))
+    monkeypatch.undo()
+    corpus = _open(text_folder, tmp_path)
+    assert len(corpus.train) + len(corpus.validation) == 60
+
+
+def test_two_processes_prepare_at_once(text_folder, tmp_path):
+    program = (
+        "from cocodc_jax.data import DataConfig\n"
+        "from cocodc_jax.data.corpora.corpus import open_corpus\n"
+        f"c = open_corpus(DataConfig('text:{text_folder}', {str(tmp_path)!r}))\n"
+        "print(len(c.train) + len(c.validation), c.fingerprint)\n"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    outputs, errors = zip(*(p.communicate(timeout=120) for p in started), strict=True)
+    assert errors == (b"", b"")
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith(b"60 text-")
+    assert [path.name for path in tmp_path.iterdir()] == ["text_files"]
+
+
+def test_nothing_is_printed(text_folder, tmp_path, capfd):
+    _open(text_folder, tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "texts holds no readable file"),
+        ({"a.txt": b"\xff\xfe\xff"}, "a.txt holds no readable UTF-8 text"),
+        ({"a.txt": b"\xff", "b.txt": b""}, "texts holds no readable UTF-8 text"),
+        ({"a.txt": b"alone"}, "a.txt holds one document; at least two different"),
+        ({"a.txt": b"same", "b.txt": b"same"}, "texts holds one document"),
+    ],
+)
+def test_folder_without_text_is_named(tmp_path, content, message):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in content.items():
+        (folder / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        _open(folder, tmp_path)
+
+
+def test_missing_path_is_named(tmp_path):
+    with pytest.raises(ValueError, match="/missing does not exist"):
+        _open(tmp_path / "missing", tmp_path)
+
+
+def test_builder_without_config_says_so(tmp_path):
+    builder = builders.TextFiles(data_dir=tmp_path)
+    with pytest.raises(ValueError, match="built from a CorpusConfig"):
+        builder._split_generators(None)
+
+
+def test_links_to_nowhere_are_passed_over(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no readable file"):
+        _open(tmp_path, tmp_path / "data")
+
+
+def test_file_without_permission_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    # Root, as which tests may run, reads every file, so the refusal is played.
+    monkeypatch.setattr(pathlib.Path, "read_bytes", _refuse)
+    with pytest.raises(ValueError, match="a.txt holds no readable UTF-8 text"):
+        _open(tmp_path, tmp_path / "data")
+
+
+def _refuse(path):
+    raise PermissionError(path)
+
+
+def _fail(*args, **kwargs):
+    raise RuntimeError("cut short")
+
+
+class _ToySet(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """A TFDS set as somebody else may have prepared it."""
+
+    VERSION = tfds.core.Version("1.2.0")
+    code_path = pathlib.Path(__file__)
+    features = {"text": tfds.features.Text(), "title": tfds.features.Text()}
+    splits = {"train": 50}
+
+    def _info(self):
+        features = tfds.features.FeaturesDict(self.features)
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+        return {s: self._generate_examples(s, n) for s, n in self.splits.items()}
+
+    def _generate_examples(self, split, count):
+        for index in range(count):
+            yield index, {name: f"{name} {split} {index}" for name in self.features}
+
+
+def _prepare_toy(data_dir, file_format="array_record", **attributes):
+    builder_class = type("ToySet", (_ToySet,), attributes, skip_registration=True)
+    with prepare._quiet():
+        builder_class(data_dir=data_dir, file_format=file_format).download_and_prepare()
+
+
+def _open_toy(data_dir):
+    config = DataConfig("tfds:toy_set", str(data_dir), validation_fraction=0.1)
+    return open_corpus(config)
+
+
+def test_tfds_set_with_one_split_is_cut(tmp_path):
+    _prepare_toy(tmp_path)
+    train, validation = _texts(_open_toy(tmp_path))
+    assert len(train) == 45
+    assert len(validation) == 5
+    assert {*train, *validation} == {f"text train {index}" for index in range(50)}
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_tfds_set_with_its_own_validation_split(tmp_path, split):
+    _prepare_toy(tmp_path, splits={"train": 20, split: 6, "unsupervised": 3})
+    train, validation = _texts(_open_toy(tmp_path))
+    assert set(train) == {f"text train {index}" for index in range(20)}
+    assert set(validation) == {f"text {split} {index}" for index in range(6)}
+
+
+def test_tfds_set_whose_text_has_another_name(tmp_path):
+    _prepare_toy(tmp_path, features={"article": tfds.features.Text()})
+    assert all(text.startswith("article train") for text in _open_toy(tmp_path).train)
+
+
+def test_tfds_set_without_one_text_feature(tmp_path):
+    text = tfds.features.Text()
+    _prepare_toy(tmp_path, features={"question": text, "answer": text})
+    message = r"no text feature 'text' .* features are \['answer', 'question'\]"
+    with pytest.raises(ValueError, match=message):
+        _open_toy(tmp_path)
+
+
+def test_tfds_set_without_train_split(tmp_path):
+    _prepare_toy(tmp_path, splits={"test": 3})
+    with pytest.raises(ValueError, match=r"no split 'train', only \['test'\]"):
+        _open_toy(tmp_path)
+
+
+def test_tfds_set_that_is_not_prepared(tmp_path):
+    message = (
+        r"dataset='tfds:c4/en' is not prepared in data_dir='.*'; nothing is downloaded "
+        r"here: run `tfds build c4/en --file_format=array_record`"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_corpus(DataConfig("tfds:c4/en", str(tmp_path)))
+
+
+def test_tfds_set_without_random_access(tmp_path):
+    _prepare_toy(tmp_path)
+    (info,) = tmp_path.glob("toy_set/*/dataset_info.json")
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    with pytest.raises(ValueError, match=r"stored as \['tfrecord'\], which cannot be"):
+        _open_toy(tmp_path)

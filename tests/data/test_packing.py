@@ -1,0 +1,108 @@
+"""Packing, dealing and counting against what a few lines of NumPy say."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocodc_jax.data.packing import (
+    TokenizedDocuments,
+    count_tokens,
+    pack_sequences,
+)
+from cocodc_jax.data.partition import deal_sources, region_documents
+from cocodc_jax.data.tokenizers import ByteTokenizer
+
+
+class _Texts:
+    """Documents that count how often they are read."""
+
+    def __init__(self, texts):
+        self.texts, self.num_reads = texts, 0
+
+    def __len__(self):
+        return len(self.texts)
+
+    def text(self, index):
+        self.num_reads += 1
+        return self.texts[index]
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 9), min_size=1), min_size=1),
+    length=st.integers(1, 20),
+)
+def test_packing_equals_the_oracle(documents, length):
+    joined = [token for document in documents for token in document]
+    expected = []
+    while len(joined) >= length:
+        expected.append(joined[:length])
+        joined = joined[length:]
+    packed = pack_sequences([np.array(d, np.uint16) for d in documents], length)
+    assert packed.dtype == np.uint16
+    assert packed.shape == (len(expected), length)
+    assert packed.tolist() == expected
+
+
+def test_documents_end_in_end_of_text():
+    tokens = TokenizedDocuments(_Texts(["ab", "c"]), ByteTokenizer())
+    assert tokens[0].tolist() == [97, 98, 256]
+    assert tokens[1].tolist() == [99, 256]
+    assert tokens[0].dtype == np.uint16
+
+
+def test_large_vocabulary_is_not_cut_to_sixteen_bits():
+    class Large(ByteTokenizer):
+        vocab_size = 100_000
+        eos_id = 99_999
+
+    tokens = TokenizedDocuments(_Texts(["a"]), Large())
+    assert tokens[0].tolist() == [97, 99_999]
+
+
+def test_documents_are_tokenised_once_while_there_is_room(monkeypatch):
+    monkeypatch.setattr("cocodc_jax.data.packing._CACHED_TOKENS", 7)
+    texts = _Texts(["abc", "de", "fgh"])
+    tokens = TokenizedDocuments(texts, ByteTokenizer())
+    for _ in range(3):
+        assert [len(tokens[i]) for i in range(3)] == [4, 3, 4]
+    assert texts.num_reads == 1 + 1 + 3
+
+
+def test_counting_stops_when_there_are_enough():
+    texts = _Texts(["abc", "de", "fgh"])
+    tokens = TokenizedDocuments(texts, ByteTokenizer())
+    assert count_tokens(tokens, [0, 1, 2], at_least=5) == 7
+    assert texts.num_reads == 2
+    assert count_tokens(tokens, [0, 1, 2], at_least=100) == 11
+
+
+@given(
+    sizes=st.dictionaries(st.text(min_size=1), st.integers(0, 1000), min_size=1),
+    num_regions=st.integers(1, 6),
+)
+def test_sources_are_dealt_once_and_evenly(sizes, num_regions):
+    if len(sizes) < num_regions:
+        with pytest.raises(ValueError, match=f"num_regions={num_regions} regions"):
+            deal_sources(sizes, num_regions)
+        return
+    dealt = deal_sources(sizes, num_regions)
+    assert sorted(name for names in dealt for name in names) == sorted(sizes)
+    assert all(dealt)
+    loads = [sum(sizes[name] for name in names) for names in dealt]
+    # What the greedy rule promises: no region exceeds another by more than a source.
+    assert max(loads) - min(loads) <= max(sizes.values())
+    again = deal_sources(dict(reversed(sizes.items())), num_regions)
+    assert dealt == again
+
+
+def test_too_few_sources_are_listed():
+    message = "needs a source for each of num_regions=3 regions, and the corpus has 2"
+    with pytest.raises(ValueError, match=f"{message}: a, b"):
+        deal_sources({"b": 1, "a": 2}, num_regions=3)
+
+
+def test_partition_by_source_needs_sources():
+    corpus = type("Corpus", (), {"train": _Texts(["a"]), "has_sources": False})
+    with pytest.raises(ValueError, match="needs documents with a feature 'source'"):
+        region_documents(corpus, "source", 1)

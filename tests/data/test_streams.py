@@ -1,0 +1,290 @@
+"""Streams: disjoint, deterministic, well mixed, endless, and exactly resumable."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from cocodc_jax.data import DataConfig, load
+from cocodc_jax.data.corpora.corpus import open_corpus
+
+LENGTH, BATCH = 15, 4
+
+
+@pytest.fixture(scope="module")
+def config(text_folder, data_dir):
+    # A window of 1 KiB is a few documents, so streams cross many windows and epochs.
+    return DataConfig(
+        dataset=f"text:{text_folder}",
+        data_dir=data_dir,
+        sequence_length=LENGTH,
+        batch_per_region=BATCH,
+        shuffle_window_bytes=1024,
+        validation_fraction=0.2,
+    )
+
+
+def _take(stream, count):
+    return np.stack(list(itertools.islice(stream, count)))
+
+
+def _owners(sequence, documents):
+    """Documents that hold the longest piece of a sequence without end of text."""
+    pieces = bytes(np.where(sequence < 256, sequence, 0).astype(np.uint8)).split(b"\0")
+    piece = max(pieces, key=len)
+    return [i for i, document in enumerate(documents) if piece in document]
+
+
+def test_shapes_and_dtype(config):
+    data = load(config, num_regions=3)
+    batch = next(data.train_stream())
+    assert batch.shape == (3, BATCH, LENGTH + 1)
+    assert batch.dtype == np.int32
+    assert data.vocab_size == 272
+    assert batch.min() >= 0
+    assert batch.max() <= 256
+
+
+def test_an_epoch_of_one_window_is_every_sequence_once(config):
+    config = dataclasses.replace(config, shuffle_window_bytes=1 << 30)
+    data = load(config, num_regions=1)
+    num_tokens = sum(len(t.encode()) + 1 for t in open_corpus(config).train)
+    num_sequences = num_tokens // (LENGTH + 1)
+    batches = _take(data.train_stream(), -(-2 * num_sequences // BATCH))
+    sequences = batches.reshape(-1, LENGTH + 1)
+    epochs = sequences[:num_sequences], sequences[num_sequences : 2 * num_sequences]
+    for epoch in epochs:
+        # Every training document is there in full, up to what packing drops.
+        _, counts = np.unique(epoch, return_counts=True)
+        assert counts.sum() == num_sequences * (LENGTH + 1)
+        ends = (epoch == 256).sum()
+        assert data.num_train_documents - 1 <= ends <= data.num_train_documents
+    assert not np.array_equal(*epochs)
+
+
+@pytest.mark.parametrize("partition", ["iid", "source"])
+def test_regions_and_validation_are_disjoint(config, text_folder, partition):
+    config = dataclasses.replace(config, partition=partition)
+    num_regions = 3
+    data = load(config, num_regions)
+    texts = [path.read_bytes() for path in sorted(text_folder.rglob("*.txt"))]
+    batches = _take(data.train_stream(), 120)
+    seen = [set() for _ in range(num_regions + 1)]
+    groups = [batches[:, region] for region in range(num_regions)]
+    groups.append(data.eval_tokens(12))
+    for group, sequences in enumerate(groups):
+        for sequence in sequences.reshape(-1, LENGTH + 1):
+            owners = _owners(sequence, texts)
+            assert owners
+            if len(owners) == 1:  # a short piece may lie in several documents
+                seen[group].add(owners[0])
+    for one, other in itertools.combinations(seen, 2):
+        assert not one & other
+    # Two epochs or more were read: nearly every document has been met.
+    assert len(set.union(*seen)) >= 0.9 * len(texts)
+    if partition == "source":
+        folders = [{owner // 5 for owner in owners} for owners in seen[:num_regions]]
+        for one, other in itertools.combinations(folders, 2):
+            assert not one & other
+        assert set.union(*folders) == set(range(12))
+
+
+def test_a_region_reads_the_same_on_any_process(config):
+    every = _take(load(config, num_regions=3).train_stream(), 40)
+    for region in range(3):
+        alone = _take(load(config, 3, regions=[region]).train_stream(), 40)
+        np.testing.assert_array_equal(alone[:, 0], every[:, region])
+    swapped = _take(load(config, 3, regions=[2, 0]).train_stream(), 40)
+    np.testing.assert_array_equal(swapped, every[:, [2, 0]])
+
+
+def test_threads_do_not_change_the_order(config):
+    many = dataclasses.replace(config, loader_threads=4)
+    np.testing.assert_array_equal(
+        _take(load(config, 2).train_stream(), 60),
+        _take(load(many, 2).train_stream(), 60),
+    )
+
+
+def test_the_seed_and_the_epoch_change_the_order(config):
+    first = _take(load(config, 2).train_stream(), 60)
+    other = _take(load(dataclasses.replace(config, seed=1), 2).train_stream(), 60)
+    assert not np.array_equal(first[0], other[0])
+    # No batch comes twice, in whichever epoch.
+    flat = first.reshape(60 * 2, -1)
+    assert len(np.unique(flat, axis=0)) == len(flat)
+
+
+def test_the_seed_changes_which_documents_share_a_window(config):
+    texts = [text.encode() for text in open_corpus(config).train]
+    first = set()
+    for seed in range(6):
+        stream = load(dataclasses.replace(config, seed=seed), 1).train_stream()
+        for sequence in next(stream).reshape(-1, LENGTH + 1):
+            first.update(_owners(sequence, texts)[:1])
+    # A window is two or three documents, and all of a batch come from one window.
+    assert len(first) >= 6
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 7, 60])
+def test_restored_stream_goes_on_bit_for_bit(config, num_read):
+    stream = load(config, 2).train_stream()
+    for _ in range(num_read):
+        next(stream)
+    state = json.loads(json.dumps(stream.get_state()))
+    expected = _take(stream, 70)
+    fresh = load(config, 2).train_stream()
+    fresh.set_state(state)
+    assert fresh.get_state() == state
+    np.testing.assert_array_equal(_take(fresh, 70), expected)
+    stream.set_state(state)  # and back, on a stream that has gone further
+    np.testing.assert_array_equal(_take(stream, 70), expected)
+
+
+def test_every_state_of_an_epoch_can_be_restored(config):
+    stream, fresh = (load(config, 1).train_stream() for _ in range(2))
+    for _ in range(80):
+        state = stream.get_state()
+        fresh.set_state(state)
+        np.testing.assert_array_equal(next(fresh), next(stream))
+
+
+def test_a_process_restores_its_part_of_a_state(config):
+    stream = load(config, 3).train_stream()
+    _take(stream, 9)
+    state = stream.get_state()
+    expected = next(stream)
+    part = load(config, 3, regions=[1]).train_stream()
+    part.set_state(state)
+    np.testing.assert_array_equal(next(part), expected[[1]])
+
+
+def test_state_of_other_data_is_refused(config):
+    state = load(config, 2).train_stream().get_state()
+    for other, num_regions in [
+        (dataclasses.replace(config, seed=5), 2),
+        (dataclasses.replace(config, sequence_length=14), 2),
+        (dataclasses.replace(config, validation_fraction=0.4), 2),
+        (dataclasses.replace(config, tokenizer="bpe:300"), 2),
+        (config, 3),
+    ]:
+        stream = load(other, num_regions).train_stream()
+        with pytest.raises(ValueError, match="the state is of the data"):
+            stream.set_state(state)
+
+
+def test_state_without_a_region_is_refused(config):
+    state = load(config, 3, regions=[0, 1]).train_stream().get_state()
+    stream = load(config, 3).train_stream()
+    with pytest.raises(ValueError, match=r"no entry for regions \[2\]"):
+        stream.set_state(state)
+
+
+def test_closed_stream_yields_no_more(config):
+    stream = load(config, 1).train_stream()
+    next(stream)
+    stream.close()
+    # What is left of the window in hand may still come, but no other window.
+    with pytest.raises(ValueError, match="closed"):
+        _take(stream, 100)
+
+
+def test_a_window_too_small_for_a_sequence_is_passed_over(tmp_path):
+    for index in range(40):
+        # Windows are counted in documents: most hold a few bytes, some much.
+        text = f"{index} " * (600 if index % 10 == 0 else 1)
+        (tmp_path / f"{index}.txt").write_text(text)
+    config = DataConfig(
+        f"text:{tmp_path}",
+        str(tmp_path / "data"),
+        sequence_length=LENGTH,
+        batch_per_region=BATCH,
+        shuffle_window_bytes=1024,
+    )
+    assert _take(load(config, 1).train_stream(), 300).shape[0] == 300
+
+
+def test_eval_tokens_are_always_the_same(config, text_folder):
+    tokens = load(config, 2).eval_tokens(3)
+    assert tokens.shape == (3, BATCH, LENGTH + 1)
+    assert tokens.dtype == np.int32
+    others = [
+        load(config, 4, regions=[3]),
+        load(dataclasses.replace(config, seed=9, partition="source"), 3),
+        load(dataclasses.replace(config, batch_per_region=BATCH // 2), 1),
+    ]
+    for other, num_batches in zip(others, (3, 3, 6), strict=True):
+        np.testing.assert_array_equal(
+            other.eval_tokens(num_batches).reshape(tokens.shape), tokens
+        )
+    validation = [text.encode() for text in open_corpus(config).validation]
+    for sequence in tokens.reshape(-1, LENGTH + 1):
+        assert _owners(sequence, validation)
+
+
+def test_too_many_eval_batches(config):
+    with pytest.raises(
+        ValueError, match=r"num_batches=10000 of 4 need 40000 .* the corpus has \d+;"
+    ):
+        load(config, 2).eval_tokens(10_000)
+
+
+def test_too_small_a_corpus_states_both_counts(tmp_path):
+    for index in range(6):
+        (tmp_path / f"{index}.txt").write_text(f"document {index}\n")
+    config = DataConfig(f"text:{tmp_path}", str(tmp_path / "data"), sequence_length=32)
+    with pytest.raises(
+        ValueError,
+        match=r"is too small: region 0 of 2 has \d+ training tokens, and "
+        r"batch_per_region=8 sequences of 33 tokens need 264",
+    ):
+        load(config, num_regions=2)
+
+
+def test_more_regions_than_documents_is_too_small(config):
+    with pytest.raises(ValueError, match="region 4. of 100 has 0 training tokens"):
+        load(dataclasses.replace(config, batch_per_region=1), num_regions=100)
+
+
+def test_more_regions_than_sources(config):
+    config = dataclasses.replace(config, partition="source")
+    with pytest.raises(ValueError, match="num_regions=13 regions, and the corpus has"):
+        load(config, num_regions=13)
+
+
+def test_unknown_region(config):
+    with pytest.raises(ValueError, match=r"regions=\(2,\) are not all below num_reg"):
+        load(config, num_regions=2, regions=[2])
+
+
+def test_trained_tokenizer_end_to_end(config):
+    config = dataclasses.replace(config, tokenizer="bpe:300")
+    data = load(config, 2)
+    text = data.tokenizer.decode(next(data.train_stream())[0, 0])
+    assert any(text[:8] in document for document in open_corpus(config).train)
+    kept = list(pathlib.Path(config.data_dir, "tokenizers").glob("bpe-300-*.json"))
+    assert kept
+
+
+def test_standard_library(tmp_path):
+    config = DataConfig(data_dir=str(tmp_path))
+    data = load(config, num_regions=4)
+    assert data.num_train_documents > 500
+    assert data.num_train_bytes > 5_000_000
+    sequences = data.eval_tokens(num_batches=4)
+    assert b"self" in sequences[sequences < 256].astype(np.uint8).tobytes()
+    corpus = open_corpus(config)
+    texts = [text.encode() for text in corpus.train]
+    sources = {corpus.train.source_and_bytes(i)[0] for i in range(len(texts))}
+    assert {"asyncio", "json", "argparse"} <= sources
+    assert not {"site-packages", "__pycache__"} & sources
+    # Sequences of a batch come from different documents, as far as these can be told.
+    distinct = []
+    for batch in next(data.train_stream()):
+        owners = [_owners(sequence, texts) for sequence in batch]
+        known = [owner[0] for owner in owners if len(owner) == 1]
+        distinct.append(len(set(known)) / len(known))
+    assert np.mean(distinct) >= 0.75

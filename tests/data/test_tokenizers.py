@@ -1,0 +1,121 @@
+"""Tokenizers round-trip text, keep ids below vocab_size, and name bad files."""
+
+import io
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cocodc_jax.data.tokenizers import (
+    ByteTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+
+TEXTS = [f"def f{i}(x):\n    return x + {i}  # größer, 数\n" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(TEXTS, 300)
+
+
+def _load(name, tmp_path, texts=()):
+    return load_tokenizer(name, texts, "corpus", tmp_path)
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == list(text.encode("utf-8"))
+    assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
+
+
+def test_bytes_vocabulary_splits_over_sixteen_devices():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_id == 256
+    assert tokenizer.vocab_size == 272
+    assert tokenizer.vocab_size % 16 == 0
+
+
+def test_bytes_decodes_a_cut_character():
+    assert ByteTokenizer().decode(np.array([0xC3, 97])) == "\ufffda"
+
+
+@given(text=st.text(max_size=50))
+@example(text="print('<|endoftext|>')")
+def test_bpe_round_trip(bpe, text):
+    ids = bpe.encode(text)
+    assert ids.dtype == np.int32
+    assert bpe.decode(np.append(ids, bpe.eos_id)) == text
+    assert (ids < bpe.vocab_size).all()
+    assert bpe.eos_id not in ids
+
+
+def test_bpe_compresses_its_corpus(bpe):
+    text = "".join(TEXTS)
+    assert len(bpe.encode(text)) < 0.5 * len(text.encode())
+    assert bpe.vocab_size == 304  # 300 rounded up to a multiple of 16
+
+
+def test_bpe_is_trained_once(tmp_path):
+    first = _load("bpe:300", tmp_path, TEXTS)
+    (file,) = tmp_path.iterdir()
+    second = _load("bpe:300", tmp_path, iter(["never read"]))
+    assert first.fingerprint == second.fingerprint
+    assert list(tmp_path.iterdir()) == [file]
+    other = load_tokenizer("bpe:300", ["other text " * 9], "other corpus", tmp_path)
+    assert other.fingerprint != first.fingerprint
+
+
+def test_huggingface_file(tmp_path, bpe):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(bpe._tokenizer.to_str())
+    loaded = _load(f"hf:{path}", tmp_path)
+    assert loaded.fingerprint == bpe.fingerprint
+    assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()
+
+
+def test_sentencepiece_file(tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(t for t in TEXTS),
+        model_writer=model,
+        vocab_size=100,
+        minloglevel=2,
+    )
+    path = tmp_path / "m.model"
+    path.write_bytes(model.getvalue())
+    tokenizer = _load(f"sentencepiece:{path}", tmp_path)
+    ids = tokenizer.encode("return x + 7")
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == "return x + 7"
+    assert tokenizer.vocab_size == 112
+    assert tokenizer.eos_id == 2
+
+
+@pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
+def test_unreadable_file_is_named(tmp_path, kind):
+    with pytest.raises(ValueError, match=f"tokenizer='{kind}:/no/file' cannot be read"):
+        _load(f"{kind}:/no/file", tmp_path)
+    broken = tmp_path / "broken"
+    broken.write_text("{not a tokenizer")
+    with pytest.raises(ValueError, match=f"tokenizer='{kind}:.*broken' cannot be read"):
+        _load(f"{kind}:{broken}", tmp_path)
+
+
+def test_tokenizer_without_end_of_text_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    text = train_bpe(TEXTS, 300)._tokenizer.to_str()
+    path.write_text(text.replace("<|endoftext|>", "<|other|>"))
+    with pytest.raises(ValueError, match="no end-of-text token; it needs one of"):
+        _load(f"hf:{path}", tmp_path)
+
+
+def test_unknown_name(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer='words' is unknown"):
+        _load("words", tmp_path)

@@ -1,0 +1,309 @@
+"""Delay compensation: its sign, its units, its trust region, and what it reports.
+
+- On a quadratic with the exact Hessian it gives the undelayed gradient to rounding,
+  and with the sign flipped doubles the error.
+- In the region program's units the merge of algorithms.md section 4.1 comes out.
+- On a curved loss the error falls with the square of the displacement, not linearly.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax.transforms import curvature, dc_asgd, mix, secant
+from cocodc_jax.transforms.compensation import delay_compensation
+
+
+def apply(transform, updates, params, stale, **extra):
+    @jax.jit
+    def go(updates, params, stale):
+        state = transform.init(params)
+        return transform.update(updates, state, params, stale_params=stale, **extra)
+
+    return go(updates, params, stale)
+
+
+@pytest.fixture
+def quadratic():
+    rng = np.random.default_rng(0)
+    root = rng.normal(size=(6, 6))
+    hessian, center = root @ root.T, rng.normal(size=6)
+    return hessian, lambda w: hessian @ (w - center), rng.normal(size=(2, 6))
+
+
+def test_exact_hessian_gives_the_undelayed_gradient_and_its_negative_does_not(
+    quadratic,
+):
+    _, gradient, (stale, now) = quadratic
+    with jax.enable_x64(True):
+        error = {}
+        for strength in (1.0, 0.0, -1.0):
+            fresh, _ = apply(
+                delay_compensation("hessian_vector", strength),
+                *(gradient(stale), now, stale),
+                gradient_fn=gradient,
+            )
+            error[strength] = np.linalg.norm(fresh - gradient(now))
+    scale = np.linalg.norm(gradient(now))
+    assert error[1.0] < 1e-13 * scale
+    assert error[0.0] > 0.1 * scale
+    np.testing.assert_allclose(error[-1.0], 2 * error[0.0], rtol=1e-12)
+
+
+def test_in_parameter_units_sgd_progress_is_as_if_taken_at_the_new_place(quadratic):
+    hessian, gradient, (staged, outer) = quadratic
+    learning_rate, tau = 1e-3, 1  # one step: the progress is taken at `staged` exactly
+    with jax.enable_x64(True):
+        local = staged - learning_rate * gradient(staged)
+        u, _ = apply(
+            delay_compensation(curvature.hessian_vector("parameter"), 1.0),
+            *((staged - local) / tau, outer, staged),
+            gradient_fn=gradient,
+            learning_rate=learning_rate,
+        )
+        wanted = outer - learning_rate * gradient(outer)
+        np.testing.assert_allclose(outer - tau * u, wanted, rtol=1e-13)
+
+
+def test_isotropic_merge_is_theta_g_minus_c_displacement_plus_progress():
+    staged, outer, local = np.float32([1.0]), np.float32([3.0]), np.float32([0.5])
+    u = (staged - local) / 5
+    fresh, _ = apply(
+        delay_compensation("isotropic", 0.25), u, outer, staged, delay_steps=5
+    )
+    # 3 - 0.25 * (3 - 1) + (0.5 - 1) = 2
+    np.testing.assert_allclose(outer - 5 * fresh, [2.0], rtol=1e-6)
+
+
+def test_replay_is_the_zeroth_order():
+    fresh, state = apply(
+        delay_compensation("none"), jnp.ones(3), jnp.ones(3), jnp.zeros(3)
+    )
+    np.testing.assert_array_equal(fresh, np.ones(3))
+    assert state.correction_ratio == 0
+
+
+def test_error_is_second_order_in_the_displacement():
+    gradient = jax.grad(lambda w: jnp.sum(jnp.cos(w)))
+    errors = []
+    with jax.enable_x64(True):
+        stale = jnp.array([0.3, 1.1])
+        for size in (1e-2, 1e-3):
+            now = stale + size
+            fresh, _ = apply(
+                delay_compensation("hessian_vector", 1.0),
+                *(gradient(stale), now, stale),
+                gradient_fn=gradient,
+            )
+            errors.append(float(jnp.linalg.norm(fresh - gradient(now))))
+    np.testing.assert_allclose(errors[0] / errors[1], 100, rtol=0.05)
+
+
+def test_reported_ratio_and_trust_region():
+    g, now, stale = jnp.array([3.0, 4.0]), jnp.array([10.0, 10.0]), jnp.zeros(2)
+    correction = 0.5 * np.array([9 * 10.0, 16 * 10.0])
+    ratio = np.linalg.norm(correction) / 5
+    fresh, state = apply(delay_compensation(strength=0.5), g, now, stale)
+    np.testing.assert_allclose(fresh, g + correction, rtol=1e-6)
+    np.testing.assert_allclose(state.correction_ratio, ratio, rtol=1e-6)
+    fresh, state = apply(delay_compensation(strength=0.5, max_ratio=0.2), g, now, stale)
+    np.testing.assert_allclose(state.correction_ratio, 0.2, rtol=1e-6)
+    np.testing.assert_allclose(fresh, g + correction * 0.2 / ratio, rtol=1e-6)
+    fresh, state = apply(delay_compensation(max_ratio=1e9), g, now, stale)
+    np.testing.assert_allclose(fresh, g + correction, rtol=1e-6)
+
+
+def test_published_units_amount_to_nothing():
+    """Section 4.1: lr 4e-4, tau 5, H 100, lambda 0.5 correct u by about 1e-9."""
+    rng = np.random.default_rng(0)
+    u = 4e-4 * rng.choice([-1.0, 1.0], size=1000)
+    d = 1e-2 * rng.normal(size=1000)
+    published = delay_compensation(curvature.outer_product(sync_interval=100), 0.5)
+    _, state = apply(published, u, d, np.zeros(1000))
+    assert 0 < state.correction_ratio < 1e-7
+
+
+def test_ratio_is_zero_for_a_zero_update():
+    zero = jnp.zeros(2)
+    _, state = apply(
+        delay_compensation("isotropic"), zero, zero + 1, zero, delay_steps=1
+    )
+    assert state.correction_ratio == 0
+    assert state.correction_ratio.dtype == jnp.float32
+
+
+def test_scheduled_strength_follows_the_update_count():
+    transform = delay_compensation("outer_product", optax.linear_schedule(0.0, 1.0, 2))
+    one, state = jnp.ones(1), transform.init(jnp.ones(1))
+    seen = []
+    for _ in range(3):
+        fresh, state = transform.update(one, state, one + 1, stale_params=one)
+        seen.append(float(fresh[0]))
+    assert seen == [1.0, 1.5, 2.0]
+    assert state.update_count == 3
+
+
+def test_squares_of_small_float16_updates_do_not_underflow():
+    tiny = jnp.full(4, 1e-5, jnp.float16)
+    transform = delay_compensation(curvature.normalized_outer_product(eps=0.0), 1.0)
+    fresh, state = apply(transform, tiny, tiny * 0 + 1, tiny * 0)
+    np.testing.assert_allclose(state.correction_ratio, 1.0, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("isotropic", "delay_steps"),
+        ("adam_second_moment", "learning_rate, second_moment"),
+        ("hessian_vector", "gradient_fn"),
+        ("gauss_newton", "model_fn, output_loss_fn"),
+        ("hutchinson", "gradient_fn, key"),
+    ],
+)
+def test_missing_extras_are_named_while_tracing(name, missing):
+    one = jnp.ones(1)
+    with pytest.raises(ValueError, match=f"'{name}' needs {missing}"):
+        apply(delay_compensation(name), one, one, one)
+
+
+def test_missing_parameters_are_named():
+    one = jnp.ones(1)
+    transform = delay_compensation()
+    with pytest.raises(ValueError, match="needs params, stale_params"):
+        transform.update(one, transform.init(one))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"curvature": "fisher"}, "'fisher' is unknown"),
+        ({"max_ratio": 0.0}, r"max_ratio=0\.0"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        delay_compensation(**options)
+
+
+def run_sgd(optimizer, gradients, stales, w):
+    state = optimizer.init(w)
+    update = jax.jit(
+        lambda g, s, p, stale: optimizer.update(g, s, p, stale_params=stale)
+    )
+    for g, stale in zip(gradients, stales, strict=True):
+        step, state = update(g, state, w, stale)
+        w = optax.apply_updates(w, step)
+    return w
+
+
+@pytest.fixture
+def walk():
+    rng = np.random.default_rng(3)
+    return rng.normal(size=(4, 5)), rng.normal(size=(4, 5)), rng.normal(size=5)
+
+
+def test_dc_asgd_constant_against_numpy(walk):
+    gradients, stales, w = walk
+    with jax.enable_x64(True):
+        actual = run_sgd(dc_asgd.dc_asgd(0.1, 0.04), gradients, stales, jnp.asarray(w))
+    for g, stale in zip(gradients, stales, strict=True):
+        w = w - 0.1 * (g + 0.04 * g * g * (w - stale))
+    np.testing.assert_allclose(actual, w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("decay", [0.95, 0.0])
+def test_dc_asgd_adaptive_against_numpy(walk, decay):
+    gradients, stales, w = walk
+    with jax.enable_x64(True):
+        optimizer = dc_asgd.dc_asgd_adaptive(0.1, 2.0, decay)
+        actual = run_sgd(optimizer, gradients, stales, jnp.asarray(w))
+    mean_square = np.zeros(5)
+    for g, stale in zip(gradients, stales, strict=True):
+        mean_square = decay * mean_square + (1 - decay) * g * g
+        weight = 2.0 / np.sqrt(mean_square + 1e-7)
+        w = w - 0.1 * (g + weight * g * g * (w - stale))
+    np.testing.assert_allclose(actual, w, rtol=1e-12)
+
+
+def test_dc_asgd_rejects_a_decay_of_one():
+    with pytest.raises(ValueError, match=r"decay=1\.0 must be"):
+        dc_asgd.dc_asgd_adaptive(0.1, decay=1.0)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "tree"])
+def test_secant_weight_is_least_squares_per_tensor(scope):
+    rng = np.random.default_rng(1)
+    names = ("a", "b")
+    g, later, s, d = ({n: rng.normal(size=3) for n in names} for _ in range(4))
+    stale = {n: rng.normal(size=3) for n in names}
+    add = lambda x, y: {n: x[n] + y[n] for n in names}  # noqa: E731
+    later = {n: g[n] + g[n] ** 2 * s[n] + 0.3 * later[n] for n in names}
+    with jax.enable_x64(True):
+        fresh, _ = apply(
+            delay_compensation(
+                secant.secant(curvature.outer_product(), scope=scope), 1.0
+            ),
+            *(g, add(stale, d), stale),
+            later_gradient=later,
+            later_params=add(stale, s),
+        )
+    groups = [names] if scope == "tree" else [("a",), ("b",)]
+    for group in groups:
+        y = np.concatenate([later[n] - g[n] for n in group])
+        predicted = np.concatenate([g[n] ** 2 * s[n] for n in group])
+        weight = np.linalg.lstsq(predicted[:, None], y)[0][0]
+        for n in group:
+            np.testing.assert_allclose(
+                fresh[n], g[n] + max(weight, 0) * g[n] ** 2 * d[n], rtol=1e-10
+            )
+
+
+def test_secant_is_one_on_the_true_hessian_and_zero_against_it(quadratic):
+    _, gradient, (stale, now) = quadratic
+    later = stale + 0.1
+    for sign, wanted in ((1, gradient(now)), (-1, gradient(stale))):
+        with jax.enable_x64(True):
+            fresh, _ = apply(
+                delay_compensation(secant.secant(curvature.hessian_vector()), 1.0),
+                *(gradient(stale), now, stale),
+                gradient_fn=lambda w, sign=sign: sign * gradient(w),
+                later_params=later,
+                later_gradient=gradient(later),
+            )
+        np.testing.assert_allclose(fresh, wanted, rtol=1e-10)
+
+
+def test_secant_cap_and_arguments():
+    one = jnp.ones(2)
+    chosen = secant.secant(curvature.isotropic(), max_weight=0.5)
+    fresh, _ = apply(
+        delay_compensation(chosen, 1.0),
+        *(one, one + 1, one),
+        later_gradient=one + 3,
+        later_params=one + 1,
+        delay_steps=1,
+    )
+    np.testing.assert_allclose(fresh, 1.5 * np.ones(2))
+    with pytest.raises(ValueError, match="scope='leaf'"):
+        secant.secant(curvature.none(), scope="leaf")
+    with pytest.raises(ValueError, match="max_weight=0"):
+        secant.secant(curvature.none(), max_weight=0)
+
+
+def test_curvature_weighted_mix_limits():
+    staged, outer, local = np.float32([[1, 1], [3, 3], [0, 2]])
+    constant = mix.curvature_weights(jnp.full(2, 4.0), 0.25)
+    merged = mix.curvature_weighted_mix(outer, staged, local, constant)
+    np.testing.assert_allclose(merged, outer - 0.25 * (outer - staged) + local - staged)
+    whole = mix.curvature_weights(jnp.full(2, 4.0), 1.0)
+    np.testing.assert_allclose(
+        mix.curvature_weighted_mix(outer, staged, local, whole), local, atol=1e-6
+    )
+    weights = mix.curvature_weights(
+        {"a": jnp.array([0.0, 1.0, 16.0]), "b": jnp.zeros(2)}
+    )
+    # roots 0, 1, 4 with mean 5/3, times 0.5, cut at 1
+    np.testing.assert_allclose(weights["a"], [0, 0.3, 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(weights["b"], [0.5, 0.5])

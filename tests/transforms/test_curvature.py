@@ -1,0 +1,197 @@
+"""Curvatures against dense matrices and hand-written formulas, in float64.
+
+What is tested, and would fail if it were otherwise:
+- every formula equals its NumPy oracle, sign and units included;
+- the exact products equal the dense Hessian and the dense Gauss-Newton matrix;
+- Hutchinson's estimate is exact for a diagonal Hessian and unbiased otherwise;
+- the norms behind the normalised form have finite gradients at zero.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from cocodc_jax.transforms import curvature
+from cocodc_jax.transforms.numerics import safe_norm
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def random_tree(seed):
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=(2,))}
+
+
+def model(params, inputs):
+    return jnp.tanh(inputs @ params["w"] + params["b"][None])
+
+
+@pytest.fixture
+def problem():
+    rng = np.random.default_rng(0)
+    inputs, labels = jnp.asarray(rng.normal(size=(5, 3))), jnp.arange(5) % 2
+
+    def output_loss_fn(outputs):
+        logits = jax.nn.log_softmax(outputs)
+        return -jnp.mean(logits[jnp.arange(5), labels])
+
+    def model_fn(params):
+        return model(params, inputs)
+
+    def loss(params):
+        return output_loss_fn(model_fn(params))
+
+    return {
+        "model_fn": model_fn,
+        "output_loss_fn": output_loss_fn,
+        "gradient_fn": jax.grad(loss),
+        "stale_params": jax.tree.map(jnp.asarray, random_tree(1)),
+    }, loss
+
+
+def call(chosen, displacement, **extra):
+    extra = {name: extra[name] for name in chosen.needs}
+    gradient = random_tree(2)
+    return jax.jit(lambda g, d: chosen.product(g, d, **extra))(gradient, displacement)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+G, D = random_tree(2), random_tree(3)
+g, d = flat(G), flat(D)
+NU = jax.tree.map(lambda x: x**2 + 0.1, random_tree(4))
+nu = flat(NU)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (curvature.none(), 0 * d),
+        (curvature.isotropic(), d / 5),
+        (curvature.outer_product(), g * g * d),
+        (curvature.outer_product(sync_interval=100), g * g * d / 100),
+        # learning_rate * (g / learning_rate)^2 D / H
+        (
+            curvature.outer_product(100, units="gradient"),
+            1e-3 * (g / 1e-3) ** 2 * d / 100,
+        ),
+        (curvature.adam_second_moment(), 1e-3 * np.sqrt(nu) * d),
+        (curvature.adam_second_moment(units="gradient"), nu * d),
+    ],
+)
+def test_elementwise_formulas(chosen, expected):
+    product = call(chosen, D, delay_steps=5, learning_rate=1e-3, second_moment=NU)
+    np.testing.assert_allclose(flat(product), expected, rtol=1e-12, atol=0)
+
+
+def test_normalized_outer_product_has_the_length_of_the_gradient_per_tensor():
+    product = call(curvature.normalized_outer_product(eps=0.0), D)
+    for name in G:
+        gi, di = np.asarray(G[name]), np.asarray(D[name])
+        c = gi * gi * di
+        expected = np.linalg.norm(gi) / np.linalg.norm(c) * c
+        np.testing.assert_allclose(product[name], expected, rtol=1e-12)
+
+
+def test_normalized_outer_product_over_the_tree_and_capped():
+    c = g * g * d
+    weight = np.linalg.norm(g) / (np.linalg.norm(c) + 1e-3)
+    free = call(curvature.normalized_outer_product(scope="tree", eps=1e-3), D)
+    np.testing.assert_allclose(flat(free), weight * c, rtol=1e-12)
+    cap = weight / 3
+    capped = call(curvature.normalized_outer_product(cap, scope="tree"), D)
+    np.testing.assert_allclose(flat(capped), cap * c, rtol=1e-12)
+
+
+def test_capped_normalized_product_fades_as_the_displacement_does():
+    tiny = jax.tree.map(lambda x: 1e-6 * x, D)
+    uncapped = call(curvature.normalized_outer_product(eps=0.0), tiny)
+    capped = call(curvature.normalized_outer_product(1.0, eps=0.0), tiny)
+    assert np.linalg.norm(flat(uncapped)) > 0.9 * np.linalg.norm(g)
+    assert np.linalg.norm(flat(capped)) < 1e-4 * np.linalg.norm(g)
+
+
+def dense_hessian(loss, params):
+    vector, unravel = ravel_pytree(params)
+    return np.asarray(jax.hessian(lambda v: loss(unravel(v)))(vector))
+
+
+@pytest.mark.parametrize("units", ["gradient", "parameter", "adam"])
+def test_hessian_vector_equals_the_dense_hessian(problem, units):
+    extra, loss = problem
+    dense = dense_hessian(loss, extra["stale_params"])
+    scale = {"gradient": 1.0, "parameter": 0.3, "adam": 0.3 / (np.sqrt(nu) + 1e-8)}
+    product = call(
+        curvature.hessian_vector(units), D, learning_rate=0.3, second_moment=NU, **extra
+    )
+    np.testing.assert_allclose(flat(product), scale[units] * (dense @ d), rtol=1e-10)
+
+
+@pytest.mark.parametrize("units", ["gradient", "parameter"])
+def test_gauss_newton_equals_the_dense_matrix(problem, units):
+    extra, _ = problem
+    vector, unravel = ravel_pytree(extra["stale_params"])
+    jacobian = jax.jacobian(lambda v: extra["model_fn"](unravel(v)).ravel())(vector)
+    outputs = extra["model_fn"](extra["stale_params"])
+    head = jax.hessian(lambda o: extra["output_loss_fn"](o.reshape(outputs.shape)))(
+        outputs.ravel()
+    )
+    dense = np.asarray(jacobian).T @ np.asarray(head) @ np.asarray(jacobian)
+    scale = {"gradient": 1.0, "parameter": 0.3}[units]
+    product = call(curvature.gauss_newton(units), D, learning_rate=0.3, **extra)
+    np.testing.assert_allclose(flat(product), scale * (dense @ d), rtol=1e-10)
+    assert d @ dense @ d >= 0
+
+
+def test_hutchinson_is_unbiased(problem):
+    extra, loss = problem
+    diagonal = np.diag(dense_hessian(loss, extra["stale_params"]))
+    product = call(curvature.hutchinson(4000), D, key=jax.random.key(0), **extra)
+    # Standard error: sqrt(sum of squared off-diagonals / samples), below 0.3 / 63.
+    np.testing.assert_allclose(flat(product) / d, diagonal, atol=4 * 0.3 / 63)
+
+
+def test_one_hutchinson_sample_is_exact_on_a_diagonal_hessian():
+    scales = jax.tree.map(lambda x: jnp.asarray(x) ** 2, random_tree(5))
+    gradient_fn = lambda p: jax.tree.map(jnp.multiply, scales, p)  # noqa: E731
+    extra = {"gradient_fn": gradient_fn, "stale_params": jax.tree.map(jnp.asarray, G)}
+    product = call(curvature.hutchinson(), D, key=jax.random.key(1), **extra)
+    np.testing.assert_allclose(flat(product), flat(scales) * d, rtol=1e-12)
+
+
+def test_norm_is_differentiable_at_zero():
+    slope = jax.grad(safe_norm)({"a": jnp.zeros(3), "b": jnp.zeros(())})
+    np.testing.assert_array_equal(flat(slope), np.zeros(4))
+
+
+@pytest.mark.parametrize("name", curvature.NAMES)
+def test_get_builds_each_by_name(name):
+    assert curvature.get(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: curvature.get("hesian"), "curvature='hesian' is unknown"),
+        (lambda: curvature.outer_product(0), "sync_interval=0"),
+        (lambda: curvature.outer_product(units="adam"), "units='adam'"),
+        (lambda: curvature.normalized_outer_product(-1.0), r"max_weight=-1\.0"),
+        (lambda: curvature.normalized_outer_product(scope="leaf"), "scope='leaf'"),
+        (lambda: curvature.adam_second_moment("adam"), "units='adam'"),
+        (lambda: curvature.hessian_vector("steps"), "units='steps'"),
+        (lambda: curvature.gauss_newton("steps"), "units='steps'"),
+        (lambda: curvature.hutchinson(0), "num_samples=0"),
+        (lambda: call(curvature.isotropic(), D, delay_steps=0), "delay_steps=0"),
+    ],
+)
+def test_wrong_arguments_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
