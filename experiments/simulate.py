@@ -1,4 +1,4 @@
-"""Simulates training over a network: time, stalls, bytes, without running a model.
+r"""Simulates training over a network: time, stalls, bytes, without running a model.
 
     python -m experiments.simulate --params=1e9 --step_time_s=0.1 --regions=4 \
         --bandwidth_gbps=1 --latency_ms=50 --method=streaming_diloco --workdir=DIR
@@ -7,13 +7,20 @@ prints a summary and writes simulation.json, timeline.json (open it in ui.perfet
 and timeline.png. `--plan` chooses K, H, N, tau and the collective for the network and
 says why; `--table` holds the simulator against published numbers. All times are
 simulated seconds. Exit code 2 and one line on standard error for bad flags.
+
+Its flags are its own, apart from those of a training run (experiments/flags.py), which
+would refuse most of them: a network is described here, not a model.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import pathlib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import rich
 import rich.console
@@ -24,67 +31,63 @@ from cocodc_jax.network import losses, plan, published, trace, world
 from cocodc_jax.network.channel import SHARINGS
 from cocodc_jax.network.collectives import COLLECTIVES
 from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.network.simulator import Timeline, Workload, simulate
+from cocodc_jax.network.simulator import Workload, simulate
 from cocodc_jax.network.syncs import AUTO, METHODS, Schedule
+from cocodc_jax.network.timeline import Timeline
+
+Value = TypeVar("Value")
 
 
 def define_flags() -> flags.FlagValues:
     """Returns this program's flags, apart from those of other programs."""
     values = flags.FlagValues()
-    own = {"flag_values": values}
-    positive = {"lower_bound": 1e-12, **own}
-    flags.DEFINE_bool("help", False, "print this and exit", **own)
-    flags.DEFINE_bool("plan", False, "choose K, H, N, tau and say why", **own)
-    flags.DEFINE_bool("table", False, "compare with published numbers", **own)
-    flags.DEFINE_string("workdir", None, "folder for results", **own)
-    _define_network(own, positive)
-    _define_job(own, positive)
+    boolean = functools.partial(flags.DEFINE_bool, flag_values=values)
+    boolean("help", False, "print this and exit")
+    boolean("plan", False, "choose K, H, N and tau for the network and say why")
+    boolean("table", False, "compare with published numbers")
+    flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
+    _define_network(values)
+    _define_job(values)
     return values
 
 
-def _define_network(own, positive) -> None:
-    flags.DEFINE_integer("regions", 4, "regions, alike", lower_bound=1, **own)
-    flags.DEFINE_float("bandwidth_gbps", 1.0, "of each ordered pair", **positive)
-    flags.DEFINE_float("latency_ms", 50.0, "one way", lower_bound=0, **own)
-    flags.DEFINE_float("jitter_ms", 0.0, "either way", lower_bound=0, **own)
-    flags.DEFINE_float("loss", 0.0, "share of packets lost, below 1", 0, **own)
-    flags.DEFINE_list(
-        "world",
-        None,
-        f"cloud regions by name: {', '.join(world.world_regions())}",
-        **own,
-    )
-    flags.DEFINE_string("links", None, "YAML file: regions, links, changes", **own)
-    flags.DEFINE_enum("collective", "ring", sorted(COLLECTIVES), "of a sync", **own)
-    flags.DEFINE_enum("sharing", "fair", SHARINGS, "of the links by syncs", **own)
+def _define_network(values: flags.FlagValues) -> None:
+    number = functools.partial(flags.DEFINE_float, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_integer("regions", 4, "regions", lower_bound=1, flag_values=values)
+    number("bandwidth_gbps", 1.0, "Gbit/s of each ordered pair of regions")
+    number("latency_ms", 50.0, "milliseconds one way", lower_bound=0)
+    number("jitter_ms", 0.0, "milliseconds, either way", lower_bound=0)
+    number("loss", 0.0, "share of packets lost, in [0, 1)", lower_bound=0)
+    known = ", ".join(world.world_regions())
+    text("world", None, f"cloud regions by name, with commas: {known}")
+    text("links", None, "YAML file with regions, links, changes")
+    choice("collective", "ring", sorted(COLLECTIVES), "how a mean crosses regions")
+    choice("sharing", "fair", SHARINGS, "how syncs under way share the links")
 
 
-def _define_job(own, positive) -> None:
-    flags.DEFINE_float("params", 1e9, "parameters of the model", **positive)
-    flags.DEFINE_float("bits_per_param", 32.0, "sent for each of them", **positive)
-    flags.DEFINE_list("step_time_s", "0.1", "seconds, one or one per region", **own)
-    flags.DEFINE_enum("method", "streaming_diloco", METHODS, "to simulate", **own)
-    flags.DEFINE_integer("num_fragments", 4, "K", lower_bound=1, **own)
-    flags.DEFINE_integer(
-        "sync_interval", None, "H, steps; default 100, 1 for data_parallel", **own
+def _define_job(values: flags.FlagValues) -> None:
+    number = functools.partial(flags.DEFINE_float, flag_values=values)
+    count = functools.partial(flags.DEFINE_integer, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    number("params", 1e9, "parameters of the model")
+    number("bits_per_param", 32.0, "bits sent for each parameter")
+    text("step_time_s", "0.1", "seconds of a step: one number or one per region")
+    flags.DEFINE_enum(
+        "method", "streaming_diloco", METHODS, "to simulate", flag_values=values
     )
-    flags.DEFINE_string(
-        "delay_steps", None, "tau, or 'auto'; default 5, 0 for blocking methods", **own
-    )
-    flags.DEFINE_integer("syncs_per_interval", None, "N of cocodc; default K", **own)
-    flags.DEFINE_integer(
-        "num_layers", 1, "above 1, each layer is sent when ready", lower_bound=1, **own
-    )
-    flags.DEFINE_integer(
-        "steps", None, "to simulate; default 3 H", lower_bound=1, **own
-    )
-    flags.DEFINE_string(
-        "loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]", **own
-    )
-    flags.DEFINE_string("loss_key", "eval_loss", "entry of metrics.jsonl", **own)
-    flags.DEFINE_float("target_loss", None, "report the seconds until here", **own)
-    flags.DEFINE_float("network_share", 0.4, "gamma of --plan, in (0, 1]", **own)
-    flags.DEFINE_integer("max_fragments", 32, "K allowed in --plan", 1, **own)
+    count("num_fragments", 4, "K", lower_bound=1)
+    count("sync_interval", None, "H, steps; default 100 (data_parallel: 1)")
+    text("delay_steps", None, "tau, or 'auto'; default 5 (blocking methods: 0)")
+    count("syncs_per_interval", None, "N, for cocodc only; default K")
+    count("num_layers", 1, "above 1, each layer is sent when ready", lower_bound=1)
+    count("steps", None, "inner steps to simulate; default 3 H", lower_bound=1)
+    text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
+    text("loss_key", "eval_loss", "entry of metrics.jsonl to read")
+    number("target_loss", None, "report the seconds until this loss")
+    number("network_share", 0.4, "gamma of --plan, in (0, 1]")
+    count("max_fragments", 32, "K that --plan may choose", lower_bound=1)
 
 
 def build_topology(values: flags.FlagValues) -> Topology:
@@ -92,9 +95,12 @@ def build_topology(values: flags.FlagValues) -> Topology:
     if values.links and values.world:
         raise ValueError(f"--links={values.links} and --world exclude each other")
     if values.links:
-        return world.load_topology(values.links)
+        return _named("links", values.links, world.load_topology)
     if values.world:
-        return world.world(tuple(values.world), values.bandwidth_gbps)
+        try:
+            return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
+        except ValueError as error:
+            raise ValueError(f"--world={values.world}: {error}") from error
     link = Link(
         values.bandwidth_gbps,
         values.latency_ms / 1000,
@@ -132,9 +138,13 @@ def build_workload(values: flags.FlagValues, num_regions: int) -> Workload:
     times = _step_times(values)
     if len(times) not in (1, num_regions):
         raise ValueError(
-            f"--step_time_s={','.join(values.step_time_s)} must be one number or one "
-            f"for each of {num_regions} regions"
+            f"--step_time_s={values.step_time_s} must be one number or one for each of "
+            f"{num_regions} regions"
         )
+    for name in ("params", "bits_per_param"):
+        value = getattr(values, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name}={value} must be positive")
     num = values.num_fragments
     size = values.params * values.bits_per_param / 8 / num
     steps_s = times * num_regions if len(times) == 1 else times
@@ -143,50 +153,22 @@ def build_workload(values: flags.FlagValues, num_regions: int) -> Workload:
 
 def _step_times(values: flags.FlagValues) -> tuple[float, ...]:
     try:
-        return tuple(float(text) for text in values.step_time_s)
+        times = tuple(float(text) for text in values.step_time_s.split(","))
     except ValueError as error:
-        given = ",".join(values.step_time_s)
-        raise ValueError(f"--step_time_s={given} must be numbers") from error
+        raise ValueError(
+            f"--step_time_s={values.step_time_s} must be numbers"
+        ) from error
+    if not all(0 < time < math.inf for time in times):
+        raise ValueError(f"--step_time_s={values.step_time_s} must be positive")
+    return times
 
 
-def read_loss_curve(path: str, key: str) -> list[tuple[float, float]]:
-    """Reads (step, loss) pairs from metrics.jsonl or from a JSON list of pairs.
-
-    Raises:
-      ValueError: naming the flag, if there is no such pair in the file.
-    """
-    text = pathlib.Path(path).read_text()
+def _named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
+    """Returns read(path); an error of the file system names the flag."""
     try:
-        if text.lstrip().startswith("["):
-            return [(float(step), float(loss)) for step, loss in json.loads(text)]
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        curve = [(row["step"], row[key]) for row in rows if key in row]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--loss_curve={path} is no loss curve: {error}") from error
-    if not curve:
-        raise ValueError(f"--loss_curve={path} has no entry --loss_key={key}")
-    return curve
-
-
-def summarize(timeline: Timeline) -> dict[str, float]:
-    """Returns the numbers of a timeline, units in their names."""
-    delays = [sync.merge_step - sync.start_step for sync in timeline.syncs]
-    flights = [sync.arrival_s - sync.start_s for sync in timeline.syncs]
-    compute_s = timeline.num_steps * max(timeline.step_time_s)
-    return {
-        "steps": timeline.num_steps,
-        "sim_s": timeline.sim_s,
-        "sim_s_per_step": timeline.sim_s / timeline.num_steps,
-        "sim_s_without_network": compute_s,
-        "slowdown": timeline.sim_s / compute_s,
-        "utilization": timeline.utilization(),
-        "stall_s": max(timeline.stall_s),
-        "bytes_sent_per_region": max(timeline.bytes_sent),
-        "syncs": len(timeline.syncs),
-        "mean_sync_s": sum(flights) / len(flights) if flights else 0.0,
-        "mean_delay_steps": sum(delays) / len(delays) if delays else 0.0,
-        "max_delay_steps": max(delays, default=0),
-    }
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
 
 
 def run_simulation(values: flags.FlagValues) -> None:
@@ -198,19 +180,21 @@ def run_simulation(values: flags.FlagValues) -> None:
         given = "loss_curve" if values.loss_curve else "target_loss"
         missing = "target_loss" if values.loss_curve else "loss_curve"
         raise ValueError(f"--{given}={values[given].value} needs --{missing} too")
+    folder = _folder(values)
     timeline = simulate(
         topology, work, schedule, steps, values.collective, None, values.sharing
     )
     summary: dict[str, float | str | None] = {"method": values.method}
-    summary |= summarize(timeline)
+    summary |= timeline.summary()
     if values.loss_curve is not None:
-        curve = read_loss_curve(values.loss_curve, values.loss_key)
+        read = functools.partial(losses.read_curve, key=values.loss_key)
+        curve = _named("loss_curve", values.loss_curve, read)
         target = values.target_loss
         summary["target_loss"] = target
         summary["sim_s_to_target"] = losses.seconds_to_loss(timeline, curve, target)
     _print_summary(summary)
-    if values.workdir:
-        _write(values, summary, timeline)
+    if folder:
+        _write(folder, values, summary, timeline)
 
 
 def _print_summary(summary: dict[str, float | str | None]) -> None:
@@ -223,9 +207,19 @@ def _print_summary(summary: dict[str, float | str | None]) -> None:
     rich.print(table)
 
 
-def _write(values: flags.FlagValues, summary: dict, timeline: Timeline) -> None:
-    folder = pathlib.Path(values.workdir)
-    folder.mkdir(parents=True, exist_ok=True)
+def _folder(values: flags.FlagValues) -> pathlib.Path | None:
+    """The folder for results, made if need be, before the work begins."""
+
+    def make(path: str) -> pathlib.Path:
+        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+        return pathlib.Path(path)
+
+    return _named("workdir", values.workdir, make) if values.workdir else None
+
+
+def _write(
+    folder: pathlib.Path, values: flags.FlagValues, summary: dict, timeline: Timeline
+) -> None:
     result = {
         "flags": {k: v for k, v in values.flag_values_dict().items() if k != "help"},
         "summary": summary,
@@ -241,6 +235,7 @@ def _write(values: flags.FlagValues, summary: dict, timeline: Timeline) -> None:
 
 def run_plan(values: flags.FlagValues) -> None:
     """Chooses a plan and prints why."""
+    folder = _folder(values)
     job = plan.Job(
         model_bytes=values.params * values.bits_per_param / 8,
         step_time_s=max(_step_times(values)),
@@ -251,23 +246,18 @@ def run_plan(values: flags.FlagValues) -> None:
     )
     chosen = plan.make_plan(build_topology(values), job)
     print(chosen.explain())
-    print(
-        f"--num_fragments={chosen.num_fragments} --sync_interval={chosen.sync_interval} "
-        f"--syncs_per_interval={chosen.syncs_per_interval} "
-        f"--delay_steps={chosen.delay_steps} --collective={chosen.collective}"
-    )
-    if values.workdir:
-        folder = pathlib.Path(values.workdir)
-        folder.mkdir(parents=True, exist_ok=True)
+    names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
+    print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
+    if folder:
         text = json.dumps(dataclasses.asdict(chosen), indent=1)
         (folder / "plan.json").write_text(text)
 
 
 def run_table() -> None:
     """Prints simulated against published bandwidths, and DiLoCoX's speed-up."""
-    table = Table(title="Gbit/s needed: simulated / published grid point = ratio")
+    table = Table(title="Gbit/s needed: simulated/published grid point = ratio")
     for name in ("model", "method", *(f"{t:.0%}" for t in published.TARGETS)):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for (size, row), printed in published.PUBLISHED_GBPS.items():
         table.add_row(size, row, *_entries(size, row, printed, None))
         interval = published.FITTED_INTERVAL.get((size, row))
@@ -275,7 +265,7 @@ def run_table() -> None:
             label = "  with a fragment every step"
             table.add_row("", label, *_entries(size, row, printed, interval))
     # Wide enough for every column, also where the output is no terminal.
-    rich.console.Console(width=132).print(table)
+    rich.console.Console(width=140).print(table)
     speedup = published.dilocox_speedup()
     print(
         "DiLoCoX, 107B over 1 Gbit/s, 32,768 tokens a step (assumed): all-reduce "
@@ -292,7 +282,7 @@ def _entries(
     for target, value in zip(published.TARGETS, printed, strict=True):
         gbps = published.required_gbps(size, row, target, interval)
         grid = published.published_grid_gbps(value, gbps)
-        out.append(f"{gbps:.4g} / {grid:.4g} = {gbps / grid:.2f}")
+        out.append(f"{gbps:.3g}/{grid:.3g} = {gbps / grid:.2f}")
     return out
 
 
@@ -311,10 +301,17 @@ def main(argv: Sequence[str]) -> int:
             run_plan(values)
         else:
             run_simulation(values)
-    except (ValueError, flags.Error, OSError) as error:
-        print(f"simulate: {' '.join(str(error).split())}", file=sys.stderr)
+    except (ValueError, flags.Error) as error:
+        print(f"error: {_one_line(str(error), values)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _one_line(message: str, values: flags.FlagValues) -> str:
+    """The message on one line; the argument it begins with is most often a flag."""
+    line = " ".join(message.split())
+    name = re.match(r"[a-z_]+(?==)", line)
+    return f"--{line}" if name and name[0] in values else line
 
 
 if __name__ == "__main__":

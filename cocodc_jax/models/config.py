@@ -83,7 +83,9 @@ class TransformerConfig:
                 f"{self._nearest_width(2 * self.num_heads)}"
             )
         if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if not self.num_heads % n]
+            divisors = [
+                n for n in range(1, self.num_heads + 1) if not self.num_heads % n
+            ]
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
                 f"{self.num_kv_heads}; use one of {divisors}"

@@ -156,13 +156,12 @@ class Transformer(nnx.Module):
         return self.head[...]
 
     def _run_blocks(self, x_BLD, rotation):
-        scanned = self.config.scan_layers
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(x, rotation),
             self.config.remat,
-            in_scan=scanned,
+            in_scan=self.config.scan_layers,
         )
-        if not scanned:
+        if isinstance(self.blocks, nnx.List):
             for block in self.blocks:
                 x_BLD = run(*nnx.split(block), x_BLD)
             return x_BLD

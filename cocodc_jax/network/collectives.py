@@ -8,8 +8,8 @@ that crossed the slow one is needed. On equal links this gives the usual formula
 B bytes, bandwidth w, delay a and M regions:
 
     ring      2 (M - 1) (a + B / (M w))
-    tree      2 ceil(log2 M) (a + B / w)
-    pairs     log2 M (a + B / w)          M a power of two; two rounds more otherwise
+    tree      2 log2 M (a + B / w)        M a power of two
+    pairs     log2 M (a + B / w)          M a power of two; up to two more otherwise
     gather    (M - 1) (a + B / w)         each region contributes B bytes
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication

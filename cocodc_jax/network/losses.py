@@ -1,10 +1,40 @@
 """Simulated seconds to a target loss, from a measured loss curve."""
 
+import json
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from cocodc_jax.network.simulator import Timeline
+from cocodc_jax.network.timeline import Timeline
+
+
+def read_curve(
+    path: str | pathlib.Path, key: str = "eval_loss"
+) -> list[tuple[float, float]]:
+    """Reads (step, loss) pairs from JSON lines or from a JSON list of pairs.
+
+    Args:
+      path: a file of one JSON table a line, as metrics.jsonl, or of one JSON list.
+      key: entry of a line that holds the loss; lines without it are skipped.
+
+    Raises:
+      ValueError: naming the file, if it holds no such pair.
+      OSError: if the file cannot be read.
+    """
+    text = pathlib.Path(path).read_text()
+    try:
+        if text.lstrip().startswith("["):
+            pairs = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            pairs = [(row["step"], row[key]) for row in rows if key in row]
+        curve = [(float(step), float(loss)) for step, loss in pairs]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no loss curve: {error!r}") from error
+    if not curve:
+        raise ValueError(f"{path} has no line with both 'step' and {key!r}")
+    return curve
 
 
 def steps_to_loss(curve: Sequence[tuple[float, float]], target: float) -> float | None:

@@ -8,7 +8,9 @@ With T_c seconds of a step and T_s seconds of one fragment's sync (CoCoDC, arXiv
     N = max(K, floor(gamma H T_c / T_s))          the rest of the share is used as well
 
 K is raised while tau is longer than staleness is known to be harmless; gamma is the
-share of the network's time that may be used.
+share of the network's time that may be used. Differs from the paper: N stays at or
+below floor(H / tau), for syncs start every floor(H / N) steps, which can be much less
+than H / N, and starts closer than tau would share the links and come late.
 """
 
 import dataclasses
@@ -114,7 +116,7 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     delay = max(1, math.ceil(sync_s / job.step_time_s - 1e-9))
     interval, why_interval = _interval(job, num, sync_s, delay)
     fit = math.floor(job.network_share * interval * job.step_time_s / sync_s + 1e-9)
-    syncs = min(max(num, fit), interval)
+    syncs = max(num, min(fit, interval // delay))
     usage = _utilization(
         topology,
         job,
@@ -126,8 +128,9 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
         f"tau = {delay} steps: a sync takes {sync_s:.3g} s, a step "
         f"{job.step_time_s:.3g} s, so it arrives within {delay} steps.",
         f"N = {syncs} syncs per {interval} steps (CoCoDC): {fit} would fit in "
-        f"{job.network_share:.0%} of the network's time, and each of the {num} "
-        f"fragments goes at least once; Streaming DiLoCo sends {num}.",
+        f"{job.network_share:.0%} of the network's time, {interval // delay} without "
+        f"two under way at once, and each of the {num} fragments goes at least once; "
+        f"Streaming DiLoCo sends {num}.",
         f"Simulated compute utilization: {usage:.1%}.",
     )
     reasons = (why_collective, why_num, why_interval, *why_rest)
@@ -182,7 +185,7 @@ def _explain_fragments(job: Job, num: int, sync_s: float) -> str:
 def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
     share = job.network_share
     fitting = math.ceil(num * sync_s / (share * job.step_time_s) - 1e-9)
-    needed = max(fitting, num, delay + 1)
+    needed = max(fitting, num * delay, delay + 1)
     usage = num * sync_s / (max(needed, job.sync_interval) * job.step_time_s)
     if needed <= job.sync_interval:
         reason = (

@@ -31,8 +31,9 @@ import dataclasses
 import math
 
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.network.simulator import Timeline, Workload, simulate
+from cocodc_jax.network.simulator import Workload, simulate
 from cocodc_jax.network.syncs import Schedule
+from cocodc_jax.network.timeline import Timeline
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 

@@ -14,7 +14,7 @@ the model behind the utilization table of Streaming DiLoCo (arXiv 2501.18512).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -24,6 +24,9 @@ from cocodc_jax.network.collectives import CollectiveCost, collective_cost
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.orders import best_order
 from cocodc_jax.network.syncs import AUTO, Schedule
+from cocodc_jax.network.timeline import SyncRecord, Timeline
+
+Cost = Callable[[float, float], CollectiveCost]  # of (seconds, bytes)
 
 FORWARD_SHARE = 1 / 3  # a backward pass costs two forward passes
 
@@ -66,77 +69,6 @@ class Workload:
         return sorted(out, reverse=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncRecord:
-    """One sync: times in simulated seconds, steps counted from 0 done.
-
-    Attributes:
-      fragments: ids of the fragments sent.
-      start_step: inner steps done when it was staged.
-      merge_step: inner steps done when it was merged.
-      start_s: when its first byte could leave (the slowest region was ready).
-      arrival_s: when all of it had come in.
-      merge_s: when the last region merged it.
-      stall_s: longest time a region waited for it.
-      bytes_sent: bytes each region sent for it.
-    """
-
-    fragments: tuple[int, ...]
-    start_step: int
-    merge_step: int
-    start_s: float
-    arrival_s: float
-    merge_s: float
-    stall_s: float
-    bytes_sent: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """The result of `simulate`.
-
-    Attributes:
-      syncs: merged syncs, in the order of their merges.
-      num_steps: inner steps simulated.
-      step_time_s: seconds of an inner step in each region.
-      marks: (step, seconds in each region after waiting there), increasing in step.
-      bytes_sent: bytes each region sent, of merged syncs and of those still under way.
-    """
-
-    syncs: tuple[SyncRecord, ...]
-    num_steps: int
-    step_time_s: tuple[float, ...]
-    marks: tuple[tuple[int, tuple[float, ...]], ...]
-    bytes_sent: tuple[float, ...]
-
-    @property
-    def sim_s(self) -> float:
-        """Simulated seconds of the whole run, in the slowest region."""
-        return max(self.marks[-1][1])
-
-    @property
-    def stall_s(self) -> tuple[float, ...]:
-        """Seconds each region waited for the network."""
-        ends = self.marks[-1][1]
-        compute = [self.num_steps * t for t in self.step_time_s]
-        return tuple(end - busy for end, busy in zip(ends, compute, strict=True))
-
-    def utilization(self, since_step: int = 0) -> float:
-        """Share of time spent computing after `since_step`, mean over regions."""
-        ends, begins = self.times_s(self.num_steps), self.times_s(since_step)
-        steps = self.num_steps - since_step
-        busy = steps * np.asarray(self.step_time_s)
-        return float(np.mean(busy / (ends - begins)))
-
-    def times_s(self, step: int) -> np.ndarray:
-        """Seconds at which each region had done (and merged at) `step`, [M]."""
-        if not 0 <= step <= self.num_steps:
-            raise ValueError(f"step={step} must be between 0 and {self.num_steps}")
-        past = [mark for mark in self.marks if mark[0] <= step]
-        at, seconds = past[-1]
-        return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
-
-
 @dataclasses.dataclass
 class _InFlight:
     fragments: tuple[int, ...]
@@ -148,7 +80,7 @@ class _InFlight:
 
 def link_costs(
     topology: Topology, collective: str, order: Sequence[int] | None, num_bytes: float
-):
+) -> Cost:
     """Returns (seconds, bytes) -> CollectiveCost over links that change with time.
 
     Args:
@@ -202,7 +134,8 @@ def simulate(
     ]
     cost = link_costs(topology, collective, order, max(sizes))
     channel = Channel(cost, topology.change_times_s, sharing)
-    return _Run(workload, schedule, channel, cost).run(num_steps)
+    run = _Run(topology.regions, workload, schedule, channel, cost)
+    return run.run(num_steps)
 
 
 def _check_sizes(
@@ -214,7 +147,9 @@ def _check_sizes(
     )
     for name, values, expected in pairs:
         if len(values) != expected:
-            raise ValueError(f"{name} has {len(values)} entries; {expected} are needed")
+            raise ValueError(
+                f"{name}={values!r} has {len(values)} entries; {expected} are needed"
+            )
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")
 
@@ -222,12 +157,21 @@ def _check_sizes(
 class _Run:
     """The state of one simulation: clocks of the regions and syncs in flight."""
 
-    def __init__(self, workload, schedule: Schedule, channel: Channel, cost):
+    def __init__(
+        self,
+        regions: tuple[str, ...],
+        workload: Workload,
+        schedule: Schedule,
+        channel: Channel,
+        cost: Cost,
+    ):
+        self.regions = regions
         self.workload, self.schedule = workload, schedule
         self.channel, self.cost = channel, cost
         self.step_s = np.asarray(workload.step_time_s)
         self.clocks = np.zeros_like(self.step_s)
         self.bytes_sent = np.zeros_like(self.step_s)
+        self.stall_s = np.zeros_like(self.step_s)
         self.in_flight: list[_InFlight] = []
         self.last_sent = [-1] * schedule.num_fragments
         self.records: list[SyncRecord] = []
@@ -244,10 +188,12 @@ class _Run:
             self.merge_due(step)
             marks.append((step, tuple(self.clocks.tolist())))
         return Timeline(
+            self.regions,
             tuple(self.records),
             num_steps,
             self.workload.step_time_s,
             tuple(marks),
+            tuple(self.stall_s.tolist()),
             tuple(self.bytes_sent.tolist()),
         )
 
@@ -303,11 +249,14 @@ class _Run:
         )
 
     def merge(self, sync: _InFlight, step: int) -> None:
-        before, arrivals = self.clocks, []
+        stall, arrivals = np.zeros_like(self.clocks), []
         for layer, transfer in sync.layers:
             lag = FORWARD_SHARE * layer / self.workload.num_layers * self.step_s
             arrivals.append(self.channel.arrival_s(transfer))
-            self.clocks = np.maximum(self.clocks + lag, arrivals[-1]) - lag
+            reached = self.clocks + stall + lag
+            stall = stall + np.maximum(0.0, arrivals[-1] - reached)
+        self.clocks = self.clocks + stall
+        self.stall_s = self.stall_s + stall
         self.records.append(
             SyncRecord(
                 sync.fragments,
@@ -316,7 +265,7 @@ class _Run:
                 sync.start_s,
                 max(arrivals),
                 float(np.max(self.clocks)),
-                float(np.max(self.clocks - before)),
+                float(np.max(stall)),
                 tuple(sync.bytes_sent.tolist()),
             )
         )

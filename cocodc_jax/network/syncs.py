@@ -52,6 +52,11 @@ class Schedule:
             )
         if self.is_whole_model:
             return
+        if self.num_fragments > self.sync_interval:
+            raise ValueError(
+                f"num_fragments={self.num_fragments} must not be above sync_interval="
+                f"{self.sync_interval}: each fragment goes once in an interval"
+            )
         if not self.num_fragments <= self.num_syncs <= self.sync_interval:
             raise ValueError(
                 f"syncs_per_interval={self.num_syncs} must be between num_fragments="

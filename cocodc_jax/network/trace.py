@@ -8,11 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from cocodc_jax.network.simulator import SyncRecord, Timeline
+from cocodc_jax.network.timeline import SyncRecord, Timeline
 
 _REGION_PID, _NETWORK_PID = 1, 2
+
+_COLORS = {
+    "compute": "tab:blue",
+    "stall": "tab:red",
+    "on the network": "tab:orange",
+    "arrived, not merged yet": "wheat",
+}
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -29,13 +38,13 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for pid, name in ((_REGION_PID, "regions"), (_NETWORK_PID, "network")):
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-    for region, _ in enumerate(timeline.step_time_s):
+    for region, name in enumerate(timeline.regions):
         yield {
             "ph": "M",
             "name": "thread_name",
             "pid": _REGION_PID,
             "tid": region,
-            "args": {"name": f"region {region}"},
+            "args": {"name": name},
         }
 
 
@@ -58,7 +67,7 @@ def region_spans(
 
 
 def _compute_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for region in range(len(timeline.step_time_s)):
+    for region in range(len(timeline.regions)):
         for kind, begin, end, first, last in region_spans(timeline, region):
             name = f"steps {first} to {last}" if kind == "compute" else "stall"
             yield _span(name, begin, end, _REGION_PID, region)
@@ -101,54 +110,41 @@ def plot_timeline(
         limit = max(sync.merge_s for sync in shown)
     else:
         limit = timeline.sim_s
-    num_regions = len(timeline.step_time_s)
+    num_regions = len(timeline.regions)
     fragments = sorted({p for sync in timeline.syncs for p in sync.fragments})
-    figure = Figure(figsize=(10, 1.6 + 0.3 * (num_regions + len(fragments))))
+    height = 1.6 + 0.3 * (num_regions + len(fragments))
+    figure = Figure(figsize=(10, height), layout="constrained")
     axes = figure.subplots()
     for region in range(num_regions):
         for kind, begin, end, _, _ in region_spans(timeline, region):
-            color = "tab:blue" if kind == "compute" else "tab:red"
-            axes.barh(region, end - begin, left=begin, color=color, height=0.7)
+            _bar(axes, region, begin, end, kind)
     rows = {p: num_regions + i for i, p in enumerate(fragments)}
     for sync in shown:
         for p in sync.fragments:
             _draw_sync(axes, sync, rows[p])
-    names = [f"region {i}" for i in range(num_regions)]
     axes.set_yticks(
         np.arange(num_regions + len(fragments)),
-        [*names, *(f"fragment {p}" for p in fragments)],
+        [*timeline.regions, *(f"fragment {p}" for p in fragments)],
     )
     axes.invert_yaxis()
     axes.set_xlim(0, limit)
     axes.set_xlabel("simulated seconds")
     axes.set_title(title)
-    _legend(axes)
-    figure.tight_layout()
+    _legend(figure)
     figure.savefig(path, dpi=120)
 
 
-_KINDS = {
-    "compute": "tab:blue",
-    "stall": "tab:red",
-    "on the network": "tab:orange",
-    "arrived, not merged yet": "wheat",
-}
+def _draw_sync(axes: Axes, sync: SyncRecord, row: int) -> None:
+    _bar(axes, row, sync.start_s, sync.arrival_s, "on the network")
+    _bar(axes, row, sync.arrival_s, sync.merge_s, "arrived, not merged yet")
 
 
-def _draw_sync(axes, sync: SyncRecord, row: int) -> None:
-    flight = sync.arrival_s - sync.start_s
-    axes.barh(row, flight, left=sync.start_s, color="tab:orange", height=0.7)
-    waiting = sync.merge_s - sync.arrival_s
-    axes.barh(row, waiting, left=sync.arrival_s, color="wheat", height=0.7)
+def _bar(axes: Axes, row: int, begin_s: float, end_s: float, kind: str) -> None:
+    axes.barh(row, end_s - begin_s, left=begin_s, color=_COLORS[kind], height=0.7)
 
 
-def _legend(axes) -> None:
-    handles = [axes.barh(0, 0, color=color) for color in _KINDS.values()]
-    axes.legend(
-        handles,
-        list(_KINDS),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.35),
-        ncols=len(_KINDS),
-        frameon=False,
+def _legend(figure: Figure) -> None:
+    handles = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False
     )

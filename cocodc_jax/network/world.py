@@ -37,6 +37,13 @@ _ROUND_TRIPS_MS = (
     (310,),
 )
 
+_UNUSED = Link(1.0, 0.0)  # the diagonal: no region sends to itself
+_PAIR_KEYS = frozenset({"between", "from", "to"})
+_LINK_KEYS = frozenset({"bandwidth_gbps", "latency_ms", "jitter_ms", "loss"})
+_CHANGE_KEYS = frozenset(
+    {"start_s", "duration_s", "bandwidth_factor", "extra_latency_ms"}
+)
+
 
 def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
     """Returns cloud regions of the world, all pairs with the same bandwidth.
@@ -121,14 +128,6 @@ def parse_topology(table: Any) -> Topology:
     )
     changes = (_changes(entry, names) for entry in table.get("changes") or [])
     return Topology(tuple(names), rows, tuple(itertools.chain(*changes)))
-
-
-_UNUSED = Link(1.0, 0.0)  # the diagonal: no region sends to itself
-_PAIR_KEYS = frozenset({"between", "from", "to"})
-_LINK_KEYS = frozenset({"bandwidth_gbps", "latency_ms", "jitter_ms", "loss"})
-_CHANGE_KEYS = frozenset(
-    {"start_s", "duration_s", "bandwidth_factor", "extra_latency_ms"}
-)
 
 
 def _check_keys(where: str, table: Any, known: Collection[str]) -> None:

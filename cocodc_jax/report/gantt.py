@@ -67,7 +67,10 @@ def _draw_panel(axes: Axes, name: str, events: Sequence[Record], color: str) -> 
     for fragment in range(num_fragments):
         own = [event for event in events if event["fragment"] == fragment]
         spans = [(e["start_step"], e["apply_step"] - e["start_step"]) for e in own]
-        axes.broken_barh(spans, (fragment - 0.35, 0.7), color=color, linewidth=0)
+        # The white edge keeps apart a sync that starts when the one before is applied.
+        axes.broken_barh(
+            spans, (fragment - 0.35, 0.7), facecolor=color, edgecolor="white", lw=0.6
+        )
         # A blocking exchange takes no step: its bar has no width, a mark shows it.
         marks = [start for start, delay_steps in spans if delay_steps == 0]
         axes.plot(marks, [fragment] * len(marks), "|", color=color, markersize=11, mew=2)

@@ -145,7 +145,7 @@ def check_record(record: Mapping[str, Any]) -> Record:
     Raises:
       ValueError: see `MetricsWriter.write`.
     """
-    kind = record.get("kind")
+    kind = record.get("kind", "")
     if kind not in FIELDS:
         raise ValueError(f"kind={kind!r} of a record is none of {', '.join(FIELDS)}")
     given = record.keys() - {"kind"}

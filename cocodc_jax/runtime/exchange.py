@@ -62,7 +62,7 @@ def outer_step(
     params: Fragment,
     opt_state: PyTree,
     mean_pseudo_gradient: Fragment,
-) -> tuple[Fragment, PyTree, jax.Array]:
+) -> tuple[PyTree, PyTree, jax.Array]:
     """The outer optimizer on one fragment; the mean pseudo-gradient is its gradient.
 
     Returns:
@@ -99,8 +99,9 @@ def make_merge(
         if "second_moment" in rule.needs:
             extra["second_moment"] = moment
         if key_data is not None:
-            # Never the key of the next step: that one is split from `key_data`.
-            extra["key"] = jax.random.fold_in(jax.random.wrap_key_data(key_data), 1)
+            # A key of its own: 0 and 1 would give the two that the next step splits.
+            key = jax.random.wrap_key_data(key_data)
+            extra["key"] = jax.random.fold_in(key, 2 + fragment)
         if "gradient_fn" in rule.needs:
             extra["gradient_fn"] = jax.grad(
                 lambda part: loss_fn(

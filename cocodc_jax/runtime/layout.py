@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -22,7 +22,7 @@ class Layout:
     """Shardings of a run's arrays.
 
     Attributes:
-      region: of a `RegionState`, regions over the mesh's region axis.
+      region: of a `RegionState` (and in its shape), regions over the region axis.
       params: of one set of parameters on the mesh, the same for all regions.
       fragments: of each fragment on the mesh, the same for all regions.
       staged: of each fragment with its region axis.
@@ -69,7 +69,7 @@ class Layout:
             transform_non_params=lambda _: regional(mesh),
         )
         return cls(
-            region=RegionState(regions, opt_state, regional(mesh)),
+            region=RegionState(regions, opt_state, cast(Any, regional(mesh))),
             params=unflatten([NamedSharding(mesh, spec) for spec in listed]),
             fragments=tuple(
                 {piece.path: NamedSharding(mesh, listed[piece.leaf]) for piece in part}

@@ -38,7 +38,7 @@ def make_mesh(
     num_regions: int,
     data: int = 1,
     model: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """The inner mesh, with a region axis as long as devices and regions allow.
 
@@ -46,7 +46,7 @@ def make_mesh(
       num_regions: regions to train, M.
       data: devices along each region's data axis.
       model: devices along each region's model axis.
-      devices: what to build from; all of them by default.
+      devices: `jax.Device`s to build from; all of them by default.
 
     Returns:
       A mesh of shape `(d, data, model)`, d the largest divisor of `num_regions` for
@@ -73,7 +73,7 @@ def make_mesh(
     return Mesh(grid, (REGION, DATA, MODEL), axis_types=(AxisType.Auto,) * 3)
 
 
-def outer_device(mesh: Mesh) -> jax.Device:
+def outer_device(mesh: Mesh) -> Any:
     """The device that keeps the outer state: a CPU device outside of `mesh` if any."""
     used = set(mesh.devices.flat)
     spare = [d for d in jax.local_devices(backend="cpu") if d not in used]

@@ -7,6 +7,7 @@ in and comes out. Nothing here waits for a device.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from cocodc_jax.sync.schedule import ScheduleState
 
 PyTree = Any
 
-# Steps in one scan of a method without events, whose batches are all on the device.
+# Steps in one scan at most: their batches are all on the device at once.
 MAX_SCAN_STEPS = 100
 
 
@@ -118,6 +119,8 @@ class RegionProgram:
         )
         self.bytes_per_step = sum(self.fragments.num_bytes) * method.reduce_gradients
         # Every program is wrapped in one jit that lives as long as this object.
+        self._new_region = jax.jit(self._make_region, out_shardings=self.layout.region)
+        self._new_outer = jax.jit(self._make_outer)
         steps = inner.make_steps(
             loss_fn, optimizer, self.mesh, num_regions, method.reduce_gradients
         )
@@ -152,14 +155,15 @@ class RegionProgram:
           params: one region's parameters.
           key: PRNG key; each region gets its own from it.
         """
-        region = jax.jit(self._init_region, out_shardings=self.layout.region)
-        # A copy: outer arrays are donated later, and the caller's must survive.
-        outer = jax.jit(self._make_outer)(jax.device_put(params, self.layout.outer))
+        key = jax.device_put(key, NamedSharding(self.mesh, P()))
+        region = self._new_region(jax.device_put(params, self.layout.params), key)
+        # The jit copies: outer arrays are donated later, the caller's must survive.
+        outer = self._new_outer(jax.device_put(params, self.layout.outer))
         schedule = self.method.schedule
         memory = schedule.init() if schedule else None
-        return TrainState(region(params, key), outer, {}, memory)
+        return TrainState(region, outer, {}, memory)
 
-    def _init_region(self, params: PyTree, key: jax.Array) -> RegionState:
+    def _make_region(self, params: PyTree, key: jax.Array) -> RegionState:
         def spread(x):
             return jnp.broadcast_to(x[None], (self.num_regions, *x.shape))
 
@@ -187,7 +191,7 @@ class RegionProgram:
         """
         shapes = jax.eval_shape(lambda x: x, params)
         region = place(
-            jax.eval_shape(self._init_region, shapes, jax.random.key(0)),
+            jax.eval_shape(self._make_region, shapes, jax.random.key(0)),
             self.layout.region,
         )
         outer = jax.eval_shape(self._make_outer, shapes)
@@ -264,21 +268,47 @@ class RegionProgram:
 def run(
     program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
 ) -> Iterator[tuple[TrainState, Output]]:
-    """Runs `num_steps` inner steps and yields after every event.
+    """Runs `num_steps` inner steps and yields after every scan, so at every event.
 
     Args:
       program: the compiled method.
       state: donated.
-      batches: an iterator of one step's batches, leaves `[R, B, ...]`.
+      batches: one step's host batches at a time, leaves `[R, B, ...]`.
       num_steps: inner steps to do.
 
     Yields:
       The state and the `Output` of the steps since the last yield.
+
+    Raises:
+      ValueError: if `batches` ends before.
     """
     stream, end = iter(batches), state.step + num_steps
     while state.step < end:
         ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
-        chunk = [next(stream) for _ in range(min(ahead, end - state.step))]
-        stacked = jax.tree.map(lambda *x: np.stack(x), *chunk)
-        state, output = program.advance(state, stacked)
+        num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
+        batches = take_batches(stream, state.step, num_steps)
+        state, output = program.advance(state, batches)
         yield state, output
+
+
+def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
+    """Stacks the next batches for one `advance`.
+
+    Args:
+      stream: gives one step's host batches at a time.
+      step: inner steps done, for the error message.
+      num_steps: how many to take, T.
+
+    Returns:
+      Leaves `[T, R, B, ...]`.
+
+    Raises:
+      ValueError: if the stream ends before.
+    """
+    taken = list(itertools.islice(stream, num_steps))
+    if len(taken) < num_steps:
+        raise ValueError(
+            f"batches ended at step {step + len(taken)}, before the next cut at step "
+            f"{step + num_steps}; give an endless iterator, or ask for fewer steps"
+        )
+    return jax.tree.map(lambda *x: np.stack(x), *taken)

@@ -34,9 +34,10 @@ def adam_second_moment(b2: float = 0.999) -> Callable[[PyTree], PyTree]:
                 f"the merge needs the inner Adam's second moment, but the optimizer's "
                 f"state holds {len(adam)} Adam states; pass `second_moment`"
             )
-        scale = 1 - b2 ** adam[0].count.astype(jnp.float32)
 
         def correct(nu):
+            wide = jnp.promote_types(nu.dtype, jnp.float32)
+            scale = 1 - b2 ** adam[0].count.astype(wide)
             return nu / scale.reshape(-1, *(1,) * (nu.ndim - 1)).astype(nu.dtype)
 
         return jax.tree.map(correct, adam[0].nu)

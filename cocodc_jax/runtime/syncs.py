@@ -226,7 +226,7 @@ class SyncPrograms:
         if "learning_rate" not in self._merge_rule.needs:
             return None
         rate = self._learning_rate
-        return jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
+        return jnp.asarray(rate(step) if callable(rate) else rate, float)
 
 
 def _check_needs(method: Method, learning_rate: Any) -> None:

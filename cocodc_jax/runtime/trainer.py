@@ -158,7 +158,7 @@ def train(
     """
     with StallMeter() as stall:
         loop = _Loop(program, tokens_per_step, cadence, hooks, checkpoints, stall)
-        loop.continue_from(progress)
+        loop.continue_from(state.step, progress)
         while state.step < num_steps and not hooks.should_stop():
             state = loop.turn(state, batches, num_steps)
             if evaluate and _is_due(state.step, cadence.eval_every, num_steps):
@@ -184,7 +184,7 @@ class _Turn(NamedTuple):
     bytes_before: int
     bytes_after: int
     in_flight: int
-    is_first_of_its_length: bool
+    is_warm: bool  # Nothing had to be compiled.
     output: Output
 
 
@@ -203,12 +203,16 @@ class _Loop:
         self._ratios: list[float] = []
         self._last_eval: Record | None = None
         self._lengths_seen: set[int] = set()
+        self._warm_step = 0
         self._began_s = self._read_s = time.perf_counter()
         self._steady_tokens = 0
         self._steady_s = 0.0
 
-    def continue_from(self, progress: dict | None) -> None:
-        """Takes up the sums that a checkpoint kept."""
+    def continue_from(self, step: int, progress: dict | None) -> None:
+        """Begins at `step`, with the sums that a checkpoint kept."""
+        schedule = self._program.method.schedule
+        if schedule:  # By then every fragment has been started and merged once.
+            self._warm_step = step + schedule.sync_interval + schedule.delay_steps
         if progress:
             self._window = [np.array(x, np.float32) for x in progress["window"]]
             self._ratios = list(progress["ratios"])
@@ -224,7 +228,7 @@ class _Loop:
         )
         for sync in output.syncs:
             self._stall.watch(output.losses, sync.norm)
-        is_new = length not in self._lengths_seen
+        is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._lengths_seen.add(length)
         self.flush()
         self._unread.append(
@@ -233,7 +237,7 @@ class _Loop:
                 before,
                 state.bytes_sent,
                 len(state.in_flight),
-                is_new,
+                is_warm,
                 output,
             )
         )
@@ -300,7 +304,8 @@ class _Loop:
     def _write_sync(self, sync) -> None:
         ratio = None
         if "correction_ratio" in sync.metrics:
-            ratio = float(np.mean(sync.metrics["correction_ratio"], dtype=np.float64))
+            ratios = np.asarray(sync.metrics["correction_ratio"])
+            ratio = float(ratios.mean(dtype=np.float64))
             self._ratios.append(ratio)
         self._hooks.record(
             {
@@ -319,7 +324,7 @@ class _Loop:
         now = time.perf_counter()
         seconds, self._read_s = now - self._read_s, now
         tokens = len(losses) * self._tokens_per_step
-        if not turn.is_first_of_its_length:  # A new length had to be compiled.
+        if turn.is_warm:
             self._steady_tokens += tokens
             self._steady_s += seconds
         self._hooks.clock(

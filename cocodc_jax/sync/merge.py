@@ -79,7 +79,9 @@ def mix(alpha: float) -> Merge:
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         del staged, delay_steps, extra
-        return jax.tree.map(lambda x, o: alpha * x + (1 - alpha) * o, local, outer), {}
+        wide = _widen_like(local, outer)
+        mixed = jax.tree.map(lambda x, o: alpha * x + (1 - alpha) * o, wide, outer)
+        return jax.tree.map(lambda y, x: y.astype(x.dtype), mixed, local), {}
 
     return Merge(f"mix({alpha})", apply)
 
@@ -101,7 +103,11 @@ def compensate(
     def apply(local, staged, outer, *, delay_steps, **extra):
         if delay_steps == 0:  # No overlap, so no progress to keep.
             return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
-        g = jax.tree.map(lambda s, x: (s - x) / delay_steps, staged, local)
+        g = jax.tree.map(
+            lambda s, x: (s - x) / delay_steps,
+            _widen_like(staged, outer),
+            _widen_like(local, outer),
+        )
         compensated, state = transform.update(
             g,
             transform.init(outer),
@@ -122,3 +128,8 @@ def compensate(
         return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
 
     return Merge("compensate", apply, needs_staged=True, needs=needs)
+
+
+def _widen_like(tree: PyTree, outer: PyTree) -> PyTree:
+    """Regional leaves in the outer dtype, so that a merge is rounded only once."""
+    return jax.tree.map(lambda x, o: x.astype(o.dtype), tree, outer)

@@ -219,6 +219,11 @@ def _curvature(
 ) -> Curvature:
     """A curvature whose product is in parameter units, as the merge wants it."""
     if not isinstance(curvature, str):
+        if units is not None:
+            raise ValueError(
+                f"curvature_units={units!r} was given, but curvature="
+                f"{curvature.name!r} is made already; choose its units there"
+            )
         return curvature
     options: dict[str, Any] = {}
     if curvature == "outer_product":

@@ -106,7 +106,16 @@ class Schedule:
         _check_at_least("num_fragments", self.num_fragments, 1)
         _check_at_least("sync_interval", self.sync_interval, 1)
         _check_at_least("delay_steps", self.delay_steps, 0)
+        _check_at_least("slot_steps", self.slot_steps, 1)
+        if self.score is not None:
+            _check_score(self.score)
         slots = self.sync_interval // self.slot_steps
+        if slots < self.num_fragments:
+            raise ValueError(
+                f"slot_steps={self.slot_steps} gives {slots} starts in sync_interval="
+                f"{self.sync_interval}, too few for num_fragments="
+                f"{self.num_fragments}; lower slot_steps or raise sync_interval"
+            )
         # A fragment must be back before the slot that is its deadline.
         longest = slots * self.slot_steps
         if self.delay_steps > longest:
@@ -292,8 +301,8 @@ def adaptive(
     Raises:
       ValueError: naming the argument, its value and what would be right.
     """
-    if score not in SCORES:
-        raise ValueError(f"score={score!r} is unknown; use one of {SCORES}")
+    _check_score(score)
+    _check_at_least("num_fragments", num_fragments, 1)
     _check_at_least("sync_interval", sync_interval, 1)
     if not num_fragments <= syncs_per_interval <= sync_interval:
         raise ValueError(
@@ -345,3 +354,8 @@ def _set(values: tuple, index: int, value) -> tuple:
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _check_score(score: str) -> None:
+    if score not in SCORES:
+        raise ValueError(f"score={score!r} is unknown; use one of {SCORES}")

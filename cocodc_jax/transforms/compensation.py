@@ -102,9 +102,6 @@ def delay_compensation(
 
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         extra = _needed_extras(curvature, updates, params, stale_params, extra)
-        extra = {
-            k: match_holes(updates, v) if k in _TREES else v for k, v in extra.items()
-        }
         gradient = jax.tree.map(widen, updates)
         displacement = jax.tree.map(
             lambda now, stale: widen(now) - widen(stale),

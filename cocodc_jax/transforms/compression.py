@@ -10,6 +10,7 @@ in a flag or a configuration:
 """
 
 import ast
+from collections.abc import Callable
 
 from cocodc_jax.transforms.compressor import (
     Compressor,
@@ -96,14 +97,14 @@ def parse(text: str) -> Compressor:
 
 def _build(node):
     if isinstance(node, ast.Call):
-        options = {k.arg: _build(k.value) for k in node.keywords if k.arg is not None}
+        options = {str(k.arg): _build(k.value) for k in node.keywords}
         return _factory(node.func)(*map(_build, node.args), **options)
     if isinstance(node, ast.Name):
         return _factory(node)()
     return ast.literal_eval(node)
 
 
-def _factory(node):
+def _factory(node) -> Callable[..., Compressor]:
     name = getattr(node, "id", ast.unparse(node))
     if name not in FACTORIES:
         raise ValueError(f"{name!r} is not one of {tuple(FACTORIES)}")

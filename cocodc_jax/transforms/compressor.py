@@ -87,12 +87,12 @@ def per_leaf(
     """
 
     def encode(tree, state, key=None):
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         keys = [None] * len(leaves)
         if key is not None and leaves:
             keys = list(jax.random.split(key, len(leaves)))
         packed = [
-            Packed(encode_leaf(jnp.asarray(x), k), x.shape, x.dtype)
+            Packed(encode_leaf(x, k), x.shape, x.dtype)
             for x, k in zip(leaves, keys, strict=True)
         ]
         return jax.tree.unflatten(structure, packed), state
@@ -115,6 +115,21 @@ def map_packed(decode_leaf: Callable[[Packed], jax.Array], message):
 def identity() -> Compressor:
     """Send every leaf as it is."""
     return per_leaf("identity", lambda x, key: x, lambda arrays, shape: arrays)
+
+
+def stateless(argument: str, compressor: Compressor | None) -> Compressor:
+    """Return a compressor to use inside another, `identity()` for None.
+
+    Raises:
+      ValueError: if it keeps a state, which the outer one would drop.
+    """
+    compressor = compressor or identity()
+    if compressor.init(()) != ():
+        raise ValueError(
+            f"{argument}={compressor.name} keeps a state and cannot be used inside "
+            "another compressor; wrap the outer one instead"
+        )
+    return compressor
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

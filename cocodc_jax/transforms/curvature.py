@@ -20,19 +20,20 @@ gradient-unit product `c` over by
 
 where `second_moment` is Adam's bias-corrected nu. The last two give parameter units.
 
-| curvature                | H D                         | gradients    | memory      |
-|--------------------------|-----------------------------|--------------|-------------|
-| `none`                   | 0                           | 0            | 0           |
-| `isotropic`              | D / delay_steps             | 0            | 0           |
-| `outer_product`          | g * g * D / sync_interval   | 0            | 0           |
-| `normalized_outer_product` | g * g * D, length of g    | 0            | one tree    |
-| `adam_second_moment`     | lr * sqrt(nu) * D           | 0            | 0           |
-| `hessian_vector`         | exact                       | about 2 to 3 | activations |
-| `gauss_newton`           | J' H_out J D                | about 1 to 2 | activations |
-| `hutchinson`             | mean(z * H z) * D           | 2 each       | one tree    |
+| curvature                  | H D                       | gradients   | memory      |
+|----------------------------|---------------------------|-------------|-------------|
+| `none`                     | 0                         | 0           | 0           |
+| `isotropic`                | D / delay_steps           | 0           | 0           |
+| `outer_product`            | g * g * D / sync_interval | 0           | 0           |
+| `normalized_outer_product` | g * g * D, length of g    | 0           | one tree    |
+| `adam_second_moment`       | lr * sqrt(nu) * D         | 0           | 0           |
+| `hessian_vector`           | exact                     | 2.5         | activations |
+| `gauss_newton`             | J' H_out J D              | 1.6         | activations |
+| `hutchinson`               | mean(z * H z) * D         | 0.6 + 1.9 n | activations |
 
-"gradients" counts evaluations of one gradient on the batch that is used, "memory"
-what is held beyond `g` and `D`.
+"gradients" is the cost in units of one gradient on the batch that is used (floating
+point operations of a compiled four-layer perceptron, n samples), "memory" what is held
+beyond `g` and `D`.
 
 Source: algorithms.md sections 4.1, 4.2 and 5; DC-ASGD (arXiv 1609.08326), DC-S3GD
 (arXiv 1911.02516), CoCoDC (arXiv 2504.17672), Hutchinson (1990).
@@ -207,9 +208,9 @@ def hessian_vector(units: str = "gradient") -> Curvature:
     Needs `gradient_fn(params) -> gradient` on a batch of the caller's choice, which
     it closes over, for the same (sub)tree as the updates, in gradient units: for one
     fragment, a function of that fragment with the other parameters closed over.
-    Forward-over-reverse: one `jax.jvp` of the gradient, two to three gradients' time,
-    and the memory of one gradient plus tangents of its activations. A Hessian can be
-    indefinite; `max_ratio` of `delay_compensation` is the guard.
+    Forward-over-reverse: one `jax.jvp` of the gradient, which holds the activations of
+    one gradient and their tangents. A Hessian can be indefinite; `max_ratio` of
+    `delay_compensation` is the guard.
 
     Args:
       units: of the result: "gradient", "parameter" or "adam" (module docstring).
@@ -236,8 +237,8 @@ def gauss_newton(units: str = "gradient") -> Curvature:
     Hessian of `output_loss_fn(outputs) -> scalar`. Positive semi-definite when that
     loss is convex in the outputs (cross-entropy, squares), exact when the model is
     linear. Both functions close over a batch of the caller's choice. One linearised
-    forward pass, one tangent pass and its transpose: one to two gradients' time, the
-    memory of one gradient, and one copy of the outputs.
+    forward pass, one tangent pass and its transpose, which holds the activations of one
+    gradient and a copy of the outputs.
 
     Args:
       units: of the result: "gradient", "parameter" or "adam" (module docstring).

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 from cocodc_jax.transforms.compressor import (
     Compressor,
     Packed,
-    identity,
     map_packed,
     matrix_shape,
+    stateless,
 )
 from cocodc_jax.transforms.numerics import check_positive
 
 
 class LowRankState(NamedTuple):
-    """State of `low_rank`: `right`, per leaf float32 [columns, rank], or () if whole."""
+    """State of `low_rank`: `right`, float32 [columns, rank] a leaf, or () if whole."""
 
     right: tuple
 
@@ -44,7 +44,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         `identity()` if None.
 
     Raises:
-      ValueError: if `rank` is not positive.
+      ValueError: if `rank` is not positive or `factors` keeps a state.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes
@@ -57,7 +57,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
     True
     """
     check_positive("rank", rank)
-    inner = factors or identity()
+    inner = stateless("factors", factors)
 
     def init(tree):
         return LowRankState(
@@ -98,11 +98,13 @@ def _start(index, shape, rank):
 
 
 def _factorise(x, right):
-    """One power iteration. QR completes a basis even where the matrix is all zero."""
+    """Take one power iteration; return the factors and the next right factor."""
     matrix = x.astype(jnp.float32).reshape(matrix_shape(x.shape))
     left, _ = jnp.linalg.qr(_product(matrix, right))
-    right = _product(matrix.T, left)
-    return {"left": left, "right": right}, right
+    new_right = _product(matrix.T, left)
+    # A column of zeros would stay zero in all later iterations: keep the old one.
+    is_lost = jnp.all(new_right == 0, axis=0, keepdims=True)
+    return {"left": left, "right": new_right}, jnp.where(is_lost, right, new_right)
 
 
 def _product(a, b):

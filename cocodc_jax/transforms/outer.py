@@ -5,8 +5,9 @@ All take pseudo-gradients `g = old - new` (averaged over regions by the caller) 
 return a descent direction, the recipes without that prefix a step to add.
 
 Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135; algorithms.md section 10) and
-`group_heavy_ball` (NoLoCo, arXiv 2506.10911; section 8). `co2.py` has the clipped
-momentum and the staleness penalty, `snoo.py` the wrapper around an inner optimizer.
+`group_heavy_ball` (NoLoCo, arXiv 2506.10911; section 8). The rest is
+made in `co2.py` (clipped momentum, staleness penalty) and `snoo.py` (a wrapper around
+an inner optimizer) and can be had from here.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.transforms.co2 import (
+    co2,
+    scale_by_clipped_momentum,
+    scale_by_staleness_gap,
+)
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_positive,
@@ -22,6 +28,17 @@ from cocodc_jax.transforms.numerics import (
     match_holes,
     widen,
 )
+from cocodc_jax.transforms.snoo import snoo
+
+__all__ = [
+    "co2",
+    "delayed_nesterov",
+    "group_heavy_ball",
+    "scale_by_clipped_momentum",
+    "scale_by_delayed_nesterov",
+    "scale_by_staleness_gap",
+    "snoo",
+]
 
 
 class DelayedNesterovState(NamedTuple):

@@ -4,16 +4,9 @@ Code i occupies bits `i * bits` to `(i + 1) * bits - 1` of the stream, least sig
 first; the stream is cut into bytes the same way. n codes take ceil(n * bits / 8) bytes.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-
-def packed_bytes(num_codes: int, bits: int) -> int:
-    """Return the bytes that `num_codes` codes of `bits` bits take."""
-    return math.ceil(num_codes * bits / 8)
 
 
 def index_bits(size: int) -> int:

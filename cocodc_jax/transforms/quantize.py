@@ -98,7 +98,10 @@ def _uniform(levels):
         place = jnp.round(place) if noise is None else jnp.floor(place + noise)
         return jnp.clip(place, 0, levels - 1)
 
-    return _Code(encode, lambda code: 2 * code.astype(jnp.float32) / (levels - 1) - 1)
+    def decode(code):
+        return (2 * code.astype(jnp.float32) - (levels - 1)) / (levels - 1)
+
+    return _Code(encode, decode)
 
 
 def _fp4_encode(fraction, noise):
@@ -109,9 +112,7 @@ def _fp4_encode(fraction, noise):
         bounds = [2.0**-7] + [1.5 * 2.0 ** (e - 7) for e in range(1, 7)]
         magnitude = _count_reached(size, bounds)
     else:
-        low = jnp.minimum(
-            _count_reached(size, [2.0 ** (e - 7) for e in range(1, 8)]), 6
-        )
+        low = _count_reached(size, [2.0 ** (e - 7) for e in range(1, 7)])
         below, above = _fp4_magnitude(low), _fp4_magnitude(low + 1)
         magnitude = low + (noise < (size - below) / (above - below))
     return magnitude + 8 * (fraction < 0)
@@ -166,7 +167,7 @@ def _blockwise(name, code, bits, block_size, stochastic, scale_of=_absmax):
 
 
 def _blocks(flat, block_size):
-    """Cut into rows of `block_size`, zeros at the end; also count what is no padding."""
+    """Cut into rows of `block_size`, padded with zeros; count each row's own values."""
     num_blocks = max(1, -(-flat.size // block_size))
     width = min(block_size, max(1, flat.size))
     padded = jnp.pad(flat, (0, num_blocks * width - flat.size))

@@ -6,9 +6,9 @@
 | `chunked_top_k` | the k largest of each square chunk                                 |
 | `dct_top_k`     | the k largest coefficients of each chunk's 2-D cosine transform    |
 
-Indices are packed with as few bits as the chunk (or tensor) needs; the values go through
-another compressor (`values`), float32 unless told otherwise. What is not sent is lost:
-wrap them in `error_feedback`.
+Indices are packed with as few bits as the chunk (or tensor) needs; the values go
+through another compressor (`values`), unchanged unless told otherwise. What is not
+sent is lost: wrap them in `error_feedback`.
 
 A tensor is folded into a matrix (`matrix_shape`) and padded with zeros to whole chunks
 of `chunk_side` by `chunk_side` (less where the matrix is smaller; a vector's chunks
@@ -29,9 +29,9 @@ import numpy as np
 
 from cocodc_jax.transforms.compressor import (
     Compressor,
-    identity,
     matrix_shape,
     per_leaf,
+    stateless,
 )
 from cocodc_jax.transforms.numerics import check_positive
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
@@ -55,6 +55,7 @@ def top_k(density: float = 0.01, values: Compressor | None = None) -> Compressor
     """
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be above 0 and at most 1")
+    name, values = _name("top_k", values), stateless("values", values)
 
     def encode_leaf(x, key):
         k = max(1, round(density * x.size))
@@ -63,7 +64,7 @@ def top_k(density: float = 0.01, values: Compressor | None = None) -> Compressor
     def decode_leaf(arrays, shape):
         return _scatter(arrays, math.prod(shape), values)
 
-    return per_leaf(_name("top_k", values), encode_leaf, decode_leaf)
+    return per_leaf(name, encode_leaf, decode_leaf)
 
 
 def chunked_top_k(
@@ -103,6 +104,7 @@ def _chunked(name, k, chunk_side, values, transform):
     """Build a compressor of chunks; `transform(chunks, is_inverse)`."""
     check_positive("k", k)
     check_positive("chunk_side", chunk_side)
+    name, values = _name(name, values), stateless("values", values)
 
     def encode_leaf(x, key):
         chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
@@ -116,12 +118,11 @@ def _chunked(name, k, chunk_side, values, transform):
         chunks = transform(flat.reshape(-1, height, width), True)
         return _from_chunks(chunks, rows, columns)
 
-    return per_leaf(_name(name, values), encode_leaf, decode_leaf)
+    return per_leaf(name, encode_leaf, decode_leaf)
 
 
 def _select(rows, k, values, key):
     """Keep the k largest of each row: indices [rows * k] packed, values encoded."""
-    values = values or identity()
     size = rows.shape[1]
     _, indices = jax.lax.top_k(jnp.abs(rows), min(k, size))
     chosen = jnp.take_along_axis(rows, indices, axis=1)
@@ -131,7 +132,7 @@ def _select(rows, k, values, key):
 
 def _scatter(arrays, size, values):
     """Undo `_select`: rows of `size` with zeros where nothing was sent."""
-    chosen = (values or identity()).decode(arrays["values"])
+    chosen = values.decode(arrays["values"])
     num_rows, k = chosen.shape
     indices = unpack(arrays["indices"], index_bits(size), num_rows * k)
     places = indices.reshape(num_rows, k).astype(jnp.int32)
@@ -160,13 +161,13 @@ def _cosine_transform(chunks, is_inverse):
     """C_h X C_w' per chunk, or its inverse C_h' X C_w, with orthonormal C."""
     left, right = (_cosine_matrix(n).astype(chunks.dtype) for n in chunks.shape[1:])
     rule = "ji,njk,kl->nil" if is_inverse else "ij,njk,lk->nil"
-    # Full precision: accelerators would otherwise round the products to bfloat16 or TF32.
+    # Accelerators would otherwise round the products to bfloat16 or TF32.
     return jnp.einsum(rule, left, chunks, right, precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.cache
 def _cosine_matrix(n):
-    """Return the orthonormal DCT-II: row f holds cos(pi (2 i + 1) f / (2 n)), scaled."""
+    """Return the orthonormal DCT-II: row f is cos(pi (2 i + 1) f / (2 n)), scaled."""
     frequency, place = np.arange(n)[:, None], np.arange(n)[None]
     matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * n)) * np.sqrt(2 / n)
     matrix[0] /= np.sqrt(2)
@@ -174,4 +175,4 @@ def _cosine_matrix(n):
 
 
 def _name(name, values):
-    return f"{name}({values.name})" if values else name
+    return name if values is None else f"{name}({values.name})"

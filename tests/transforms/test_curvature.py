@@ -7,6 +7,8 @@ What is tested, and would fail if it were otherwise:
 - the norms behind the normalised form have finite gradients at zero.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +172,39 @@ def test_one_hutchinson_sample_is_exact_on_a_diagonal_hessian():
 def test_norm_is_differentiable_at_zero():
     slope = jax.grad(safe_norm)({"a": jnp.zeros(3), "b": jnp.zeros(())})
     np.testing.assert_array_equal(flat(slope), np.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gradients"),
+    [(curvature.hessian_vector(), 3.0), (curvature.gauss_newton(), 2.0)],
+)
+def test_cost_in_units_of_one_gradient(chosen, gradients):
+    """By XLA's count of operations: a dense Hessian would cost thousands."""
+    x = np.ones((64, 64))
+    params = {f"w{i}": np.eye(64) for i in range(4)}
+
+    def model_fn(params):
+        return functools.reduce(lambda h, w: jnp.tanh(h @ w), params.values(), x)
+
+    def half_square(outputs):
+        return jnp.sum(outputs**2) / 2
+
+    def gradient_fn(params):
+        return jax.grad(lambda p: half_square(model_fn(p)))(params)
+
+    extra = {
+        "gradient_fn": gradient_fn,
+        "model_fn": model_fn,
+        "output_loss_fn": half_square,
+        "stale_params": params,
+    }
+    extra = {name: extra[name] for name in chosen.needs}
+    product = lambda d: chosen.product(d, d, **extra)  # noqa: E731
+    assert flops(product, params) < gradients * flops(gradient_fn, params)
+
+
+def flops(function, *args):
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
 
 @pytest.mark.parametrize("name", curvature.NAMES)

@@ -1,0 +1,99 @@
+"""What a simulated run took: clocks, stalls, bytes, and every sync.
+
+Seconds here are simulated (`sim_s`), never measured.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncRecord:
+    """One sync: times in simulated seconds, steps counted from 0 done.
+
+    Attributes:
+      fragments: ids of the fragments sent.
+      start_step: inner steps done when it was staged.
+      merge_step: inner steps done when it was merged.
+      start_s: when its first byte could leave (the slowest region was ready).
+      arrival_s: when all of it had come in.
+      merge_s: when the last region merged it.
+      stall_s: longest time a region waited for it.
+      bytes_sent: bytes each region sent for it.
+    """
+
+    fragments: tuple[int, ...]
+    start_step: int
+    merge_step: int
+    start_s: float
+    arrival_s: float
+    merge_s: float
+    stall_s: float
+    bytes_sent: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The result of `simulate`.
+
+    Attributes:
+      regions: their names.
+      syncs: merged syncs, in the order of their merges.
+      num_steps: inner steps simulated.
+      step_time_s: seconds of an inner step in each region.
+      marks: (step, seconds in each region after waiting there), increasing in step.
+      stall_s: seconds each region waited for the network.
+      bytes_sent: bytes each region sent, of merged syncs and of those still under way.
+    """
+
+    regions: tuple[str, ...]
+    syncs: tuple[SyncRecord, ...]
+    num_steps: int
+    step_time_s: tuple[float, ...]
+    marks: tuple[tuple[int, tuple[float, ...]], ...]
+    stall_s: tuple[float, ...]
+    bytes_sent: tuple[float, ...]
+
+    @property
+    def sim_s(self) -> float:
+        """Simulated seconds of the whole run, in the slowest region."""
+        return max(self.marks[-1][1])
+
+    def utilization(self, since_step: int = 0) -> float:
+        """Share of time spent computing after `since_step`, mean over regions."""
+        ends, begins = self.times_s(self.num_steps), self.times_s(since_step)
+        steps = self.num_steps - since_step
+        busy = steps * np.asarray(self.step_time_s)
+        return float(np.mean(busy / (ends - begins)))
+
+    def times_s(self, step: int) -> np.ndarray:
+        """Seconds at which each region had done (and merged at) `step`, [M]."""
+        if not 0 <= step <= self.num_steps:
+            raise ValueError(f"step={step} must be between 0 and {self.num_steps}")
+        past = [mark for mark in self.marks if mark[0] <= step]
+        at, seconds = past[-1]
+        return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
+
+    def summary(self) -> dict[str, float]:
+        """Returns the main numbers, of the worst region where regions differ.
+
+        `slowdown` is against the same steps of the slowest region without a network.
+        """
+        delays = [sync.merge_step - sync.start_step for sync in self.syncs]
+        flights = [sync.arrival_s - sync.start_s for sync in self.syncs]
+        compute_s = self.num_steps * max(self.step_time_s)
+        return {
+            "steps": self.num_steps,
+            "sim_s": self.sim_s,
+            "sim_s_per_step": self.sim_s / self.num_steps,
+            "sim_s_without_network": compute_s,
+            "slowdown": self.sim_s / compute_s,
+            "utilization": self.utilization(),
+            "stall_s": max(self.stall_s),
+            "bytes_sent_per_region": max(self.bytes_sent),
+            "syncs": len(self.syncs),
+            "mean_sync_s": float(np.mean(flights)) if flights else 0.0,
+            "mean_delay_steps": float(np.mean(delays)) if delays else 0.0,
+            "max_delay_steps": max(delays, default=0),
+        }

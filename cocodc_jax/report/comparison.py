@@ -1,0 +1,98 @@
+"""Several runs side by side: one row a method, means over seeds, ratios to the first."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.report.runs import Run, by_method
+
+# What a row is made of, from `summary.json`.
+MEASURES = (
+    "eval_loss",
+    "eval_perplexity",
+    "eval_loss_outer",
+    "bytes_sent_per_region",
+    "stall_seconds",
+    "tokens_per_second",
+    "seconds",
+    "correction_ratio",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A measure over the seeds of one method.
+
+    Attributes:
+      mean: over the seeds.
+      half_range: half the distance from the least to the greatest; 0 for one seed.
+    """
+
+    mean: float
+    half_range: float
+
+
+def compare(runs: Sequence[Run]) -> dict[str, Any]:
+    """What `comparison.json` holds.
+
+    Args:
+      runs: at least one, each method with the same seeds.
+
+    Returns:
+      "methods": for each method, in the order given, its "seeds", its "runs" (their
+      summaries), and for every measure its mean and half range over seeds, or None
+      where a method has no such quantity. "target_loss" is the greatest of the
+      methods' mean final losses, so that every method reaches it;
+      "steps_to_target" the mean step at which a method does. "ratios" are to the
+      first method: "bytes" and "steps_to_target".
+    """
+    groups = by_method(runs)
+    rows = {name: _row(group) for name, group in groups.items()}
+    target = max(row["eval_loss"]["mean"] for row in rows.values())
+    for name, group in groups.items():
+        steps = [steps_to_loss(run, target) for run in group]
+        reached = [step for step in steps if step is not None]
+        # A seed worse than its method's mean may miss a target at that mean.
+        rows[name]["seeds_at_target"] = len(reached)
+        rows[name]["steps_to_target"] = statistics.fmean(reached) if reached else None
+    first = next(iter(rows.values()))
+    for row in rows.values():
+        row["ratios"] = {
+            "bytes": _ratio(
+                row["bytes_sent_per_region"]["mean"],
+                first["bytes_sent_per_region"]["mean"],
+            ),
+            "steps_to_target": _ratio(row["steps_to_target"], first["steps_to_target"]),
+        }
+    return {"target_loss": target, "methods": rows}
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """Mean and half range; None if any value is missing.
+
+    >>> spread([1.0, 2.0, 1.2])
+    Spread(mean=1.4, half_range=0.5)
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < len(values) or not known:
+        return None
+    return Spread(statistics.fmean(known), (max(known) - min(known)) / 2)
+
+
+def _row(runs: Sequence[Run]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "seeds": [run.seed for run in runs],
+        "runs": [dict(run.summary) for run in runs],
+    }
+    for measure in MEASURES:
+        found = spread([run.summary[measure] for run in runs])
+        row[measure] = found and dataclasses.asdict(found)
+    return row
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    if value is None or not reference:
+        return None
+    return value / reference

@@ -1,0 +1,146 @@
+"""Trains one model with several methods on the same data, and shows the difference.
+
+    python -m experiments.compare --preset=tiny
+
+Every method gets the same model, data, seeds, tokens and evaluation. Writes to the
+workdir: a folder for each run, comparison.json, PNG plots, and report.html with all
+of it. The same command goes on where an interrupted comparison stopped.
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+from absl import flags as absl_flags
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.data import load
+from cocodc_jax.report import gantt, page, plots
+from cocodc_jax.report.comparison import compare
+from cocodc_jax.report.runs import Run, load_run
+from cocodc_jax.report.units import format_bytes, format_count
+from cocodc_jax.runtime.trainer import NonFiniteLossError
+from experiments import flags
+from experiments.config import TrainConfig, dumps
+from experiments.session import Session, prepare
+from experiments.train import check_method_flags
+
+WITHOUT = ("method", "seed")
+
+
+def main() -> None:
+    """Reads the flags, trains every method with every seed, writes the report."""
+    console = Console()
+    open_text = functools.lru_cache(maxsize=1)(load)
+    with flags.usage_errors():
+        base = flags.config(WITHOUT)
+        methods = _method_names()
+        check_method_flags(base, methods)
+        workdir = pathlib.Path(flags.value("workdir") or f"runs/compare_{base.preset}")
+        configs = {
+            workdir / f"{method}_seed{seed}": base.replace(method=method, seed=seed)
+            for seed in range(_num_seeds())
+            for method in methods
+        }
+        # All of them before the first trains: a wrong flag costs nobody an hour.
+        for folder, config in configs.items():
+            prepare(config, folder, open_text)
+    runs = []
+    for folder, config in configs.items():
+        session = prepare(config, folder, open_text)
+        runs.append(_train(session, console))
+    _write_report(runs, base, workdir, console)
+
+
+def _method_names() -> list[str]:
+    names = [name.strip() for name in flags.value("methods").split(",") if name.strip()]
+    if not names:
+        raise ValueError("methods='' is empty; name at least one")
+    if len(set(names)) < len(names):
+        raise ValueError(f"methods={','.join(names)} names one twice")
+    return names
+
+
+def _num_seeds() -> int:
+    seeds = flags.value("seeds")
+    if seeds < 1:
+        raise ValueError(f"seeds={seeds} must be at least 1")
+    return seeds
+
+
+def _train(session: Session, console: Console) -> Run:
+    try:
+        session.train(console)
+    except NonFiniteLossError as error:
+        method, run = session.config.method.method, session.config.run
+        print(f"error: {method}, seed {run.seed}: {error}", file=sys.stderr)
+        sys.exit(1)
+    return load_run(session.workdir)
+
+
+def _write_report(
+    runs: Sequence[Run], base: TrainConfig, workdir: pathlib.Path, console: Console
+) -> None:
+    comparison = compare(runs)
+    (workdir / "comparison.json").write_text(dumps(comparison))
+    figures = {
+        "loss_by_steps": (plots.loss_by_steps(runs), "Loss against inner steps."),
+        "loss_by_bytes": (plots.loss_by_bytes(runs), "Loss against bytes sent."),
+    }
+    if any(run.of_kind("sync") for run in runs):
+        figures["fragments_in_flight"] = (
+            gantt.fragments_in_flight(runs),
+            "When each fragment was in flight; a mark is a sync without delay.",
+        )
+    pictures = []
+    for name, (figure, caption) in figures.items():
+        plots.save_png(figure, str(workdir / f"{name}.png"))
+        pictures.append(page.Picture(caption, plots.png_bytes(figure)))
+    text = page.render(
+        comparison,
+        pictures,
+        command=" ".join(["python -m experiments.compare", *sys.argv[1:]]),
+        config=base.to_json(),
+        machine=page.describe_machine(jax.devices()),
+    )
+    (workdir / "report.html").write_text(text)
+    _print_table(comparison, console)
+    console.print(f"Report: {workdir / 'report.html'}", highlight=False)
+
+
+def _print_table(comparison: dict, console: Console) -> None:
+    table = Table("method", box=box.SIMPLE, pad_edge=False)
+    for head in ("loss", "perplexity", "sent/region", "stall", "tokens/s", "to target"):
+        table.add_column(head, justify="right")
+    for name, row in comparison["methods"].items():
+        steps = row["steps_to_target"]
+        table.add_row(
+            name,
+            f"{row['eval_loss']['mean']:.4f}",
+            f"{row['eval_perplexity']['mean']:.3f}",
+            format_bytes(row["bytes_sent_per_region"]["mean"]),
+            f"{row['stall_seconds']['mean']:.2f} s",
+            format_count(row["tokens_per_second"]["mean"]),
+            "-" if steps is None else f"{steps:.0f} steps",
+        )
+    console.print(table)
+    console.print(
+        f"Loss of the regions' mean on held-out text; target: the worst loss, "
+        f"{comparison['target_loss']:.4f}.",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    flags.define(WITHOUT)
+    absl_flags.DEFINE_string(
+        "methods",
+        "data_parallel,diloco,streaming_diloco,cocodc",
+        "Methods to compare, separated by commas.",
+    )
+    absl_flags.DEFINE_integer("seeds", 1, "Seeds of each method: 0, 1, ...")
+    flags.run_main(main)

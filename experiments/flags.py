@@ -1,0 +1,117 @@
+"""Flags from the configuration's leaves, and errors that a person can act on.
+
+The only file that knows absl. A run's configuration is its preset with the flags
+that were given; it is rebuilt from them, so its own checks always run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags, logging
+
+from experiments.config import LEAVES, TrainConfig
+from experiments.configs import PRESETS
+
+USAGE_ERROR = 2
+
+_DEFINE = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_boolean,
+    str: flags.DEFINE_string,
+}
+
+
+def define(without: Sequence[str] = ()) -> None:
+    """Defines `--preset`, `--workdir` and a flag for every leaf.
+
+    Args:
+      without: leaves that the program gives another flag for.
+    """
+    presets = ", ".join(PRESETS)
+    flags.DEFINE_string("preset", "tiny", f"Named configuration: {presets}.")
+    flags.DEFINE_string(
+        "workdir", None, "Folder of the run; an interrupted run goes on there."
+    )
+    for name, leaf in LEAVES.items():
+        if name not in without:
+            text = leaf.help[:1].upper() + leaf.help[1:]
+            _DEFINE[leaf.type](name, None, f"{text} Default: the preset's.")
+    for name in ("preset", "workdir", *LEAVES):
+        if name not in without:  # `--help` shows the key flags of the program.
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+
+
+def given(name: str) -> bool:
+    """Whether the flag stands on the command line."""
+    return bool(flags.FLAGS[name].present)
+
+
+def value(name: str) -> Any:
+    """The flag's value."""
+    return flags.FLAGS[name].value
+
+
+def config(without: Sequence[str] = ()) -> TrainConfig:
+    """The preset with the flags given.
+
+    Args:
+      without: leaves that were not defined, see `define`.
+
+    Raises:
+      ValueError: for an unknown preset or a value that the configuration refuses.
+    """
+    if value("preset") not in PRESETS:
+        raise ValueError(
+            f"preset={value('preset')!r} is unknown; use one of {sorted(PRESETS)}"
+        )
+    names = [name for name in LEAVES if name not in without and given(name)]
+    leaves = {name: value(name) for name in names}
+    return PRESETS[value("preset")].replace(**leaves)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Parses the flags and calls `main`; a flag that is wrong exits with code 2."""
+
+    def call(argv: Sequence[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+        if len(argv) > 1:
+            _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
+        main()
+
+    app.run(call, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns a `ValueError` of the set-up into one line and exit code 2.
+
+    Only what is raised before training starts belongs inside: a `ValueError` of the
+    training itself must keep its traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        _exit(str(error))
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        _exit(str(error))
+
+
+def _exit(message: str) -> NoReturn:
+    line = " ".join(message.split())
+    # Messages begin with the argument's name, which is the flag's.
+    name = re.match(r"[a-z_0-9]+(?==)", line)
+    if name and name[0] in flags.FLAGS:
+        line = f"--{line}"
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)

@@ -1,0 +1,55 @@
+"""Trains one model in several regions with one method.
+
+    python -m experiments.train --preset=tiny --method=cocodc --workdir=DIR
+
+The same command goes on where an interrupted run stopped, bit for bit. Writes to
+DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events, checkpoints,
+summary.json.
+"""
+
+import pathlib
+import sys
+
+from cocodc_jax.runtime.trainer import NonFiniteLossError
+from cocodc_jax.sync.methods import defaults
+from experiments import flags
+from experiments.config import LEAVES, TrainConfig, dumps
+from experiments.session import prepare
+
+
+def main() -> None:
+    """Reads the flags, trains, prints the summary."""
+    with flags.usage_errors():
+        config = flags.config()
+        check_method_flags(config, [config.method.method])
+        default = pathlib.Path("runs") / f"{config.preset}_{config.method.method}"
+        session = prepare(config, flags.value("workdir") or default)
+    try:
+        summary = session.train()
+    except NonFiniteLossError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    if summary["steps"] < config.run.steps:
+        print(f"stopped at step {summary['steps']}; the same command goes on from there")
+        return
+    print(dumps(summary), end="")
+
+
+def check_method_flags(config: TrainConfig, methods: list[str]) -> None:
+    """Refuses a flag that none of the methods has a use for.
+
+    Raises:
+      ValueError: naming the flag and the methods.
+    """
+    taken = {name for method in methods for name in defaults(method)} | {"method"}
+    for name, leaf in LEAVES.items():
+        if leaf.section == "method" and name not in taken and flags.given(name):
+            raise ValueError(
+                f"{name}={getattr(config.method, name)} has no meaning for "
+                f"{', '.join(methods)}; leave it out"
+            )
+
+
+if __name__ == "__main__":
+    flags.define()
+    flags.run_main(main)

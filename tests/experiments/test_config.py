@@ -1,0 +1,119 @@
+"""The configuration: one leaf a flag, round trips, and what it refuses."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.config import (
+    LEAVES,
+    SECTIONS,
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    dumps,
+)
+from experiments.configs import PRESETS
+
+SMOKE = PRESETS["smoke"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_json(name):
+    config = PRESETS[name]
+    assert config.preset == name
+    assert TrainConfig.from_json(json.loads(dumps(config.to_json()))) == config
+
+
+def test_from_json_refuses_unknown_and_missing_keys():
+    value = SMOKE.to_json()
+    value["run"]["stepz"] = 3
+    with pytest.raises(ValueError, match=r"section 'run'.*stepz"):
+        TrainConfig.from_json(value)
+    value = SMOKE.to_json()
+    del value["data"]["tokenizer"]
+    with pytest.raises(ValueError, match=r"section 'data'.*tokenizer"):
+        TrainConfig.from_json(value)
+    with pytest.raises(ValueError, match="expected"):
+        TrainConfig.from_json({**SMOKE.to_json(), "more": {}})
+
+
+def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
+    fields = {
+        field.name for cls in SECTIONS.values() for field in dataclasses.fields(cls)
+    }
+    assert fields - set(LEAVES) == {"vocab_size"}
+    assert all(len(leaf.help) > 5 and "\n" not in leaf.help for leaf in LEAVES.values())
+    assert LEAVES["delay_steps"].type is int
+    assert LEAVES["outer_lr"].type is float
+    assert LEAVES["qk_norm"].type is bool
+    assert LEAVES["dataset"].type is str
+
+
+def test_replace_finds_the_section_and_seeds_the_data_too():
+    config = SMOKE.replace(width=64, outer_lr=0.3, seed=7, method="diloco")
+    assert config.model.width == 64
+    assert config.method.outer_lr == 0.3
+    assert (config.run.seed, config.data.seed) == (7, 7)
+    assert sorted(SMOKE.differences(config)) == [
+        "method: cocodc, not diloco",
+        "outer_lr: None, not 0.3",
+        "seed: 0, not 7",
+        "seed: 0, not 7",
+        "width: 32, not 64",
+    ]
+    with pytest.raises(ValueError, match="'widht' is no field"):
+        SMOKE.replace(widht=3)
+
+
+def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
+    assert MethodConfig(method="diloco", num_fragments=4).arguments == {
+        "sync_interval": 500,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    }
+    streaming = MethodConfig(method="streaming_diloco", outer_lr=0.2).arguments
+    assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RunConfig(steps=0), "steps=0 must be at least 1"),
+        (lambda: RunConfig(regions=3, eval_batches=8), "multiple of regions=3"),
+        (lambda: RunConfig(log_every=0), "log_every=0"),
+        (lambda: RunConfig(eval_every=-1), "eval_every=-1"),
+        (lambda: MethodConfig(method="dilocoo"), "method='dilocoo' is unknown"),
+        (lambda: MethodConfig(delay_steps=101), "delay_steps=101 is longer"),
+        (lambda: MethodConfig(outer_lr=-1.0), "outer_lr=-1.0 must be positive"),
+        (lambda: OptimizerConfig(inner_lr=0.0), "inner_lr=0.0 must be positive"),
+        (lambda: OptimizerConfig(beta2=1.0), r"beta2=1.0 must be in \[0, 1\)"),
+        (lambda: OptimizerConfig(final_lr_fraction=2.0), "final_lr_fraction=2.0"),
+        (lambda: SMOKE.replace(warmup_steps=48), "warmup_steps=48 must be less"),
+        (lambda: SMOKE.replace(data_axis=3), "batch_per_region=4 must be a multiple"),
+    ],
+)
+def test_what_it_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_inner_optimizer_is_clipped_adamw_with_warmup_and_cosine():
+    config = OptimizerConfig(
+        inner_lr=0.1, warmup_steps=2, final_lr_fraction=0.1, grad_clip=1.0
+    )
+    rate = config.learning_rate(10)
+    expected = [0.0, 0.05, 0.1]
+    expected += [0.01 + 0.09 * (1 + np.cos(np.pi * k / 8)) / 2 for k in range(1, 9)]
+    np.testing.assert_allclose([rate(i) for i in range(11)], expected, rtol=1e-5)
+
+    # A gradient of norm 10 is clipped to 1, so Adam's first moment sees that.
+    optimizer = config.build(10)
+    state = optimizer.init(jnp.zeros(4))
+    _, state = optimizer.update(jnp.full(4, 5.0), state, jnp.zeros(4))
+    first_moment = next(x for x in jax.tree.leaves(state) if x.shape == (4,))
+    np.testing.assert_allclose(first_moment, 0.1 * np.full(4, 0.5), rtol=1e-5)

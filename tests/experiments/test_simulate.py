@@ -1,0 +1,158 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from experiments import simulate
+
+# 1 GB a fragment, two regions, 1 GB/s: a sync of 1 s and two delays of 0.25 s.
+BASE = (
+    "--params=1e9",
+    "--bits_per_param=16",
+    "--num_fragments=2",
+    "--regions=2",
+    "--bandwidth_gbps=8",
+    "--latency_ms=250",
+    "--step_time_s=1",
+)
+
+
+def run(*arguments):
+    return simulate.main(["simulate", *BASE, *arguments])
+
+
+def read(folder):
+    return json.loads((folder / "simulation.json").read_text())
+
+
+def test_files_and_numbers(tmp_path, capsys):
+    arguments = ("--method=diloco", "--sync_interval=4", "--steps=8")
+    assert run(*arguments, f"--workdir={tmp_path / 'new'}") == 0
+    found = read(tmp_path / "new")
+    # 8 steps, twice a sync of 2 GB: 2 s and two delays.
+    assert found["summary"]["sim_s"] == 8 + 2 * 2.5
+    assert found["summary"]["bytes_sent_per_region"] == 4e9
+    assert found["flags"]["sync_interval"] == 4
+    assert [sync["merge_step"] for sync in found["syncs"]] == [4, 8]
+    trace = json.loads((tmp_path / "new" / "timeline.json").read_text())
+    assert any(event.get("name") == "stall" for event in trace["traceEvents"])
+    assert (tmp_path / "new" / "timeline.png").stat().st_size > 5000
+    assert "slowdown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("data_parallel", 30 * 3.5),
+        ("diloco", 300 + 3 * 2.5),
+        ("streaming_diloco", 300),
+        ("cocodc", 300),
+    ],
+)
+def test_defaults_of_each_method(method, expected, tmp_path):
+    assert run(f"--method={method}", f"--workdir={tmp_path}") == 0
+    assert read(tmp_path)["summary"]["sim_s"] == pytest.approx(expected)
+
+
+def test_delay_auto_and_unequal_regions(tmp_path):
+    arguments = ("--delay_steps=auto", "--step_time_s=1,0.5", f"--workdir={tmp_path}")
+    assert run(*arguments) == 0
+    summary = read(tmp_path)["summary"]
+    assert summary["max_delay_steps"] >= 2
+    assert summary["utilization"] < 1
+
+
+def test_links_from_a_file_and_by_name(tmp_path):
+    links = tmp_path / "links.yaml"
+    links.write_text(
+        "{regions: [a, b, c], default: {bandwidth_gbps: 8, latency_ms: 250}}"
+    )
+    assert run("--method=diloco", f"--links={links}", f"--workdir={tmp_path}") == 0
+    assert len(read(tmp_path)["bytes_sent"]) == 3
+    assert run("--world=us-east,australia", f"--workdir={tmp_path}") == 0
+    assert len(read(tmp_path)["bytes_sent"]) == 2
+
+
+def test_seconds_to_a_target_loss(tmp_path):
+    curve = tmp_path / "metrics.jsonl"
+    rows = [{"step": s, "eval_loss": 4 - s / 100} for s in (0, 100, 200)]
+    curve.write_text("\n".join(map(json.dumps, rows)))
+    arguments = (f"--loss_curve={curve}", "--target_loss=2.5", f"--workdir={tmp_path}")
+    assert run("--method=diloco", *arguments) == 0
+    assert read(tmp_path)["summary"]["sim_s_to_target"] == pytest.approx(152.5)
+
+
+def test_plan_explains_and_its_flags_work(tmp_path, capsys):
+    assert run("--plan", "--bandwidth_gbps=0.1", f"--workdir={tmp_path}") == 0
+    out = capsys.readouterr().out
+    assert "tau = " in out
+    assert json.loads((tmp_path / "plan.json").read_text())["num_fragments"] >= 2
+    chosen = out.splitlines()[-1].split()
+    arguments = ("--bandwidth_gbps=0.1", "--method=cocodc", f"--workdir={tmp_path}")
+    assert run(*arguments, *chosen) == 0
+    assert read(tmp_path)["summary"]["stall_s"] == pytest.approx(0, abs=1e-6)
+
+
+def test_table_is_printed_side_by_side(monkeypatch, capsys):
+    published = simulate.published
+    entries = {("1B", "streaming"): published.PUBLISHED_GBPS["1B", "streaming"]}
+    monkeypatch.setattr(published, "PUBLISHED_GBPS", entries)
+    assert run("--table") == 0
+    out = capsys.readouterr().out
+    assert "1.53/1.39 = 1.10" in out
+    assert "(published 10.4)" in out
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--bandwidth_gbps=-1", "--bandwidth_gbps=-1.0 must be positive and finite"),
+        ("--latency_ms=-3", "flag --latency_ms=-3: -3.0 is not"),
+        ("--loss=1.5", "--loss=1.5 must be in [0, 1)"),
+        ("--regions=0", "flag --regions=0: 0 is not a positive integer"),
+        ("--method=gossip", "flag --method=gossip: value should be one of"),
+        ("--methd=diloco", "Unknown command line flag 'methd'. Did you mean: method"),
+        ("--collective=star", "flag --collective=star: value should be one of"),
+        ("--delay_steps=-1", "--delay_steps=-1 must be a number of steps or 'auto'"),
+        ("--delay_steps=100", "--delay_steps=100 must be at least 0 and below sync_in"),
+        ("--num_fragments=101", "--num_fragments=101 must not be above sync_interval"),
+        ("--syncs_per_interval=9", "--syncs_per_interval=9 is for cocodc only"),
+        ("--step_time_s=1,2,3", "--step_time_s=1,2,3 must be one number or one for"),
+        ("--step_time_s=x", "--step_time_s=x must be numbers"),
+        ("--step_time_s=0", "--step_time_s=0 must be positive"),
+        ("--params=0", "--params=0.0 must be positive"),
+        ("--sync_interval=0", "--sync_interval=0 must be at least 1"),
+        ("--links=/no/such.yaml", "--links=/no/such.yaml: No such file or directory"),
+        ("--loss_curve=/no/such", "--loss_curve=/no/such needs --target_loss too"),
+        ("--target_loss=2", "--target_loss=2.0 needs --loss_curve too"),
+        ("--world=mars", "--world=mars: region 'mars' is unknown"),
+        ("extra", "argument 'extra' is no flag"),
+    ],
+)
+def test_bad_flags_are_one_line(flag, message, capsys):
+    assert run(flag) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_workdir_that_is_a_file(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text("")
+    assert run(f"--workdir={path}") == 2
+    assert capsys.readouterr().err.startswith(f"error: --workdir={path}: ")
+
+
+def test_program_exits_with_the_code():
+    program = [sys.executable, "-m", "experiments.simulate", "--regions=x"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: flag --regions=x")
+
+
+def test_help_lists_the_flags(capsys):
+    assert run("--help") == 0
+    out = capsys.readouterr().out
+    assert "--bandwidth_gbps" in out
+    assert "python -m experiments.simulate" in out

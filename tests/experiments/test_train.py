@@ -1,0 +1,197 @@
+"""`experiments.train` end to end: its files, a kill, a stop, and wrong flags."""
+
+import json
+import pathlib
+import re
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from cocodc_jax.runtime.checkpoint import Checkpoints
+from experiments.config import TrainConfig
+from experiments.configs import PRESETS
+from experiments.session import CHECKPOINTS, prepare
+
+MODULE = "experiments.train"
+PRESET = PRESETS["smoke"]
+FLAGS = ["--preset=smoke", "--method=cocodc", "--checkpoint_every=8", "--seed=3"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(run, corpus, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("unbroken")
+    code, out, err = run(MODULE, *FLAGS, *corpus, f"--workdir={workdir}")
+    assert code == 0, err
+    return workdir, out
+
+
+def records(workdir: pathlib.Path) -> list[dict]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def final_state(workdir: pathlib.Path):
+    """All arrays of the last checkpoint, as NumPy."""
+    config = TrainConfig.from_json(json.loads((workdir / "config.json").read_text()))
+    session = prepare(config, workdir)
+    shapes = jax.eval_shape(
+        lambda key: session.init_params(key), jax.random.key(0)
+    )
+    with Checkpoints(workdir / CHECKPOINTS) as saved:
+        state, _ = saved.restore(session.program, shapes)
+    assert state.step == config.run.steps
+    return jax.tree.map(np.asarray, (state.region, state.outer, state.in_flight))
+
+
+def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
+    mine, theirs = ((w / "metrics.jsonl").read_bytes() for w in (one, other))
+    assert mine == theirs
+    jax.tree.map(np.testing.assert_array_equal, final_state(one), final_state(other))
+
+
+def test_files_and_summary(unbroken):
+    workdir, out = unbroken
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert json.loads(out[out.index("{") :]) == summary
+    assert list(summary) == [
+        "method", "preset", "seed", "regions", "parameters", "steps", "tokens",
+        "eval_loss", "eval_perplexity", "eval_loss_outer", "bytes_sent_per_region",
+        "seconds", "stall_seconds", "tokens_per_second", "correction_ratio",
+    ]  # fmt: skip
+    assert summary["tokens"] == 48 * 4 * 4 * 32
+    assert summary["eval_perplexity"] == pytest.approx(np.exp(summary["eval_loss"]))
+    assert list((workdir / "tb").glob("events.out.tfevents.*"))
+    assert "step 48/48" in out  # Plain lines, since this is no terminal.
+
+
+def test_records_tell_the_run(unbroken):
+    found = records(unbroken[0])
+    steps = [r["step"] for r in found]
+    assert steps == sorted(steps)
+    train = [r for r in found if r["kind"] == "train"]
+    assert [r["step"] for r in train] == list(range(4, 49, 4))
+    assert train[-1]["loss"] < train[0]["loss"] - 1
+    evals = [r for r in found if r["kind"] == "eval"]
+    assert [r["step"] for r in evals] == [16, 32, 48]
+    syncs = [r for r in found if r["kind"] == "sync"]
+    # Every 2 steps one of 4 fragments starts and lands 2 steps later.
+    assert [r["start_step"] for r in syncs] == list(range(2, 47, 2))
+    assert all(r["apply_step"] - r["start_step"] == 2 for r in syncs)
+    assert {r["fragment"] for r in syncs} == {0, 1, 2, 3}
+    # The sync that left at step 48 is counted and not yet applied.
+    sent = evals[-1]["bytes_sent_per_region"] - sum(r["bytes"] for r in syncs)
+    assert sent in {r["bytes"] for r in syncs}
+
+
+def test_killed_and_resumed_equals_unbroken(command, run, corpus, unbroken, tmp_path):
+    step = np.random.default_rng(11).integers(9, 40)
+    flags = [*FLAGS, *corpus, f"--workdir={tmp_path}"]
+    process = command(MODULE, *flags)
+    path = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and json.loads(lines[-1])["step"] >= step:
+            break
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "summary.json").exists()
+    code, _, err = run(MODULE, *flags)
+    assert code == 0, err
+    assert_same_run(tmp_path, unbroken[0])
+
+
+def test_sigterm_ends_with_a_checkpoint_to_go_on_from(
+    command, run, corpus, unbroken, tmp_path
+):
+    flags = [*FLAGS, "--checkpoint_every=0", *corpus, f"--workdir={tmp_path}"]
+    process = command(MODULE, *flags)
+    path = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and path.stat().st_size:
+            break
+        time.sleep(0.02)
+    process.terminate()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "stopped at step" in out
+    stopped = json.loads((tmp_path / "config.json").read_text())
+    assert stopped["run"]["checkpoint_every"] == 0
+    code, _, err = run(MODULE, *flags)
+    assert code == 0, err
+    theirs = (unbroken[0] / "metrics.jsonl").read_bytes()
+    assert path.read_bytes() == theirs
+
+
+def small(tmp_path: pathlib.Path) -> str:
+    folder = tmp_path / "text"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.txt").write_text("too little\n")
+    (folder / "b.txt").write_text("by far\n")
+    return f"text:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"num_fragments": 5, "sync_interval": 20}, "num_fragments=5 does not fit"),
+        ({"model_axis": 3}, "model_axis|model=3"),
+        ({"devices": 64}, "devices=64 asks for more than there are"),
+        ({"dataset": "text:/nowhere"}, "dataset|/nowhere"),
+    ],
+)
+def test_what_set_up_refuses_before_anything_compiles(
+    leaves, message, tmp_path, corpus, monkeypatch
+):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    base = PRESET.replace(data_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        prepare(base.replace(**leaves), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corpus_too_small_is_refused(tmp_path):
+    config = PRESET.replace(data_dir=str(tmp_path), dataset=small(tmp_path))
+    with pytest.raises(ValueError, match="tokens"):
+        prepare(config, tmp_path / "run")
+
+
+def test_a_workdir_of_another_configuration_is_refused(unbroken, run, corpus):
+    workdir, _ = unbroken
+    before = (workdir / "config.json").read_text()
+    code, _, err = run(
+        MODULE, *FLAGS, *corpus, f"--workdir={workdir}", "--outer_lr=0.3"
+    )
+    assert code == 2
+    assert err.startswith(f"error: --workdir='{workdir}' holds a run of another")
+    assert "outer_lr: None, not 0.3" in err
+    assert err.count("\n") == 1
+    assert (workdir / "config.json").read_text() == before
+
+
+def test_a_flag_the_method_does_not_take_is_refused(run, tmp_path):
+    code, _, err = run(
+        MODULE, "--preset=smoke", "--method=diloco", "--mixing_alpha=0.5",
+        f"--workdir={tmp_path}",
+    )  # fmt: skip
+    assert code == 2
+    assert err == "error: --mixing_alpha=0.5 has no meaning for diloco; leave it out\n"
+
+
+def test_a_diverging_run_names_step_region_and_checkpoint(run, corpus, tmp_path):
+    code, _, err = run(
+        MODULE, "--preset=smoke", *corpus, f"--workdir={tmp_path}",
+        "--inner_lr=1e30", "--grad_clip=0", "--checkpoint_every=1", "--warmup_steps=0",
+    )  # fmt: skip
+    assert code == 1
+    line = err.splitlines()[-1]
+    assert line.startswith("error: loss is")
+    assert "at step" in line
+    assert "in region" in line
+    assert re.search(r"last good checkpoint: step [12]\b", line)

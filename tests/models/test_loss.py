@@ -1,0 +1,134 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cocodc_jax.models.loss import cross_entropy
+
+_WIDTH, _VOCAB = 8, 50
+_compiled = jax.jit(cross_entropy, static_argnums=3)
+
+
+def _example(batch, length, seed=0):
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(batch, length, _WIDTH)).astype(np.float32)
+    head = rng.normal(size=(_WIDTH, _VOCAB)).astype(np.float32)
+    targets = rng.integers(0, _VOCAB, (batch, length)).astype(np.int32)
+    return hidden, head, targets
+
+
+def _oracle(hidden, head, targets):
+    logits = hidden.astype(np.float64) @ head.astype(np.float64)
+    loss, correct = [], []
+    for row, target in zip(logits.reshape(-1, _VOCAB), targets.ravel(), strict=True):
+        loss.append(np.log(np.exp(row - row.max()).sum()) + row.max() - row[target])
+        correct.append(np.argmax(row) == target)
+    return np.mean(loss), np.mean(correct)
+
+
+def _grad_jaxpr(chunk_tokens, batch, length):
+    hidden, head, targets = _example(batch, length)
+    loss = functools.partial(cross_entropy, targets_BL=targets)
+    grad = jax.value_and_grad(
+        functools.partial(loss, chunk_tokens=chunk_tokens), argnums=(0, 1), has_aux=True
+    )
+    return jax.make_jaxpr(grad)(hidden, head).jaxpr
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(inner, "eqns"):
+                yield from _equations(getattr(inner, "jaxpr", inner))
+
+
+def _largest_float32(jaxpr):
+    return max(
+        out.aval.size
+        for equation in _equations(jaxpr)
+        for out in equation.outvars
+        if out.aval.dtype == np.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "chunk_tokens"),
+    [(2, 12, 8), (3, 7, 6), (1, 13, 4), (4, 5, 3), (2, 9, 18)],
+)
+def test_every_chunking_equals_the_numpy_oracle(batch, length, chunk_tokens):
+    hidden, head, targets = _example(batch, length)
+    targets[0, 0] = np.argmax(hidden[0, 0] @ head)
+    loss, accuracy = _compiled(hidden, head, targets, chunk_tokens)
+    expected_loss, expected_accuracy = _oracle(hidden, head, targets)
+    # Float32 sums of some dozen terms.
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(accuracy, expected_accuracy, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "length", "chunk_tokens"), [(3, 7, 6), (1, 13, 4)])
+def test_chunked_gradients_equal_plain_ones(batch, length, chunk_tokens):
+    hidden, head, targets = _example(batch, length)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def grads(hidden, head, chunk_tokens):
+        return jax.grad(
+            lambda h, w: cross_entropy(h, w, targets, chunk_tokens)[0], argnums=(0, 1)
+        )(hidden, head)
+
+    for chunked, plain in zip(
+        grads(hidden, head, chunk_tokens), grads(hidden, head, 10_000), strict=True
+    ):
+        np.testing.assert_allclose(chunked, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_gradient_is_softmax_minus_one_hot():
+    hidden, head, targets = _example(2, 5)
+    grad = jax.jit(jax.grad(lambda h: cross_entropy(h, head, targets, 4)[0]))(hidden)
+    logits = hidden.astype(np.float64) @ head
+    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = (softmax - np.eye(_VOCAB)[targets]) @ head.T / targets.size
+    np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_whole_logits_never_exist_when_chunked():
+    batch, length = 2, 64
+    num_logits = batch * length * _VOCAB
+    assert _largest_float32(_grad_jaxpr(10_000, batch, length)) >= num_logits
+    assert _largest_float32(_grad_jaxpr(16, batch, length)) < num_logits / 4
+
+
+def test_one_chunk_has_no_scan():
+    def has_scan(chunk_tokens):
+        equations = _equations(_grad_jaxpr(chunk_tokens, 2, 8))
+        return any(equation.primitive.name == "scan" for equation in equations)
+
+    assert not has_scan(16)
+    assert has_scan(15)
+
+
+def test_large_logits_stay_finite():
+    hidden, head, targets = _example(1, 4)
+    loss, _ = _compiled(hidden * 1e4, head, targets, 100)
+    expected, _ = _oracle(hidden * 1e4, head, targets)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_bfloat16_hidden_states_give_float32_logits_and_head_gradient(chunk_tokens):
+    hidden, head, targets = _example(2, 6)
+    hidden = jnp.asarray(hidden, jnp.bfloat16)
+    head = np.asarray(jnp.asarray(head, jnp.bfloat16), np.float32)
+    loss_fn = functools.partial(
+        cross_entropy, hidden, targets_BL=targets, chunk_tokens=chunk_tokens
+    )
+    (loss, _), grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(head)
+    assert loss.dtype == grad.dtype == jnp.float32
+    expected, _ = _oracle(np.asarray(hidden, np.float32), head, targets)
+    # Inputs are exact in bfloat16, so only float32 sums differ; logits rounded to
+    # bfloat16 would be off by about 1e-3.
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)

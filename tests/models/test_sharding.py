@@ -1,0 +1,205 @@
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.models import (
+    TransformerConfig,
+    check_divisible,
+    init_params,
+    make_loss_fn,
+    partition_specs,
+)
+
+_CONFIG = TransformerConfig(
+    vocab_size=32,
+    num_layers=2,
+    width=16,
+    mlp_width=24,
+    num_heads=4,
+    num_kv_heads=2,
+    qk_norm=True,
+    tie_embeddings=False,
+)
+# Every mechanism with a loop or a constant in it, on and off.
+_CHUNKED = dataclasses.replace(_CONFIG, loss_chunk_tokens=12, remat="full")
+_UNSCANNED = dataclasses.replace(
+    _CHUNKED, num_layers=1, scan_layers=False, tie_embeddings=True
+)
+_REGIONS = 4
+
+
+def _mesh(**axes):
+    sizes = tuple(axes.values())
+    return jax.make_mesh(
+        sizes,
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[: int(np.prod(sizes))],
+    )
+
+
+def _step(config):
+    """Returns `(params, tokens) -> ((loss, aux), gradient)` of one region."""
+    grad = jax.value_and_grad(make_loss_fn(config), has_aux=True)
+    return lambda params, tokens: grad(params, tokens, jax.random.key(0))
+
+
+@functools.cache
+def _example(config):
+    """Regions' parameters and tokens [R, ...], and each region's results."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: rng.normal(0.1, 0.3, (_REGIONS, *x.shape)).astype(np.float32),
+        _shapes(config),
+    )
+    tokens = rng.integers(0, 32, (_REGIONS, 4, 10)).astype(np.int32)
+    step = _compiled_step(config)
+    results = [step(_region(params, r), tokens[r]) for r in range(_REGIONS)]
+    return params, tokens, jax.tree.map(lambda *x: np.stack(x), *results)
+
+
+@functools.cache
+def _compiled_step(config):
+    tokens = jax.ShapeDtypeStruct((4, 10), np.int32)
+    return jax.jit(_step(config)).lower(_shapes(config), tokens).compile()
+
+
+def _shapes(config):
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def _region(tree, region):
+    return jax.tree.map(lambda x: x[region], tree)
+
+
+def _place(mesh, params, specs):
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    return jax.device_put(params, shardings)
+
+
+def _assert_close(actual, expected):
+    jax.tree.map(
+        # Sums over devices in another order, in float32.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6),
+        jax.device_get(actual),
+        expected,
+    )
+
+
+def test_sharded_step_equals_the_unsharded_one():
+    params, tokens, expected = _example(_CONFIG)
+    mesh = _mesh(data=2, model=2)
+    placed = _place(mesh, _region(params, 0), partition_specs(_shapes(_CONFIG)))
+    batch = jax.device_put(tokens[0], NamedSharding(mesh, P("data")))
+    compiled = jax.jit(_step(_CONFIG)).lower(placed, batch).compile()
+    _assert_close(compiled(placed, batch), _region(expected, 0))
+    # Four devices share the work: none does more than a third of it.
+    flops = [p.cost_analysis()["flops"] for p in (compiled, _compiled_step(_CONFIG))]
+    assert flops[0] < flops[1] / 3
+
+
+@pytest.mark.parametrize("config", [_CHUNKED, _UNSCANNED], ids=["scanned", "unscanned"])
+def test_step_inside_a_region_manual_shard_map(config):
+    params, tokens, expected = _example(config)
+    mesh = _mesh(region=2, data=2, model=2)
+    specs = jax.tree.map(
+        lambda spec: P("region", *spec),
+        partition_specs(_shapes(config)),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    placed = _place(mesh, params, specs)
+    batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
+    # Two regions a device: the body maps over those it holds.
+    program = jax.shard_map(
+        jax.vmap(_step(config)),
+        mesh=mesh,
+        axis_names={"region"},
+        in_specs=P("region"),
+        out_specs=P("region"),
+    )
+    assert "psum" not in str(jax.make_jaxpr(program)(placed, batch))
+    _assert_close(jax.jit(program)(placed, batch), expected)
+
+
+def test_one_region_per_device_without_vmap():
+    params, tokens, expected = _example(_CHUNKED)
+    mesh = _mesh(region=_REGIONS)
+
+    def body(params, tokens):
+        result = _step(_CHUNKED)(*_region((params, tokens), 0))
+        return jax.tree.map(lambda x: x[None], result)
+
+    program = jax.shard_map(
+        body, mesh=mesh, in_specs=P("region"), out_specs=P("region")
+    )
+    _assert_close(jax.jit(program)(params, tokens), expected)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_specs_divide_every_matrix(scan_layers):
+    specs = partition_specs(
+        _shapes(dataclasses.replace(_CONFIG, scan_layers=scan_layers))
+    )
+    block = specs["blocks"] if scan_layers else specs["blocks"][1]
+    layer = (None,) if scan_layers else ()
+    assert specs["embedding"] == P("model", None)
+    assert specs["head"] == P("data", "model")
+    assert specs["norm"]["scale"] == P()
+    assert block["attention"]["query"] == P(*layer, "data", "model")
+    assert block["attention"]["output"] == P(*layer, "model", "data")
+    assert block["mlp"]["up"] == P(*layer, "data", "model")
+    assert block["mlp"]["down"] == P(*layer, "model", "data")
+    assert block["attention"]["key_norm"]["scale"] == P()
+
+
+def test_other_axis_names():
+    specs = partition_specs({"head": np.zeros((2, 2))}, axes=("fsdp", "tensor"))
+    assert specs == {"head": P("fsdp", "tensor")}
+
+
+def test_unknown_parameters_are_refused():
+    with pytest.raises(ValueError, match="'conv'.* is not a parameter of the transf"):
+        partition_specs({"conv": np.zeros((2, 2))})
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        (
+            3,
+            1,
+            "width=16 is not a multiple of the mesh's data=3; use width=18 or data=2",
+        ),
+        (1, 8, "num_heads=4 .* model=8; use num_heads=8 or model=4"),
+        (1, 4, "num_kv_heads=2 .* model=4; use num_kv_heads=4 or model=2"),
+    ],
+)
+def test_indivisible_dimensions_are_named(data, model, message):
+    with pytest.raises(ValueError, match=message):
+        check_divisible(_CONFIG, data, model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_width": 25}, "mlp_width=25 .* model=2; use mlp_width=26 or model=1"),
+        ({"vocab_size": 33}, "vocab_size=33 .* model=2; use vocab_size=34 or model=1"),
+    ],
+)
+def test_odd_features_and_vocabulary_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_divisible(dataclasses.replace(_CONFIG, **changes), 2, 2)
+
+
+def test_dividing_meshes_pass():
+    check_divisible(_CONFIG, data=2, model=2)
+    check_divisible(_CONFIG, data=16, model=1)

@@ -1,0 +1,393 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cocodc_jax.models import (
+    TransformerConfig,
+    apply,
+    flops_per_token,
+    init_params,
+    make_loss_fn,
+)
+from cocodc_jax.models.transformer import RMSNorm, rotary_tables, rotate
+
+_SMALL = TransformerConfig(
+    vocab_size=29,
+    num_layers=2,
+    width=16,
+    mlp_width=24,
+    num_heads=4,
+    num_kv_heads=4,
+)
+_UNTIED = dataclasses.replace(
+    _SMALL, num_kv_heads=2, qk_norm=True, tie_embeddings=False, scan_layers=False
+)
+_KEY = jax.random.key(0)
+
+
+def _tokens(batch, length, seed=0, vocab_size=_SMALL.vocab_size):
+    shape = (batch, length)
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
+
+
+@functools.cache
+def _params(config):
+    """Parameters of init's size, norm scales off one so that they matter."""
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        is_scale = path[-1].key == "scale"
+        return rng.normal(1.0 * is_scale, 0.3, leaf.shape).astype(np.float32)
+
+    shapes = jax.eval_shape(functools.partial(init_params, config), _KEY)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@functools.cache
+def _compiled_apply(config):
+    return jax.jit(functools.partial(apply, config))
+
+
+@functools.cache
+def _compiled_grad(config):
+    return jax.jit(jax.grad(make_loss_fn(config), has_aux=True))
+
+
+@functools.cache
+def _compiled_init(config):
+    return jax.jit(functools.partial(init_params, config))
+
+
+def _logits(config, params, tokens):
+    return _compiled_apply(config)(params, tokens)
+
+
+def _grad(config, params, tokens):
+    return _compiled_grad(config)(params, tokens, _KEY)[0]
+
+
+def _unstacked(config, params):
+    return params | {
+        "blocks": {
+            layer: jax.tree.map(lambda leaf, i=layer: leaf[i], params["blocks"])
+            for layer in range(config.num_layers)
+        }
+    }
+
+
+def _oracle_logits(config, params, tokens):
+    """The forward pass in float64 NumPy, one sequence, head and position at a time."""
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    if config.scan_layers:
+        params = _unstacked(config, params)
+    width = config.width // config.num_heads
+    group = config.num_heads // config.num_kv_heads
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def turn(head):
+        turned = np.empty_like(head)
+        for t, vector in enumerate(head):
+            for i in range(width // 2):
+                angle = t * config.rope_theta ** (-2 * i / width)
+                spin = np.exp(1j * angle) * (vector[i] + 1j * vector[i + width // 2])
+                turned[t, i], turned[t, i + width // 2] = spin.real, spin.imag
+        return turned
+
+    def head_of(x, kernel, index, scale):
+        head = x @ kernel[:, index * width : (index + 1) * width]
+        return head if scale is None else norm(head, scale["scale"])
+
+    def attend(x, block):
+        mixed = []
+        for h in range(config.num_heads):
+            query = turn(head_of(x, block["query"], h, block.get("query_norm")))
+            key = turn(head_of(x, block["key"], h // group, block.get("key_norm")))
+            value = head_of(x, block["value"], h // group, None)
+            rows = []
+            for t in range(len(x)):
+                weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(width))
+                rows.append(weight @ value[: t + 1] / weight.sum())
+            mixed.append(np.stack(rows))
+        return np.concatenate(mixed, axis=-1) @ block["output"]
+
+    def feed(x, mlp):
+        gate = x @ mlp["gate"]
+        return (gate / (1 + np.exp(-gate)) * (x @ mlp["up"])) @ mlp["down"]
+
+    logits = []
+    for sequence in tokens:
+        x = params["embedding"][sequence]
+        for layer in range(config.num_layers):
+            block = params["blocks"][layer]
+            x = x + attend(
+                norm(x, block["attention_norm"]["scale"]), block["attention"]
+            )
+            x = x + feed(norm(x, block["mlp_norm"]["scale"]), block["mlp"])
+        head = params["embedding"].T if config.tie_embeddings else params["head"]
+        logits.append(norm(x, params["norm"]["scale"]) @ head)
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
+def test_forward_equals_the_numpy_oracle(config):
+    tokens = _tokens(2, 9)
+    logits = _logits(config, _params(config), tokens)
+    expected = _oracle_logits(config, _params(config), tokens)
+    # Float32 rounding through three blocks.
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
+def test_a_token_changes_nothing_before_it(config):
+    tokens = _tokens(2, 9)
+    before = _logits(config, _params(config), tokens)
+    for at in (1, 5, 8):
+        changed = tokens.copy()
+        changed[:, at] = (changed[:, at] + 1) % config.vocab_size
+        after = _logits(config, _params(config), changed)
+        np.testing.assert_array_equal(after[:, :at], before[:, :at])
+        assert np.all(np.abs(after[:, at:] - before[:, at:]).max(-1) > 0)
+
+
+def test_loss_predicts_the_next_token():
+    tokens = _tokens(2, 8)
+    loss, aux = jax.jit(make_loss_fn(_SMALL))(_params(_SMALL), tokens, _KEY)
+    logits = _oracle_logits(_SMALL, _params(_SMALL), tokens[:, :-1])
+    picked = np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    expected = np.mean(np.log(np.exp(logits).sum(-1)) - picked)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert aux["num_tokens"] == 14
+    np.testing.assert_allclose(
+        aux["accuracy"], np.mean(logits.argmax(-1) == tokens[:, 1:]), rtol=1e-6
+    )
+
+
+def test_initial_loss_is_near_that_of_a_uniform_guess():
+    config = dataclasses.replace(_SMALL, vocab_size=512, width=64)
+    tokens = _tokens(4, 33, vocab_size=512)
+    loss, _ = jax.jit(make_loss_fn(config))(_compiled_init(config)(_KEY), tokens, _KEY)
+    assert np.log(512) - 0.1 < loss < np.log(512) + 1
+
+
+def test_scanned_and_unscanned_models_are_one():
+    scanned = dataclasses.replace(_UNTIED, scan_layers=True)
+    tokens, params = _tokens(2, 9), _params(scanned)
+    unstacked = _unstacked(scanned, params)
+    np.testing.assert_allclose(
+        _logits(scanned, params, tokens),
+        _logits(_UNTIED, unstacked, tokens),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        _unstacked(scanned, _grad(scanned, params, tokens)),
+        _grad(_UNTIED, unstacked, tokens),
+    )
+
+
+def test_scanned_and_unscanned_models_start_alike():
+    scanned = _compiled_init(_SMALL)(_KEY)
+    unscanned = _compiled_init(dataclasses.replace(_SMALL, scan_layers=False))(_KEY)
+    jax.tree.map(np.testing.assert_array_equal, _unstacked(_SMALL, scanned), unscanned)
+
+
+def _num_products(config, params, tokens):
+    """Counts matrix products in forward and backward, scans by their length."""
+
+    def count(jaxpr, times):
+        total = 0
+        for equation in jaxpr.eqns:
+            total += times * (equation.primitive.name == "dot_general")
+            for inner in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                if hasattr(inner, "eqns"):
+                    length = equation.params.get("length", 1)
+                    total += count(getattr(inner, "jaxpr", inner), times * length)
+        return total
+
+    grad = jax.grad(make_loss_fn(config), has_aux=True)
+    return count(jax.make_jaxpr(grad)(params, tokens, _KEY).jaxpr, 1)
+
+
+@pytest.mark.parametrize("base", [_SMALL, _UNTIED], ids=["scanned", "unscanned"])
+def test_rematerialisation_repeats_products(base):
+    tokens, params = _tokens(2, 9), _params(base)
+    plain, dots, full = (
+        _num_products(dataclasses.replace(base, remat=remat), params, tokens)
+        for remat in ("none", "dots", "full")
+    )
+    # "dots" repeats the two products of attention, "full" those with weights too,
+    # but for the block's last, whose result nothing in backward needs.
+    assert dots == plain + 2 * base.num_layers
+    assert full == plain + 8 * base.num_layers
+
+
+@pytest.mark.parametrize(
+    ("base", "remat"), [(_SMALL, "dots"), (_SMALL, "full"), (_UNTIED, "full")]
+)
+def test_rematerialisation_keeps_gradients(base, remat):
+    tokens, params = _tokens(2, 9), _params(base)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        _grad(dataclasses.replace(base, remat=remat), params, tokens),
+        _grad(base, params, tokens),
+    )
+
+
+def test_grouped_heads_equal_repeated_key_value_heads():
+    grouped = dataclasses.replace(_SMALL, num_kv_heads=2)
+    full = _SMALL
+    params = _params(grouped)
+
+    def repeat(kernel):
+        split = kernel.reshape(*kernel.shape[:-1], 2, grouped.head_width)
+        return np.repeat(split, 2, axis=-2).reshape(*kernel.shape[:-1], full.width)
+
+    attention = params["blocks"]["attention"]
+    attention = attention | {name: repeat(attention[name]) for name in ("key", "value")}
+    repeated = params | {"blocks": params["blocks"] | {"attention": attention}}
+    tokens = _tokens(2, 9)
+    np.testing.assert_allclose(
+        _logits(grouped, params, tokens),
+        _logits(full, repeated, tokens),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_rotation_depends_on_relative_position_only():
+    rng = np.random.default_rng(0)
+    query, key = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    tables = rotary_tables(32, 8, 100.0)
+    turned_query = rotate(np.repeat(query, 32, axis=1), *tables)[0, :, 0]
+    turned_key = rotate(np.repeat(key, 32, axis=1), *tables)[0, :, 0]
+    scores = np.asarray(turned_query @ turned_key.T)
+    for offset in range(-31, 32):
+        diagonal = np.diagonal(scores, offset)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+    assert np.ptp(scores[0]) > 0.1
+    np.testing.assert_allclose(turned_query[0], query[0, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.linalg.norm(turned_key, axis=-1), np.linalg.norm(key), rtol=1e-5
+    )
+
+
+def test_rms_norm_against_numpy():
+    x = np.random.default_rng(0).normal(3, 2, (2, 5, 48)).astype(np.float32)
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+    norm = RMSNorm(48)
+    norm.scale[...] = jnp.linspace(0.5, 2, 48)
+    expected = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6)
+    expected = expected * np.linspace(0.5, 2, 48)
+    np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
+    half = norm(jnp.asarray(x, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    # With float32 statistics only the result is rounded, by half of 2^-7 at most.
+    np.testing.assert_allclose(np.asarray(half, np.float32), expected, rtol=2**-8)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+    config = dataclasses.replace(_SMALL, compute_dtype="bfloat16", vocab_size=31)
+    params, tokens = _params(config), _tokens(2, 9)
+    grad = jax.eval_shape(functools.partial(_grad, config), params, tokens)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grad)} == {np.dtype(np.float32)}
+    logits = _logits(config, params, tokens)
+    assert logits.dtype == jnp.float32
+    # Accumulated in float32: not all representable in bfloat16.
+    assert np.any(logits != logits.astype(jnp.bfloat16).astype(jnp.float32))
+    exact = _oracle_logits(config, params, tokens)
+    error = np.abs(logits - exact).max() / np.abs(exact).max()
+    # Bfloat16 keeps 8 bits; the lower bound shows that it was used at all.
+    assert 1e-4 < error < 0.05
+
+
+def test_init_is_a_pure_function_of_the_key():
+    one = _compiled_init(_SMALL)(_KEY)
+    regions = jax.jit(jax.vmap(functools.partial(init_params, _SMALL)))(
+        jnp.stack([_KEY, _KEY])
+    )
+    for region in range(2):
+        jax.tree.map(
+            lambda a, b, r=region: np.testing.assert_array_equal(a, b[r]), one, regions
+        )
+    other = _compiled_init(_SMALL)(jax.random.key(1))
+    assert np.all(other["embedding"] != one["embedding"])
+
+
+def test_init_deviations_follow_fan_in_and_depth():
+    config = dataclasses.replace(_SMALL, width=128, mlp_width=256, num_layers=8)
+    params = _compiled_init(config)(_KEY)
+    residual = 1 / np.sqrt(2 * 8)
+    expected = {
+        "query": 128**-0.5,
+        "value": 128**-0.5,
+        "output": 128**-0.5 * residual,
+    }
+    for name, deviation in expected.items():
+        kernel = params["blocks"]["attention"][name]
+        np.testing.assert_allclose(np.std(kernel), deviation, rtol=0.02)
+    down = np.std(params["blocks"]["mlp"]["down"])
+    np.testing.assert_allclose(down, 256**-0.5 * residual, rtol=0.02)
+    assert np.all(params["norm"]["scale"] == 1)
+
+
+def test_names_of_the_parameters():
+    assert set(_params(_SMALL)) == {"embedding", "blocks", "norm"}
+    assert set(_params(_UNTIED)) == {"embedding", "blocks", "norm", "head"}
+    assert _params(_SMALL)["blocks"]["mlp"]["gate"].shape == (2, 16, 24)
+    assert _params(_UNTIED)["blocks"][1]["attention"]["key"].shape == (16, 8)
+
+
+def test_forward_over_reverse_gives_the_hessian_vector_product():
+    config = dataclasses.replace(
+        _SMALL, num_layers=1, loss_chunk_tokens=6, remat="full"
+    )
+    params, tokens = _params(config), _tokens(2, 8)
+    rng = np.random.default_rng(2)
+    along = jax.tree.map(lambda x: rng.normal(0, 1, x.shape).astype(np.float32), params)
+
+    def grad(params):
+        return jax.grad(make_loss_fn(config), has_aux=True)(params, tokens, _KEY)[0]
+
+    product = jax.jit(lambda p, v: jax.jvp(grad, (p,), (v,))[1])(params, along)
+    shift = 1e-3
+    grad = jax.jit(grad)
+    moved = [
+        grad(jax.tree.map(lambda p, v, s=s: p + s * v, params, along))
+        for s in (shift, -shift)
+    ]
+    difference = jax.tree.map(lambda a, b: (a - b) / (2 * shift), *moved)
+    flat = [
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)])
+        for t in (product, difference)
+    ]
+    # A central difference in float32 is good to about a percent.
+    assert np.linalg.norm(flat[0] - flat[1]) < 0.02 * np.linalg.norm(flat[0])
+
+
+@pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
+def test_flops_per_token_are_those_of_the_compiled_step(config):
+    config = dataclasses.replace(
+        config,
+        num_layers=1,
+        width=64,
+        mlp_width=160,
+        vocab_size=256,
+        scan_layers=False,
+        num_kv_heads=4,
+    )
+    shapes = jax.eval_shape(functools.partial(init_params, config), _KEY)
+    tokens = jax.ShapeDtypeStruct((2, 65), np.int32)
+    grad = jax.value_and_grad(make_loss_fn(config), has_aux=True)
+    compiled = jax.jit(grad).lower(shapes, tokens, _KEY).compile()
+    # XLA counts element-wise work as well.
+    counted = compiled.cost_analysis()["flops"] / (2 * 64)
+    assert 1 < counted / flops_per_token(config, 64) < 1.15

@@ -1,0 +1,177 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocodc_jax.network.collectives import (
+    COLLECTIVES,
+    collective_cost,
+    point_to_point_s,
+    reduce_scatter_rounds,
+    rounds_s,
+)
+from cocodc_jax.network.links import Link, LinkState, uniform
+
+ALL_REDUCES = ("ring", "tree", "pairs")
+
+
+def equal_state(num, seconds_per_gb=1.0, delay_s=0.5):
+    return uniform(num, Link(8.0 / seconds_per_gb, delay_s)).at()
+
+
+@st.composite
+def states(draw, max_regions=6):
+    num = draw(st.integers(2, max_regions))
+    size = num * num
+    rates = draw(st.lists(st.floats(1e6, 1e9), min_size=size, max_size=size))
+    delays = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
+    rate = np.reshape(rates, (num, num))
+    delay = np.reshape(delays, (num, num))
+    np.fill_diagonal(rate, np.inf)
+    np.fill_diagonal(delay, 0.0)
+    return LinkState(rate, delay)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 8])
+def test_formulas_on_equal_links(num):
+    state, gb = equal_state(num), 1e9
+    logs = math.log2(num)
+    seconds = {
+        "ring": 2 * (num - 1) * (0.5 + 12 / num),
+        "gather": (num - 1) * 12.5,
+    }
+    if logs.is_integer():
+        seconds |= {"tree": 2 * logs * 12.5, "pairs": logs * 12.5}
+    for name, expected in seconds.items():
+        assert collective_cost(state, name, 12 * gb).seconds == pytest.approx(expected)
+
+
+def test_parts_of_a_cost():
+    cost = collective_cost(equal_state(4), "ring", 4e9)
+    assert (cost.seconds, cost.latency_s, cost.transfer_s) == (9.0, 3.0, 6.0)
+    assert cost.bytes_sent == (6e9,) * 4
+
+
+def test_tree_of_three_by_hand():
+    # Both leaves send at once and are in at 12.5; the root sends down twice, from 12.5
+    # and, its port free again, from 24.5.
+    assert collective_cost(equal_state(3), "tree", 12e9).seconds == 37.0
+
+
+def test_pairs_of_three_by_hand():
+    # 2 -> 0 is in at 12.5, as is 1 -> 0; 0 -> 1 leaves from 12.5 to 24.5, then 0 -> 2.
+    assert collective_cost(equal_state(3), "pairs", 12e9).seconds == 37.0
+
+
+def test_ring_over_a_slow_link_by_hand():
+    # Three regions, 3 GB, so messages of 1 GB; 0 -> 1 takes 3 s, the others 1 s, no
+    # delay. Each region sends 4 messages; those of region 0 leave the port at 3, 6, 9,
+    # 12: what it sends last has been there for long. So 12 s, the slow link's own time.
+    rate = np.full((3, 3), 1e9)
+    rate[0, 1] = 1e9 / 3
+    state = LinkState(rate, np.zeros((3, 3)))
+    assert collective_cost(state, "ring", 3e9).seconds == pytest.approx(12.0)
+    # The other way round the slow link is not used: 4 messages of 1 s.
+    assert collective_cost(state, "ring", 3e9, (0, 2, 1)).seconds == pytest.approx(4.0)
+
+
+def test_tree_waits_for_its_slowest_branch():
+    # Up: 1 -> 0 and 3 -> 2 (5 s) together, then 2 -> 0 (1 s); down: 0 -> 2, 2 -> 3.
+    rate = np.full((4, 4), 1e9)
+    rate[3, 2] = 0.2e9
+    state = LinkState(rate, np.zeros((4, 4)))
+    assert collective_cost(state, "tree", 1e9).seconds == pytest.approx(5 + 1 + 1 + 1)
+
+
+def test_a_port_sends_one_message_at_a_time():
+    state = equal_state(3)
+    rounds = [[(0, 1, 1e9)], [(0, 2, 1e9)]]
+    assert rounds_s(state, rounds) == 2.5  # the second leaves at 1 s, not at 1.5 s
+
+
+def test_reduce_scatter_and_gather_make_a_ring():
+    state = equal_state(4)
+    scatter = rounds_s(state, reduce_scatter_rounds(range(4), 4e9))
+    gather = collective_cost(state, "gather", 1e9).seconds
+    assert scatter == gather == 4.5
+    assert collective_cost(state, "ring", 4e9).seconds == scatter + gather
+
+
+def test_point_to_point():
+    assert point_to_point_s(equal_state(2), 0, 1, 3e9) == 3.5
+
+
+def test_an_outage_takes_for_ever():
+    rate = np.full((2, 2), 1e9)
+    rate[0, 1] = 0.0
+    cost = collective_cost(LinkState(rate, np.zeros((2, 2))), "ring", 1.0)
+    assert math.isinf(cost.seconds)
+
+
+def test_one_region_costs_nothing():
+    for name in COLLECTIVES:
+        cost = collective_cost(equal_state(1), name, 1e9)
+        assert (cost.seconds, cost.bytes_sent) == (0.0, (0.0,))
+
+
+@given(states(), st.floats(0, 1e9))
+def test_ring_is_never_below_its_bandwidth_bound(state, num_bytes):
+    num = state.num_regions
+    slowest = min(state.bytes_per_s[i, (i + 1) % num] for i in range(num))
+    bound = 2 * (num - 1) / num * num_bytes / slowest
+    assert collective_cost(state, "ring", num_bytes).seconds >= bound * (1 - 1e-9)
+
+
+@given(states(), st.sampled_from(ALL_REDUCES), st.floats(1, 1e9))
+def test_every_region_contributes_and_receives(state, name, num_bytes):
+    """Symbolic run: with sets for sums, everybody ends with everybody's data."""
+    num = state.num_regions
+    parts = num if name == "ring" else 1
+    rounds = COLLECTIVES[name](range(num), num_bytes)
+    held = [[{i} for _ in range(parts)] for i in range(num)]
+    for k, step in enumerate(rounds):
+        before = [[set(part) for part in parts_of] for parts_of in held]
+        for source, target, size in step:
+            assert size == pytest.approx(num_bytes / parts)
+            part = (source - k) % num if name == "ring" else 0
+            held[target][part] |= before[source][part]
+    assert all(part == set(range(num)) for parts_of in held for part in parts_of)
+
+
+@given(states(), st.sampled_from(sorted(COLLECTIVES)), st.floats(0, 1e9))
+def test_monotone_in_bytes_bandwidth_and_delay(state, name, num_bytes):
+    base = collective_cost(state, name, num_bytes).seconds
+    slack = 1 + 1e-9
+    more = collective_cost(state, name, 2 * num_bytes).seconds
+    narrow = LinkState(state.bytes_per_s / 2, state.delay_s)
+    far = LinkState(state.bytes_per_s, state.delay_s * 2)
+    assert base <= more * slack
+    assert base <= collective_cost(narrow, name, num_bytes).seconds * slack
+    assert base <= collective_cost(far, name, num_bytes).seconds * slack
+
+
+@given(st.integers(1, 9), st.sampled_from(sorted(COLLECTIVES)))
+def test_a_region_sends_and_receives_once_a_round(num, name):
+    for step in COLLECTIVES[name](range(num), 1.0):
+        sources, targets = [m[0] for m in step], [m[1] for m in step]
+        assert len(set(sources)) == len(sources)
+        assert len(set(targets)) == len(targets)
+
+
+@given(st.integers(2, 9))
+def test_pairs_exchange_both_ways(num):
+    messages = [m for step in COLLECTIVES["pairs"](range(num), 1.0) for m in step]
+    there = sorted((a, b) for a, b, _ in messages)
+    assert there == sorted((b, a) for a, b, _ in messages)
+
+
+def test_errors():
+    state = equal_state(3)
+    with pytest.raises(ValueError, match="collective='star' must be one of"):
+        collective_cost(state, "star", 1.0)
+    with pytest.raises(ValueError, match="num_bytes=-1 must not be negative"):
+        collective_cost(state, "ring", -1)
+    with pytest.raises(ValueError, match=r"order=\(0, 0, 1\) must be a permutation"):
+        collective_cost(state, "ring", 1.0, (0, 0, 1))

@@ -1,0 +1,282 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.network.links import Link, LinkChange, uniform
+from cocodc_jax.network.simulator import Workload, simulate
+from cocodc_jax.network.syncs import AUTO, Schedule
+
+GB = 1e9
+# Two regions, 1 GB/s, 0.5 s: a ring all-reduce of 2 GB takes 2 (1 + 0.5) = 3 s, of
+# which the links are busy for 2 s.
+PAIR = uniform(2, Link(bandwidth_gbps=8.0, latency_s=0.5))
+
+
+def work(*fragment_gb, step_time_s=(1.0, 1.0), num_layers=1):
+    return Workload(tuple(gb * GB for gb in fragment_gb), step_time_s, num_layers)
+
+
+def test_data_parallel_by_hand():
+    timeline = simulate(PAIR, work(2), Schedule("data_parallel"), 3)
+    assert timeline.sim_s == 12.0
+    assert timeline.stall_s == (9.0, 9.0)
+    assert timeline.utilization() == 0.25
+    assert timeline.bytes_sent == (6 * GB, 6 * GB)
+    assert [s.merge_s for s in timeline.syncs] == [4.0, 8.0, 12.0]
+
+
+def test_diloco_by_hand():
+    timeline = simulate(PAIR, work(1, 1), Schedule("diloco", 2, 4), 9)
+    assert timeline.sim_s == 9 + 2 * 3
+    assert [s.fragments for s in timeline.syncs] == [(0, 1), (0, 1)]
+
+
+def test_streaming_by_hand():
+    # Fragment 1 starts after steps 2, 6, ..., fragment 0 after 4, 8, ...; tau 2.
+    #   2.0 f1 starts, busy to 4, in at 5.0; step 4 is done at 4.0, so a stall of 1.
+    #   4.0 f0 starts (before that stall), busy 4 to 6, in at 7.0; step 6 done at 7.0.
+    #   7.0 f1 starts, in at 10.0; step 8 done at 9.0, a stall of 1.
+    timeline = simulate(PAIR, work(2, 2), Schedule("streaming_diloco", 2, 4, 2), 8)
+    seen = [
+        (s.fragments, s.start_step, s.merge_step, s.start_s, s.arrival_s, s.stall_s)
+        for s in timeline.syncs
+    ]
+    assert seen == [
+        ((1,), 2, 4, 2.0, 5.0, 1.0),
+        ((0,), 4, 6, 4.0, 7.0, 0.0),
+        ((1,), 6, 8, 7.0, 10.0, 1.0),
+    ]
+    assert timeline.sim_s == 10.0
+    # Three merged and one just started, 2 (M - 1) / M of 2 GB each.
+    assert timeline.bytes_sent == (8 * GB, 8 * GB)
+
+
+def test_two_syncs_under_way_share_the_links():
+    # 3 s of transfer from step 2, at 4 s another 3 s joins: the first is done at 5 s if
+    # they go in turn, at 6 s if they share, and in 0.5 s later. Step 5 is done at 5 s.
+    schedule = Schedule("streaming_diloco", 2, 4, 3)
+    topology = uniform(2, Link(8.0, 0.25))
+    fair = simulate(topology, work(3, 3), schedule, 5)
+    assert (fair.syncs[0].arrival_s, fair.syncs[0].stall_s) == (6.5, 1.5)
+    fifo = simulate(topology, work(3, 3), schedule, 5, sharing="fifo")
+    assert (fifo.syncs[0].arrival_s, fifo.syncs[0].stall_s) == (5.5, 0.5)
+
+
+def test_merged_when_it_has_arrived():
+    # Starts at 2, in at 5: the first boundary at which it is there is step 5.
+    schedule = Schedule("streaming_diloco", 2, 8, AUTO)
+    timeline = simulate(PAIR, work(2, 2), schedule, 20)
+    assert {s.merge_step - s.start_step for s in timeline.syncs} == {3}
+    assert timeline.sim_s == 20.0
+
+
+def test_the_bound_on_the_delay_makes_it_wait():
+    schedule = Schedule("streaming_diloco", 2, 8, AUTO, max_delay_steps=2)
+    timeline = simulate(PAIR, work(2, 2), schedule, 8)
+    assert [s.stall_s for s in timeline.syncs] == [1.0]  # that of step 4 + 2
+
+
+def test_unequal_regions_wait_for_the_slowest():
+    uneven = work(2, step_time_s=(1.0, 3.0))
+    timeline = simulate(PAIR, uneven, Schedule("data_parallel"), 2)
+    # Both start when region 1 is ready, at 3 s, and go on at 6 s.
+    assert timeline.stall_s == (10.0, 6.0)
+    assert timeline.sim_s == 12.0
+    assert timeline.utilization() == pytest.approx((2 / 12 + 6 / 12) / 2)
+
+
+def test_an_outage_stalls_for_its_length():
+    changes = (LinkChange(1.5, 10.0, bandwidth_factor=0.0),)
+    topology = dataclasses.replace(PAIR, changes=changes)
+    timeline = simulate(topology, work(2), Schedule("data_parallel"), 2)
+    assert timeline.sim_s == 8.0 + 10.0
+
+
+def test_layers_travel_as_they_are_ready_by_hand():
+    # A step of 3 s: forward 0.5 s a layer, backward 1 s a layer, 1 s a layer to send.
+    # Layer 1 is ready at 2 s, layer 0 at 3 s, in at 4 s: the next step waits 1 s for
+    # layer 0, and has layer 1 by then.
+    topology = uniform(2, Link(8.0, 0.0))
+    timeline = simulate(
+        topology,
+        work(2, step_time_s=(3.0, 3.0), num_layers=2),
+        Schedule("data_parallel"),
+        4,
+        sharing="fifo",
+    )
+    assert timeline.sim_s == pytest.approx(4 * 4.0)
+    first = timeline.syncs[0]
+    assert (first.start_s, first.arrival_s) == pytest.approx((2.0, 4.0))
+
+
+def test_layers_wait_inside_the_forward_pass():
+    # Fragment 1 is layer 1 alone: ready 1 s before the step ends, 4 s to send, tau 0,
+    # needed 0.5 s after the step begins: waits 4 - 1 - 0.5 = 2.5 s.
+    topology = uniform(2, Link(8.0, 0.0))
+    timeline = simulate(
+        topology,
+        work(4, 4, step_time_s=(3.0, 3.0), num_layers=2),
+        Schedule("streaming_diloco", 2, 2, 0),
+        1,
+    )
+    assert timeline.syncs[0].fragments == (1,)
+    assert timeline.syncs[0].stall_s == pytest.approx(2.5)
+
+
+def test_strided_layers():
+    sizes = work(3, 2, num_layers=5).messages((0, 1))
+    assert sizes == [(4, GB), (3, GB), (2, GB), (1, GB), (0, GB)]
+
+
+def test_times_between_events():
+    timeline = simulate(PAIR, work(2), Schedule("diloco", 1, 4), 6)
+    seen = [timeline.times_s(step)[0] for step in (0, 3, 4, 5, 6)]
+    assert seen == [0.0, 3.0, 7.0, 8.0, 9.0]
+    assert timeline.utilization(since_step=4) == 1.0
+    with pytest.raises(ValueError, match="step=7 must be between 0 and 6"):
+        timeline.times_s(7)
+
+
+def test_summary_by_hand():
+    summary = simulate(PAIR, work(2), Schedule("diloco", 1, 4), 9).summary()
+    assert summary == {
+        "steps": 9,
+        "sim_s": 15.0,
+        "sim_s_per_step": 15 / 9,
+        "sim_s_without_network": 9.0,
+        "slowdown": 15 / 9,
+        "utilization": 9 / 15,
+        "stall_s": 6.0,
+        "bytes_sent_per_region": 4 * GB,
+        "syncs": 2,
+        "mean_sync_s": 3.0,
+        "mean_delay_steps": 0.0,
+        "max_delay_steps": 0,
+    }
+
+
+def test_one_region_never_waits():
+    alone = uniform(1, Link(1.0, 1.0))
+    timeline = simulate(
+        alone, work(2, step_time_s=(1.0,)), Schedule("data_parallel"), 5
+    )
+    assert (timeline.sim_s, timeline.bytes_sent) == (5.0, (0.0,))
+
+
+@pytest.mark.parametrize(
+    ("workload", "num_steps", "message"),
+    [
+        (work(2, step_time_s=(1.0,)), 1, r"step_time_s=\(1.0,\) has 1 entries; 2 are"),
+        (work(1, 1), 1, "fragment_bytes=.* has 2 entries; 1 are needed"),
+        (work(2), 0, "num_steps=0 must be at least 1"),
+    ],
+)
+def test_sizes_must_match(workload, num_steps, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(PAIR, workload, Schedule("data_parallel"), num_steps)
+
+
+def test_workload_errors():
+    with pytest.raises(ValueError, match="step_time_s=.* must be positive numbers"):
+        work(1, step_time_s=(0.0, 1.0))
+    with pytest.raises(ValueError, match="num_layers=2 must be 1 or at least"):
+        work(1, 1, 1, num_layers=2)
+
+
+@st.composite
+def schedules(draw):
+    method = draw(
+        st.sampled_from(["data_parallel", "diloco", "streaming_diloco", "cocodc"])
+    )
+    num = draw(st.integers(1, 4))
+    interval = draw(st.integers(num + 1, 12))
+    if method == "data_parallel":
+        return Schedule(method, num)
+    if method == "diloco":
+        return Schedule(method, num, interval)
+    delay = draw(st.integers(0, interval - 1))
+    syncs = draw(st.integers(num, interval)) if method == "cocodc" else None
+    return Schedule(method, num, interval, delay, syncs)
+
+
+runs = st.tuples(
+    schedules(),
+    st.integers(2, 4),
+    st.floats(0.1, 100.0),
+    st.floats(0.0, 2.0),
+    st.sampled_from(["fair", "fifo"]),
+    st.sampled_from(["ring", "tree", "pairs", "gather"]),
+)
+
+
+def run(case, gbps_factor=1.0, extra_latency_s=0.0, delay_steps=None):
+    schedule, num, gbps, latency_s, sharing, collective = case
+    if delay_steps is not None:
+        schedule = dataclasses.replace(schedule, delay_steps=delay_steps)
+    topology = uniform(num, Link(gbps * gbps_factor, latency_s + extra_latency_s))
+    sizes = tuple(GB * (1 + p / 3) for p in range(schedule.num_fragments))
+    steps_s = tuple(0.2 + 0.1 * i for i in range(num))
+    workload = Workload(sizes, steps_s)
+    return simulate(
+        topology, workload, schedule, 30, collective, range(num), sharing=sharing
+    )
+
+
+@settings(deadline=None)
+@given(runs)
+def test_time_is_compute_and_stall(case):
+    timeline = run(case)
+    assert 0 < timeline.utilization() <= 1
+    steps_s = np.asarray(timeline.step_time_s)
+    ends = 30 * steps_s + np.asarray(timeline.stall_s)
+    np.testing.assert_allclose(timeline.times_s(30), ends, rtol=1e-9)
+    assert min(timeline.stall_s) >= 0
+    for sync in timeline.syncs:
+        assert sync.start_s <= sync.arrival_s <= sync.merge_s + 1e-9
+        assert sync.merge_step - sync.start_step == case[0].delay_steps
+
+
+@settings(deadline=None)
+@given(runs)
+def test_bytes_are_those_of_the_messages(case):
+    timeline = run(case)
+    schedule, num, collective = case[0], case[1], case[5]
+    assume(collective in ("ring", "gather"))
+    sizes = [GB * (1 + p / 3) for p in range(schedule.num_fragments)]
+    share = 2 * (num - 1) / num if collective == "ring" else num - 1
+    merged = sum(sum(sizes[p] for p in s.fragments) for s in timeline.syncs)
+    recorded = sum(s.bytes_sent[0] for s in timeline.syncs)
+    assert recorded == pytest.approx(share * merged)
+    # What is not merged yet is at most every fragment once.
+    left = timeline.bytes_sent[0] - recorded
+    assert -1 <= left <= share * sum(sizes) + 1
+
+
+@settings(deadline=None)
+@given(runs, st.floats(1.0, 10.0), st.floats(0.0, 1.0))
+def test_a_better_network_is_never_slower(case, factor, latency_s):
+    base = run(case).sim_s
+    assert run(case, gbps_factor=factor).sim_s <= base * (1 + 1e-9)
+    assert run(case, extra_latency_s=latency_s).sim_s >= base * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(runs)
+def test_no_overlap_waits_longest(case):
+    assume(case[0].method == "streaming_diloco")
+    assert run(case).sim_s <= run(case, delay_steps=0).sim_s * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(runs)
+def test_auto_delay_stalls_only_at_its_bound(case):
+    assume(case[0].method in ("streaming_diloco", "cocodc"))
+    timeline = run(case, delay_steps=AUTO)
+    bound = case[0].sync_interval - 1
+    for sync in timeline.syncs:
+        assert sync.merge_step - sync.start_step <= bound
+        if sync.merge_step - sync.start_step < bound:
+            assert sync.stall_s == 0

@@ -1,0 +1,54 @@
+"""The inner mesh's shape, and the device that keeps the outer state."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.mesh import make_mesh, outer_device, regional
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_regions", "data", "model", "length"),
+    [
+        (9, 4, 1, 1, 4),
+        (9, 4, 2, 1, 4),
+        (9, 4, 2, 2, 2),
+        (3, 4, 1, 1, 2),  # Three devices would not hold equal blocks of four regions.
+        (1, 4, 1, 1, 1),
+        (9, 6, 1, 2, 3),
+        (9, 1, 2, 4, 1),
+    ],
+)
+def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
+    num_devices, num_regions, data, model, length
+):
+    devices = jax.devices()[:num_devices]
+    mesh = make_mesh(num_regions, data, model, devices)
+    assert dict(mesh.shape) == {"region": length, "data": data, "model": model}
+    assert list(mesh.devices.flat) == devices[: length * data * model]
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def test_a_region_larger_than_the_machine_is_refused():
+    with pytest.raises(ValueError, match=r"4 \* 3 = 12 devices, but there are 9"):
+        make_mesh(2, data=4, model=3)
+
+
+@pytest.mark.parametrize("name", ["regions", "data", "model"])
+def test_sizes_below_one_are_refused(name):
+    sizes = {"num_regions": 2, "data": 1, "model": 1}
+    sizes["num_regions" if name == "regions" else name] = 0
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        make_mesh(**sizes)
+
+
+def test_the_outer_device_computes_for_no_region_where_one_is_spare():
+    assert outer_device(make_mesh(8)) == jax.devices()[8]
+    assert outer_device(make_mesh(1)) not in make_mesh(1).devices
+    assert outer_device(make_mesh(9)) == jax.devices()[0]
+
+
+def test_regional_puts_regions_first():
+    mesh = make_mesh(2, data=2)
+    assert regional(mesh).spec == P("region")
+    assert regional(mesh, P("data", None)).spec == P("region", "data", None)

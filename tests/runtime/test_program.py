@@ -1,0 +1,317 @@
+"""The region program: donation, copies, compilation, cuts of a run, bad input."""
+
+import dataclasses
+import itertools
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from cocodc_jax.runtime import layout
+from cocodc_jax.runtime.mesh import make_mesh, outer_device
+from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram, run
+from cocodc_jax.runtime.stall import StallMeter
+from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.sync import fragments, merge, methods
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiled():
+    """A list that grows by one with every program XLA compiles."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == COMPILED:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def stacked(tiny, first, last):
+    """Batches of the steps `first` to `last` - 1, leaves `[T, R, ...]`."""
+    return jax.tree.map(
+        lambda *x: np.stack(x), *map(tiny.make_batch, range(first, last))
+    )
+
+
+def cut_run(tiny, program, cuts):
+    """Runs to each of `cuts` in turn with a program that is asked anew each time."""
+    state, losses, syncs = tiny.start(program), [], []
+    for cut in cuts:
+        state, outputs = tiny.finish(program, state, cut - state.step)
+        losses += [np.asarray(output.losses) for output in outputs]
+        syncs += [sync for output in outputs for sync in output.syncs]
+    return tiny.numbers(state), np.concatenate(losses), [tiny.host(s) for s in syncs]
+
+
+def is_deleted(x):
+    return x.is_deleted()
+
+
+class TestArrays:
+    def test_old_regions_and_applied_outer_fragments_are_donated(
+        self, tiny, method_name
+    ):
+        program = tiny.shared_program(method_name)
+        old = tiny.start(program)
+        for new, output in run(program, old, tiny.stream(), 12):
+            assert all(x.is_deleted() for x in jax.tree.leaves(old.region))
+            applied = {sync.fragment for sync in output.syncs}
+            for k, arrays in enumerate(zip(*old.outer, strict=True)):
+                for x in jax.tree.leaves(arrays):
+                    assert x.is_deleted() == (k in applied)
+            assert not any(map(is_deleted, jax.tree.leaves((new.region, new.outer))))
+            old = new
+
+    @pytest.mark.parametrize("outer_place", ["spare", "mesh"])
+    def test_the_callers_arrays_survive(self, tiny, monkeypatch, outer_place):
+        """What goes into `init` and what `outer_params` gave, after later syncs.
+
+        Also where the outer state has to share a device with the regions: there a
+        copy between shardings would be none, and donation would delete it.
+        """
+        mesh = make_mesh(4, devices=jax.devices()[:1])
+        if outer_place == "mesh":
+            monkeypatch.setattr(
+                layout, "outer_device", lambda mesh: mesh.devices.flat[0]
+            )
+        program = tiny.make_program("streaming_diloco", mesh)
+        params = [
+            jax.device_put(tiny.make_params(), device)
+            for device in (mesh.devices.flat[0], outer_device(mesh))
+        ]
+        for given in params:
+            state = program.init(given, jax.random.key(0))
+            outer, mean = program.outer_params(state), program.mean_params(state)
+            tiny.finish(program, state, 12)
+            for tree in (given, outer, mean):
+                tiny.assert_same(tiny.host(tree), tiny.make_params())
+
+    def test_outer_state_is_one_copy_on_one_device_outside_the_mesh(
+        self, tiny, method_name
+    ):
+        program = tiny.shared_program(method_name)
+        state, _ = tiny.finish(program, tiny.start(program), 8)
+        spare = outer_device(program.mesh)
+        assert spare not in program.mesh.devices
+        where = {x.sharding for x in jax.tree.leaves(state.outer)}
+        if method_name == "data_parallel":
+            assert not where
+            return
+        assert where == {SingleDeviceSharding(spare)}
+        outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.outer.params))
+        assert outer_bytes == sum(program.fragments.num_bytes)
+
+    def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params()
+        )
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.1), tiny.METHODS["streaming_diloco"], params, 4
+        )
+        state = program.init(params, jax.random.key(0))
+        state, _ = tiny.finish(program, state, 8)
+        assert {x.dtype for x in jax.tree.leaves(state.region.params)} == {
+            jnp.dtype(jnp.bfloat16)
+        }
+        assert {x.dtype for x in jax.tree.leaves(state.outer)} == {np.dtype("float32")}
+        # What is sent is the float32 pseudo-gradient: four syncs of half the model.
+        assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
+
+
+class TestCompilation:
+    def test_nothing_compiles_after_the_first_cycle(self, tiny, method_name, compiled):
+        program = tiny.shared_program(method_name)
+        state, _ = tiny.finish(program, tiny.start(program), 12)
+        compiled.clear()
+        for _ in range(2):
+            state, _ = tiny.finish(program, state, 12)
+        tiny.start(program)
+        assert not compiled
+
+    def test_the_count_sees_a_compilation(self, compiled):
+        jax.jit(lambda x: x * 3)(jnp.ones(3))
+        assert compiled
+
+    @pytest.mark.parametrize("name", ["data_parallel", "diloco", "streaming_diloco"])
+    def test_nothing_is_moved_unasked(self, tiny, name):
+        program = tiny.shared_program(name)
+        state, _ = tiny.finish(program, tiny.start(program), 12)
+        with jax.transfer_guard("disallow"):
+            tiny.finish(program, state, 12)
+            with pytest.raises(RuntimeError, match="Disallowed"):
+                jax.jit(jnp.sin)(np.ones(3))
+
+    def test_advance_waits_for_no_device(self):
+        """Steps on batches that come through a closed gate are handed out at once."""
+        gate = threading.Event()
+
+        def wait(x):
+            assert gate.wait(timeout=20)
+            return x
+
+        def loss_fn(params, batch, key):
+            return jnp.mean((params["w"] - batch) ** 2), {}
+
+        method = methods.get(
+            "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
+        )
+        params, batch = {"w": jnp.ones(3)}, jnp.zeros((1, 1, 3))
+        program = RegionProgram(
+            loss_fn, optax.sgd(0.1), method, params, 1, mesh=make_mesh(1)
+        )
+        through_gate = jax.jit(lambda x: jax.pure_callback(wait, x, x))
+        state = program.init(params, jax.random.key(0))
+        gate.set()
+        for _ in range(4):
+            state, output = program.advance(state, through_gate(batch))
+        jax.block_until_ready((state.region, state.outer, output))
+        gate.clear()
+        outputs = []
+        for _ in range(4):  # Two of the four end with an applied sync.
+            state, output = program.advance(state, through_gate(batch))
+            outputs.append((output.losses, [sync.norm for sync in output.syncs]))
+        is_ready = [x.is_ready() for x in jax.tree.leaves(outputs)]
+        gate.set()
+        jax.block_until_ready((state.region, state.outer))
+        assert is_ready == [False] * 6
+
+
+class TestCuts:
+    @pytest.mark.parametrize("cuts", [(10, 24), (1, 3, 9, 24)])
+    def test_where_a_run_is_cut_changes_no_number(self, tiny, method_name, cuts):
+        program = tiny.shared_program(method_name)
+        whole = cut_run(tiny, program, (24,))
+        tiny.assert_same(cut_run(tiny, program, cuts), whole)
+
+    def test_another_run_would_be_seen(self, tiny):
+        program = tiny.shared_program("diloco")
+        whole = cut_run(tiny, program, (8,))
+        with pytest.raises(AssertionError):
+            tiny.assert_same(cut_run(tiny, program, (9,)), whole)
+
+    def test_run_yields_at_every_event(self, tiny):
+        program = tiny.shared_program("streaming_diloco")
+        ends = [s.step for s, _ in run(program, tiny.start(program), tiny.stream(), 9)]
+        assert ends == [2, 4, 6, 8, 9]
+
+    @pytest.mark.parametrize("ahead", [None, 500])
+    def test_long_stretches_without_events_are_scanned_in_parts(self, ahead):
+        def advance(state, batches):
+            return TrainState(*state_of, step=state.step + len(batches)), len(batches)
+
+        state_of = (None, None, {}, None)
+        program = types.SimpleNamespace(
+            steps_to_event=lambda state: ahead, advance=advance
+        )
+        steps = run(program, TrainState(*state_of), itertools.repeat(np.zeros(1)), 201)
+        assert MAX_SCAN_STEPS == 100
+        assert [taken for _, taken in steps] == [100, 100, 1]
+
+    def test_batches_may_lie_on_the_mesh_already(self, tiny):
+        program = tiny.shared_program("diloco")
+        batches = stacked(tiny, 0, 2)
+        one, _ = program.advance(tiny.start(program), batches)
+        two, _ = program.advance(tiny.start(program), program.put_batches(batches))
+        tiny.assert_same(tiny.numbers(one), tiny.numbers(two))
+
+
+class TestMerge:
+    def test_a_merge_has_a_key_that_no_inner_step_has(self, tiny):
+        """Nor do two fragments that are merged at one step share it."""
+
+        def apply(local, staged, outer, *, delay_steps, key):
+            return outer, {"draw": jax.random.uniform(key)}
+
+        method = dataclasses.replace(
+            methods.get(
+                "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=2
+            ),
+            merge=merge.Merge("draws", apply, needs=frozenset({"key"})),
+        )
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.1), method, tiny.make_params(), 4
+        )
+        _, outputs = tiny.finish(program, tiny.start(program), 8)
+        draws = [np.asarray(o.aux["draw"]) for o in outputs]
+        draws += [s.metrics["draw"][None] for o in outputs for s in o.syncs]
+        draws = np.concatenate(draws)
+        assert len(draws) == 8 + 6
+        assert len(np.unique(draws)) == draws.size
+
+    def test_a_stall_meter_and_a_merge_read_the_same_arrays(self, tiny):
+        program = tiny.shared_program("streaming_diloco")
+        with StallMeter() as stall:
+            _, outputs = tiny.finish(program, tiny.start(program), 12)
+            for output in outputs:
+                for sync in output.syncs:
+                    stall.watch(output.losses, sync.norm)
+        assert stall.seconds >= 0
+
+
+class TestBadInput:
+    def make(self, tiny, method="diloco", num_regions=4, **options):
+        return RegionProgram(
+            tiny.loss_fn,
+            optax.sgd(0.1),
+            options.pop("value", None) or methods.get(method),
+            tiny.make_params(),
+            num_regions,
+            **options,
+        )
+
+    def test_regions_that_the_mesh_does_not_divide(self, tiny):
+        with pytest.raises(ValueError, match="num_regions=3 is not a multiple .* 2"):
+            self.make(tiny, num_regions=3, mesh=make_mesh(2))
+
+    def test_fragments_of_another_method(self, tiny):
+        two = fragments.cut(tiny.make_params(), 2)
+        with pytest.raises(ValueError, match="2 entries.*num_fragments=1"):
+            self.make(tiny, fragments=two)
+
+    def test_more_fragments_than_blocks(self, tiny):
+        with pytest.raises(ValueError, match="num_fragments=4 .* 2 blocks"):
+            self.make(tiny, "streaming_diloco")
+
+    def test_a_learning_rate_that_is_missing(self, tiny):
+        with pytest.raises(ValueError, match="learning_rate; pass it"):
+            self.make(tiny, value=tiny.METHODS["cocodc"])
+
+    def test_a_merge_that_wants_what_there_is_not(self, tiny):
+        rule = merge.Merge("odd", lambda *_: None, needs=frozenset({"model_fn"}))
+        method = dataclasses.replace(methods.get("diloco"), merge=rule)
+        with pytest.raises(ValueError, match=r"needs \['model_fn'\]"):
+            self.make(tiny, value=method)
+
+    def test_an_optimizer_without_adams_second_moment(self, tiny):
+        program = RegionProgram(
+            tiny.loss_fn,
+            optax.sgd(0.1),
+            tiny.METHODS["cocodc"],
+            tiny.make_params(),
+            4,
+            learning_rate=0.1,
+        )
+        with pytest.raises(ValueError, match="holds 0 Adam states"):
+            tiny.finish(program, tiny.start(program), 5)
+
+    def test_steps_past_an_event(self, tiny):
+        program = tiny.shared_program("diloco")
+        state = tiny.start(program)
+        assert program.steps_to_event(state) == 2
+        with pytest.raises(ValueError, match="3 steps run past the event 2 steps"):
+            program.advance(state, stacked(tiny, 0, 3))
+
+    def test_batches_that_end(self, tiny):
+        program = tiny.shared_program("diloco")
+        with pytest.raises(ValueError, match="ended at step 3, before .* step 4"):
+            list(run(program, tiny.start(program), map(tiny.make_batch, range(3)), 8))

@@ -1,0 +1,281 @@
+"""Fragments: every number in exactly one, and back where it came from."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.sync.fragments import STRATEGIES, cut, cut_by_patterns
+
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def tree(num_blocks, is_stacked, other=("embedding", "norm", "head"), width=2):
+    """Numbers 0, 1, 2, ... in a tree; each block has two leaves."""
+    shapes = {name: {"w": (3, width)} for name in other}
+    if num_blocks and is_stacked:
+        shapes["blocks"] = {"mlp": {"w": (num_blocks, width, 3)}, "b": (num_blocks, 4)}
+    elif num_blocks:
+        shapes["blocks"] = {
+            str(i): {"mlp": {"w": (width, 3)}, "b": (4,)} for i in range(num_blocks)
+        }
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    counter = itertools.count()
+    filled = [
+        np.fromiter(counter, np.float32, count=int(np.prod(shape))).reshape(shape)
+        for shape in leaves
+    ]
+    return treedef.unflatten(filled)
+
+
+def units_of(fragments):
+    """Which units each fragment holds, from its pieces: names and block numbers."""
+    held = []
+    for pieces in fragments.pieces:
+        units = set()
+        for piece in pieces:
+            parts = piece.path.split("/")
+            if parts[0] != "blocks":
+                units.add(parts[0])
+            elif piece.rows is None:
+                units.add(int(parts[1]))
+            else:
+                units.update(piece.rows)
+        held.append(units)
+    return held
+
+
+trees = st.builds(
+    tree,
+    num_blocks=st.integers(1, 6),
+    is_stacked=st.booleans(),
+    other=st.sets(st.sampled_from(["embedding", "norm", "head", "extra"])),
+)
+
+
+@SETTINGS
+@given(trees, st.data())
+def test_every_parameter_is_in_exactly_one_fragment(params, data):
+    num_blocks = len(jax.tree.leaves(params["blocks"])[0])
+    if "0" in params["blocks"]:
+        num_blocks = len(params["blocks"])
+    k = data.draw(st.integers(1, num_blocks))
+    fragments = cut(params, k, data.draw(st.sampled_from(STRATEGIES)))
+    taken = [fragments.take(params, i) for i in range(k)]
+    numbers = [
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(part)]) for part in taken
+    ]
+    total = sum(x.size for x in jax.tree.leaves(params))
+    assert np.sort(np.concatenate(numbers)).tolist() == list(range(total))
+    assert len(fragments) == k
+    assert fragments.num_params == tuple(x.size for x in numbers)
+    assert fragments.num_bytes == tuple(4 * x.size for x in numbers)
+    assert min(fragments.num_params) > 0
+    jax.tree.map(np.testing.assert_array_equal, fragments.join(taken), params)
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_put_changes_one_fragment_and_no_other(is_stacked, lead, strategy):
+    params = tree(7, is_stacked)
+    fragments = cut(params, 3, strategy)
+    if lead:
+        params = jax.tree.map(lambda x: np.stack([x, x + 1000]), params)
+
+    @jax.jit
+    def negate(params):
+        part = fragments.take(params, 1, lead)
+        return fragments.put(params, 1, {k: -x for k, x in part.items()}, lead)
+
+    changed = negate(params)
+    for k in range(3):
+        sign = -1 if k == 1 else 1
+        before, after = (
+            fragments.take(params, k, lead),
+            fragments.take(changed, k, lead),
+        )
+        assert before.keys() == after.keys()
+        for path in before:
+            np.testing.assert_array_equal(after[path], sign * before[path])
+
+
+# The paper's model: [embedding, 12 blocks, norm, head], K = 4, worked by hand.
+PAPER = {
+    "strided": [
+        {"embedding", 3, 7, 11},
+        {0, 4, 8, "norm"},
+        {1, 5, 9, "head"},
+        {2, 6, 10},
+    ],
+    "sequential": [
+        {"embedding", 0, 1, 2},
+        {3, 4, 5, 6},
+        {7, 8, 9, 10},
+        {11, "norm", "head"},
+    ],
+    # Sizes 10, 4 (each block), 1, 10: largest first, to the lightest so far, give
+    # loads of 18, 18, 17 and 16.
+    "balanced": [
+        {"embedding", 6, 10},
+        {"head", 7, 11},
+        {0, 2, 4, 8, "norm"},
+        {1, 3, 5, 9},
+    ],
+}
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_papers_model_by_hand(strategy, is_stacked):
+    params = {
+        n: np.zeros(s) for n, s in {"embedding": 10, "head": 10, "norm": 1}.items()
+    }
+    stack = np.arange(12.0)[:, None].repeat(4, axis=1)
+    if is_stacked:
+        params["blocks"] = {"w": stack}
+    else:
+        params["blocks"] = {str(i): {"w": row} for i, row in enumerate(stack)}
+    fragments = cut(params, 4, strategy)
+    assert units_of(fragments) == PAPER[strategy]
+    if strategy == "balanced":
+        assert fragments.num_params == (18, 18, 17, 16)
+    if is_stacked:
+        for k, units in enumerate(PAPER[strategy]):
+            rows = [unit for unit in units if isinstance(unit, int)]
+            taken = fragments.take(params, k)["blocks/w"]
+            np.testing.assert_array_equal(taken, stack[sorted(rows)])
+
+
+@SETTINGS
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    num_fragments=st.integers(1, 3),
+)
+def test_balanced_is_near_the_best_there_is(sizes, num_fragments):
+    k = min(num_fragments, len(sizes))
+    params = {
+        "blocks": {str(i): {"w": np.zeros(s, np.float32)} for i, s in enumerate(sizes)}
+    }
+    largest = max(cut(params, k, "balanced").num_params)
+    best = min(
+        max(sum(s for s, o in zip(sizes, owner, strict=True) if o == j) for j in owner)
+        for owner in itertools.product(range(k), repeat=len(sizes))
+    )
+    assert 3 * k * largest <= (4 * k - 1) * best  # Graham's bound, 4/3 - 1/(3K).
+
+
+def test_bytes_count_each_leafs_own_dtype():
+    params = {
+        "embedding": jax.ShapeDtypeStruct((5, 2), jnp.bfloat16),
+        "blocks": {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)},
+    }
+    fragments = cut(params, 2)
+    assert fragments.num_params == (10 + 3, 3)
+    assert fragments.num_bytes == (20 + 12, 12)
+
+
+def test_blocks_below_another_name_and_two_stacks():
+    w = np.zeros((2, 3), np.float32)
+    params = {"encoder": {"layers": {"w": w}}, "decoder": {"layers": {"w": w}}}
+    fragments = cut(params, 4, blocks="layers")
+    assert [[(p.path, p.rows) for p in part] for part in fragments.pieces] == [
+        [("decoder/layers/w", (0,))],
+        [("decoder/layers/w", (1,))],
+        [("encoder/layers/w", (0,))],
+        [("encoder/layers/w", (1,))],
+    ]
+
+
+def test_numbered_blocks_keep_the_order_of_numbers_not_of_text():
+    params = {"blocks": {str(i): {"w": np.zeros(1, np.float32)} for i in range(11)}}
+    fragments = cut(params, 11)
+    assert units_of(fragments) == [{i} for i in range(11)]
+
+
+def test_a_list_of_blocks_is_numbered():
+    params = {"blocks": [{"w": np.full(2, i, np.float32)} for i in range(3)]}
+    fragments = cut(params, 3)
+    np.testing.assert_array_equal(fragments.take(params, 2)["blocks/2/w"], [2, 2])
+
+
+def test_a_tree_without_blocks_is_cut_by_its_entries():
+    params = {"b": np.zeros(2, np.float32), "a": {"w": np.zeros(3, np.float32)}}
+    fragments = cut(params, 2)
+    assert [[p.path for p in part] for part in fragments.pieces] == [["a/w"], ["b"]]
+
+
+def test_a_second_moment_is_cut_like_the_parameters():
+    params = tree(5, is_stacked=True)
+    fragments = cut(params, 2)
+    optimizer = optax.adam(0.1, b2=0.5)
+    regions = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    first = jax.jit(jax.vmap(lambda x: optimizer.update(x, optimizer.init(x))))
+    _, state = first(regions)
+    moment = fragments.take(state[0].nu, 1, lead=1)
+    assert moment.keys() == fragments.take(params, 1).keys()
+    for path, x in fragments.take(params, 1).items():
+        np.testing.assert_allclose(moment[path][1], 0.5 * (2 * x) ** 2, rtol=1e-6)
+
+
+def test_put_keeps_the_dtype_of_the_tree():
+    params = {"blocks": {"w": jnp.zeros((2, 3), jnp.bfloat16)}}
+    fragments = cut(params, 2)
+    out = fragments.put(params, 1, {"blocks/w": jnp.ones((1, 3), jnp.float32)})
+    assert out["blocks"]["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out["blocks"]["w"][:, 0], [0, 1])
+
+
+def test_patterns_take_what_earlier_ones_left():
+    params = tree(2, is_stacked=False)
+    fragments = cut_by_patterns(params, ["blocks/0", "blocks", ".*"])
+    assert units_of(fragments) == [{0}, {1}, {"embedding", "norm", "head"}]
+    taken = [fragments.take(params, k) for k in range(3)]
+    jax.tree.map(np.testing.assert_array_equal, fragments.join(taken), params)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: cut(tree(3, False), 2, "spiral"),
+            r"fragment_strategy='spiral' is unknown; use one of \('strided', ",
+        ),
+        (
+            lambda: cut(tree(3, True), 4),
+            "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3",
+        ),
+        (
+            lambda: cut(tree(3, False), 0),
+            "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3",
+        ),
+        (
+            lambda: cut(tree(0, False), 4),
+            "num_fragments=4 does not fit a model of 3 units; use 1 to 3",
+        ),
+        (
+            lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
+            r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 ",
+        ),
+        (
+            lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
+            r"stacked parameter 'blocks/s' has shape \(\), but 'blocks' holds 2 ",
+        ),
+        (
+            lambda: cut_by_patterns(tree(1, False), ["blocks", "norm|head"]),
+            "no fragment pattern matches parameter 'embedding/w'; patterns=",
+        ),
+        (
+            lambda: cut_by_patterns(tree(1, False), [".*", "blocks"]),
+            "fragment pattern 'blocks' matches no parameter that an earlier pattern",
+        ),
+    ],
+)
+def test_errors_name_the_argument_and_the_repair(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

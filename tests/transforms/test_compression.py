@@ -1,0 +1,495 @@
+"""Compressors: round trip, error bound, bias, and bytes that are really sent.
+
+- decode(encode(x)) is within the stated bound of x, elementwise, for any x;
+- codes come back as they were packed, in the bits they were promised;
+- message_bytes is the sum of nbytes and equals the count by hand;
+- stochastic rounding has the right mean, nearest rounding does not;
+- with error feedback, sent + residual = meant, and the means agree;
+- everything runs under jit, vmap and shard_map without a second trace.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.fft
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.transforms import compression, compressor, packing
+
+EXPRESSIONS = [
+    "identity",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int4(block_size=16)",
+    "int4(stochastic=True)",
+    "int2",
+    "fp4",
+    "fp4(stochastic=True)",
+    "sign",
+    "top_k(density=0.2)",
+    "top_k(0.2, int8())",
+    "chunked_top_k(k=3, chunk_side=4, values=int2(block_size=3))",
+    "dct_top_k(k=3, chunk_side=4)",
+    "low_rank(rank=1)",
+    "low_rank(rank=1, factors=int4())",
+    "error_feedback(sign)",
+    "error_feedback(low_rank(rank=1, factors=int4()), decay=0.9)",
+]
+
+# Subnormals are flushed to zero on some devices; a block may still mix 1e-30 and 1e30.
+values = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False).map(
+    lambda x: 0.0 if abs(x) < 2.0**-100 else x
+)
+MAX_SIZE = 40
+vectors = st.lists(values, min_size=MAX_SIZE, max_size=MAX_SIZE).map(
+    lambda x: np.array(x, np.float32)
+)
+
+
+def tree(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.normal(size=(6, 9)).astype(np.float32),
+        "stack": [rng.normal(size=(2, 5, 4)).astype(jnp.bfloat16), None],
+        "scale": np.asarray(rng.normal(), np.float32),
+    }
+
+
+TRACES = collections.Counter()
+
+
+@functools.cache
+def compiled(text):
+    """Return a jitted (tree, state or None, key) -> (message, state, decoded)."""
+    built = compression.parse(text)
+
+    @jax.jit
+    def go(x, state, key):
+        TRACES[text] += 1
+        message, state = built.encode(x, built.init(x) if state is None else state, key)
+        return message, state, built.decode(message)
+
+    return go
+
+
+KEY = jax.random.key(0)
+
+
+def round_trip(text, x, key=KEY):
+    return compiled(text)(x, None, key)[2]
+
+
+def leaves_of(*trees):
+    return zip(*map(jax.tree.leaves, trees), strict=True)
+
+
+# --- packing ---
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 13])
+def test_packing_is_a_little_endian_bit_stream(bits):
+    pack = jax.jit(lambda codes: packing.pack(codes, bits))
+    unpack = jax.jit(lambda packed: packing.unpack(packed, bits, 9))
+
+    @given(st.lists(st.integers(0, 2**bits - 1), min_size=9, max_size=9))
+    @settings(max_examples=30, deadline=None)
+    def check(codes):
+        stream = "".join(f"{c:0{bits}b}"[::-1] for c in codes)
+        by_hand = [int(stream[i : i + 8][::-1], 2) for i in range(0, len(stream), 8)]
+        packed = pack(np.array(codes))
+        assert packed.dtype == jnp.uint8
+        np.testing.assert_array_equal(packed, by_hand)
+        np.testing.assert_array_equal(unpack(packed), codes)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("size", "bits"), [(1, 1), (2, 1), (3, 2), (4096, 12), (4097, 13)]
+)
+def test_index_bits(size, bits):
+    assert packing.index_bits(size) == bits
+
+
+# --- round trips and bounds ---
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_shapes_dtypes_bytes_and_zeros_under_jit(text):
+    built, x, go = compression.parse(text), tree(), compiled(text)
+    message, state, back = go(x, None, KEY)
+    assert jax.tree.structure(back) == jax.tree.structure(x)
+    for a, b in leaves_of(back, x):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.all(np.isfinite(a.astype(np.float32)))
+
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(message))
+    assert compression.message_bytes(message) == nbytes
+    shapes = jax.eval_shape(lambda x: built.encode(x, built.init(x), KEY)[0], x)
+    assert compression.message_bytes(shapes) == nbytes
+
+    num_traces = TRACES[text]
+    _, new_state, zeros = go(jax.tree.map(np.zeros_like, x), None, KEY)
+    assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(zeros))
+    assert TRACES[text] == num_traces
+    assert jax.tree.map(jnp.shape, new_state) == jax.tree.map(jnp.shape, state)
+
+
+def blockwise_absmax(x, block):
+    rows = np.pad(np.abs(x), (0, -len(x) % block)).reshape(-1, block)
+    return np.repeat(rows.max(1), block)[: len(x)]
+
+
+BOUNDS = {
+    "int8(block_size=16)": lambda x, s: s / 254,
+    "int4(block_size=16)": lambda x, s: s / 14,
+    "int2(block_size=16)": lambda x, s: s / 3,
+    "fp4(block_size=16)": lambda x, s: np.maximum(np.abs(x) / 3, s / 128),
+    "int8(16, stochastic=True)": lambda x, s: s / 127,
+    "int4(16, stochastic=True)": lambda x, s: s / 7,
+    "int2(16, stochastic=True)": lambda x, s: 2 * s / 3,
+    "fp4(16, stochastic=True)": lambda x, s: np.maximum(np.abs(x), s / 64),
+}
+
+
+@pytest.mark.parametrize("text", BOUNDS)
+def test_error_bounds(text):
+    @given(vectors)
+    @settings(max_examples=50, deadline=None)
+    def check(x):
+        bound = BOUNDS[text](x, blockwise_absmax(x, 16))
+        # float32 rounding of the product and of the fraction.
+        bound = bound * (1 + 1e-5) + 1e-6 * blockwise_absmax(x, 16)
+        assert np.all(np.abs(np.asarray(round_trip(text, x)) - x) <= bound)
+
+    check()
+
+
+@pytest.mark.parametrize(("name", "digits"), [("float16", 11), ("bfloat16", 8)])
+def test_casts_keep_their_significant_bits(name, digits):
+    x = np.linspace(0.1, 100, 57, dtype=np.float32)
+    back = round_trip(name, x)
+    assert np.all(np.abs(back - x) <= x * 2.0**-digits)
+    assert np.any(back != x)
+
+
+def test_exact_values_survive():
+    fp4 = [0, 1, -1 / 64, 1 / 32, -1 / 16, 1 / 8, -1 / 4, 1 / 2]
+    for text, x in {
+        "fp4": 3 * np.float32(fp4),
+        "int2": np.float32([3, -3, 1, -1]),
+        "int4": np.arange(-7, 8, dtype=np.float32),
+        "int8": np.arange(-127, 128, dtype=np.float32),
+        "sign": np.float32([2, -2, -2, 2]),
+        "top_k(1.0)": np.float32([2, -2, 0, 1e-30]),
+    }.items():
+        np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["int4", "fp4", "sign", "int2"])
+def test_a_nan_is_not_hidden(text):
+    back = round_trip(text, np.float32([1.0, np.nan, 2.0]))
+    assert np.any(np.isnan(back))
+
+
+def test_sign_has_the_least_squares_scale_per_block():
+    x = np.random.default_rng(0).normal(size=11).astype(np.float32)
+    back = np.asarray(round_trip("sign(4)", x))
+    for i in range(0, 11, 4):
+        block = x[i : i + 4]
+        best = np.linalg.lstsq(np.sign(block)[:, None], block)[0]
+        np.testing.assert_allclose(back[i : i + 4], np.sign(block) * best, rtol=1e-5)
+
+
+# --- unbiasedness ---
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "fp4"])
+def test_stochastic_rounding_is_unbiased_and_nearest_is_not(name):
+    x = np.float32([1.0, 0.33, -0.7, 0.01, -0.004, 0.0, 0.51])
+    keys = jax.random.split(KEY, 4000)
+    go = jax.vmap(lambda key: round_trip(f"{name}(stochastic=True)", x, key))
+    samples = np.asarray(go(keys))
+    error = samples.std(0) / np.sqrt(len(keys))
+    assert np.all(np.abs(samples.mean(0) - x) <= 4.5 * error + 1e-6)
+    nearest = round_trip(name, x)
+    assert np.any(np.abs(nearest - x) > 4.5 * error + 1e-6)
+
+
+def test_stochastic_rounding_asks_for_a_key():
+    with pytest.raises(ValueError, match=r"int4\(stochastic=True\).encode needs a key"):
+        round_trip("int4(stochastic=True)", np.ones(3, np.float32), None)
+
+
+# --- sparse ---
+
+
+@given(vectors)
+@settings(max_examples=50, deadline=None)
+def test_top_k_keeps_the_largest_and_drops_the_rest(x):
+    back = np.asarray(round_trip("top_k(0.2)", x))
+    kept = back != 0
+    np.testing.assert_array_equal(back[kept], x[kept])
+    assert kept.sum() == min(8, np.count_nonzero(x))
+    if kept.sum() == 8:
+        assert np.abs(x[kept]).min() >= np.abs(x[~kept]).max()
+
+
+def chunks_of(matrix, side):
+    """Every chunk as a view, cut by hand."""
+    for i in range(0, matrix.shape[0], side):
+        for j in range(0, matrix.shape[1], side):
+            yield np.s_[i : i + side, j : j + side]
+
+
+def test_chunked_top_k_keeps_k_per_chunk():
+    x = np.random.default_rng(0).normal(size=(6, 9)).astype(np.float32)
+    back = np.asarray(round_trip("chunked_top_k(2, 4)", x))
+    for where in chunks_of(x, 4):
+        chunk, sent = x[where], back[where]
+        largest = np.sort(np.abs(chunk).ravel())[-2:]
+        wanted = np.where(np.abs(chunk) >= largest[0], chunk, 0)
+        np.testing.assert_array_equal(sent, wanted)
+
+
+def test_dct_top_k_against_scipy():
+    x = np.random.default_rng(0).normal(size=(6, 9)).astype(np.float32)
+    back = np.asarray(round_trip("dct_top_k(2, 4)", x))
+    padded = np.pad(x, ((0, 2), (0, 3)))
+    wanted = np.zeros_like(padded)
+    for where in chunks_of(padded, 4):
+        coefficients = scipy.fft.dctn(padded[where], norm="ortho")
+        largest = np.sort(np.abs(coefficients).ravel())[-2]
+        coefficients[np.abs(coefficients) < largest] = 0
+        wanted[where] = scipy.fft.idctn(coefficients, norm="ortho")
+    np.testing.assert_allclose(back, wanted[:6, :9], atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (9, 4), (2, 3, 4), (5, 2, 2, 3)])
+def test_all_coefficients_give_everything_back(shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    back = round_trip("dct_top_k(16, 4)", x)
+    np.testing.assert_allclose(back, x, atol=1e-6)
+
+
+# --- low rank ---
+
+
+def test_low_rank_is_exact_on_matrices_of_that_rank():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(8, 2)) @ rng.normal(size=(2, 9))).astype(np.float32)
+    np.testing.assert_allclose(
+        round_trip("low_rank(rank=2)", x), x, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_warm_start_converges_to_the_leading_directions():
+    rng = np.random.default_rng(0)
+    u, _ = np.linalg.qr(rng.normal(size=(12, 12)))
+    v, _ = np.linalg.qr(rng.normal(size=(10, 10)))
+    singular = 2.0 ** -np.arange(10)
+    x = (u[:, :10] * singular @ v.T).astype(np.float32)
+    best = np.linalg.norm(singular[2:])
+    state, errors = compression.low_rank(rank=2).init(x), []
+    for _ in range(12):
+        _, state, back = compiled("low_rank(rank=2)")(x, state, KEY)
+        errors.append(np.linalg.norm(back - x))
+    assert errors[0] > 1.05 * best
+    np.testing.assert_allclose(errors[-1], best, rtol=1e-3)
+
+
+def test_low_rank_recovers_after_a_matrix_of_zeros():
+    x = np.outer(np.arange(6.0), np.ones(7)).astype(np.float32)
+    go = compiled("low_rank(rank=1)")
+    _, state, _ = go(0 * x, compression.low_rank(rank=1).init(x), KEY)
+    _, state, back = go(x, state, KEY)
+    np.testing.assert_allclose(back, x, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((), (1, 1)),
+        ((5,), (1, 5)),
+        ((12, 1024, 2688), (12288, 2688)),
+        ((1024, 16, 64), (1024, 1024)),
+        ((12, 1024, 16, 64), (12288, 1024)),
+    ],
+)
+def test_matrix_shape(shape, matrix):
+    assert compressor.matrix_shape(shape) == matrix
+
+
+# --- bytes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("identity", 4 * 64 * 128),
+        ("float16", 2 * 64 * 128),
+        ("bfloat16", 2 * 64 * 128),
+        ("int8", 64 * 128 + 32 * 4),
+        ("int4", 64 * 128 // 2 + 32 * 4),
+        ("fp4", 64 * 128 // 2 + 32 * 4),
+        ("int2", 64 * 128 // 4 + 32 * 4),
+        ("sign", 64 * 128 // 8 + 32 * 4),
+        # 82 of 8192: 82 float32 and 82 indices of 13 bits
+        ("top_k(0.01)", 82 * 4 + -(-82 * 13 // 8)),
+        # 2 chunks of 32 values of 2 bits with a scale, and 12-bit indices
+        ("chunked_top_k(values=int2(block_size=32))", 2 * (8 + 4 + 48)),
+        ("dct_top_k", 2 * (32 * 4 + 48)),
+        ("low_rank(4)", 4 * (64 + 128) * 4),
+        # 256 and 512 codes of 4 bits, 1 and 2 scales
+        ("low_rank(4, int4())", 128 + 4 + 256 + 8),
+        ("error_feedback(int4)", 64 * 128 // 2 + 32 * 4),
+    ],
+)
+def test_bytes_by_hand(text, nbytes):
+    built, x = compression.parse(text), np.ones((64, 128), np.float32)
+    message = jax.eval_shape(lambda x: built.encode(x, built.init(x))[0], x)
+    assert compression.message_bytes(message) == nbytes
+
+
+# --- error feedback ---
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["sign", "int2", "fp4", "top_k(0.1)", "dct_top_k(2, 4)", "low_rank(1, int4())"],
+)
+def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
+    text = f"error_feedback({inner})"
+    state, meant, sent = compression.parse(text).init(tree()), 0.0, 0.0
+    residuals = []
+    for i in range(20):
+        x = tree(seed=i)
+        _, state, back = compiled(text)(x, state, KEY)
+        meant += np.asarray(x["w"], np.float64)
+        sent += np.asarray(back["w"], np.float64)
+        residuals.append(np.linalg.norm(state.residual["w"]))
+        # 20 additions in float32.
+        np.testing.assert_allclose(sent + state.residual["w"], meant, atol=1e-4)
+    # The residual stays bounded, so the mean of what was sent approaches the meant.
+    assert max(residuals[10:]) < 2.5 * max(residuals[:10])
+
+
+def test_without_feedback_top_k_never_sends_the_small_values():
+    x = np.float32([3.0, 1.0])
+    text = "error_feedback(top_k(0.5))"
+    state, plain, fed = compression.parse(text).init(x), 0.0, 0.0
+    for _ in range(40):
+        _, state, back = compiled(text)(x, state, KEY)
+        fed = fed + np.asarray(back) / 40
+        plain = plain + np.asarray(round_trip("top_k(0.5)", x)) / 40
+    np.testing.assert_allclose(plain, [3, 0], rtol=1e-5)
+    np.testing.assert_allclose(fed, x, atol=0.1)
+
+
+def test_decay_forgets_as_sparseloco_does():
+    """e <- b e + Delta; q = C(e); e <- e - q, three steps in NumPy."""
+    text = "error_feedback(top_k(0.5), decay=0.5)"
+    deltas = np.float32([[4, 3], [0, 1], [1, 2]])
+    state, e = compression.parse(text).init(deltas[0]), np.zeros(2)
+    for delta in deltas:
+        e = 0.5 * e + delta
+        q = np.where(np.abs(e) == np.abs(e).max(), e, 0)
+        e = e - q
+        _, state, back = compiled(text)(delta, state, KEY)
+        np.testing.assert_array_equal(back, q)
+        np.testing.assert_array_equal(state.residual, e)
+
+
+def test_bfloat16_trees_keep_a_float32_residual():
+    x = jnp.array([1.0, 2.0**-9], jnp.bfloat16)
+    text = "error_feedback(int4)"
+    state, sent = compression.parse(text).init(x), 0.0
+    for _ in range(64):
+        _, state, back = compiled(text)(x, state, KEY)
+        assert back.dtype == jnp.bfloat16
+        sent = sent + np.asarray(back, np.float32)
+    assert state.residual.dtype == jnp.float32
+    # 64 * 2**-9, or one code (1/7) more: nothing of it lost to bfloat16.
+    np.testing.assert_allclose(sent + state.residual, [64.0, 0.125], rtol=1e-5)
+
+
+# --- regions ---
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_one_message_per_region_under_vmap(text):
+    regions = [tree(i)["w"] for i in range(3)]
+    go = jax.vmap(lambda x: compiled(text)(x, None, KEY))
+    messages, _, back = go(np.stack(regions))
+    message, _, alone = compiled(text)(regions[1], None, KEY)
+    nbytes = compression.message_bytes(message)
+    assert compression.message_bytes(messages) == 3 * nbytes
+    np.testing.assert_allclose(back[1], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int4(stochastic=True)",
+        "error_feedback(fp4)",
+        "dct_top_k(3, 4)",
+        "error_feedback(low_rank(1, sign()))",
+    ],
+)
+def test_gathered_messages_decode_to_the_mean_under_shard_map(text):
+    built = compression.parse(text)
+    mesh = jax.make_mesh((3,), ("region",), axis_types=(jax.sharding.AxisType.Auto,))
+    regions = [{"w": tree(i)["w"]} for i in range(3)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *regions)
+
+    def body(x):
+        x = jax.tree.map(lambda leaf: leaf[0], x)
+        message, _ = built.encode(x, built.init(x), KEY)
+        everyone = jax.lax.all_gather(message, "region")
+        mean = jax.tree.map(lambda leaf: leaf.mean(0), jax.vmap(built.decode)(everyone))
+        return jax.tree.map(lambda leaf: leaf[None], mean)
+
+    specs = P("region")
+    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
+    wanted = np.mean([round_trip(text, x)["w"] for x in regions], axis=0)
+    for region in np.asarray(go(stacked)["w"]):
+        np.testing.assert_allclose(region, wanted, atol=1e-5)
+
+
+# --- parse and errors ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int3", "'int3' is not one of"),
+        ("int4(", "compressor 'int4\\('"),
+        ("int4(blocks=3)", "unexpected keyword argument 'blocks'"),
+        ("int4(block_size=0)", "block_size=0 must be positive"),
+        ("os.system('true')", r"'os\.system' is not one of"),
+        ("top_k(density=2)", "density=2 must be"),
+        ("chunked_top_k(k=0)", "k=0 must be positive"),
+        ("dct_top_k(chunk_side=0)", "chunk_side=0 must be positive"),
+        ("low_rank(rank=0)", "rank=0 must be positive"),
+        ("error_feedback(int4, decay=1.5)", r"decay=1\.5 must be"),
+        ("error_feedback", "missing 1 required positional argument: 'inner'"),
+        ("top_k(values=error_feedback(int4))", "keeps a state"),
+        ("low_rank(factors=low_rank())", "keeps a state"),
+        ("0.5", r"compressor '0\.5' is not one of"),
+    ],
+)
+def test_wrong_expressions_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        compression.parse(text)
+
+
+def test_names_say_what_is_inside():
+    text = "error_feedback(low_rank(4, factors=int4()))"
+    assert compression.parse(text).name == "error_feedback(low_rank(int4))"
