@@ -35,7 +35,7 @@ WITHOUT = ("method", "seed")
 def main() -> None:
     """Reads the flags, trains every method with every seed, writes the report."""
     console = Console()
-    open_text = functools.lru_cache(maxsize=1)(load)
+    open_text = functools.lru_cache(load)
     with flags.usage_errors():
         base = flags.config(WITHOUT)
         methods = _method_names()
@@ -47,12 +47,10 @@ def main() -> None:
             for method in methods
         }
         # All of them before the first trains: a wrong flag costs nobody an hour.
+        sessions: list[Session] = []
         for folder, config in configs.items():
-            prepare(config, folder, open_text)
-    runs = []
-    for folder, config in configs.items():
-        session = prepare(config, folder, open_text)
-        runs.append(_train(session, console))
+            sessions.append(prepare(config, folder, open_text, sessions))
+    runs = [_train(session, console) for session in sessions]
     _write_report(runs, base, workdir, console)
 
 
@@ -73,12 +71,16 @@ def _num_seeds() -> int:
 
 
 def _train(session: Session, console: Console) -> Run:
+    method, run = session.config.method.method, session.config.run
     try:
-        session.train(console)
+        summary = session.train(console)
     except NonFiniteLossError as error:
-        method, run = session.config.method.method, session.config.run
         print(f"error: {method}, seed {run.seed}: {error}", file=sys.stderr)
         sys.exit(1)
+    if summary["steps"] < run.steps:
+        print(f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
+              "the same command goes on from there")  # fmt: skip
+        sys.exit(0)
     return load_run(session.workdir)
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import pathlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ class Session:
       model: the transformer, with the tokenizer's vocabulary.
       mesh: the inner mesh.
       program: the method, not yet compiled.
+      evaluate: judges parameters on the validation batches.
     """
 
     config: TrainConfig
@@ -52,6 +53,7 @@ class Session:
     model: models.TransformerConfig
     mesh: Mesh
     program: cc.RegionProgram
+    evaluate: Callable[[models.Params], jax.Array]
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
         """Trains to the last step, going on from the newest checkpoint if there is one.
@@ -104,11 +106,7 @@ class Session:
                         },
                         should_stop=should_stop,
                     ),
-                    evaluate=make_evaluate(
-                        models.make_loss_fn(self.model),
-                        self.mesh,
-                        self.text.eval_tokens(run.eval_batches),
-                    ),
+                    evaluate=self.evaluate,
                     checkpoints=saved,
                     progress=progress,
                 )
@@ -153,6 +151,7 @@ def prepare(
     config: TrainConfig,
     workdir: str | pathlib.Path,
     open_text: Callable[..., TextData] = load,
+    earlier: Sequence[Session] = (),
 ) -> Session:
     """Opens the data, lays out the devices and builds the program; compiles nothing.
 
@@ -160,6 +159,7 @@ def prepare(
       config: of the run.
       workdir: its folder; made if missing.
       open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
+      earlier: sessions whose compiled programs to use again where they are the same.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
@@ -173,23 +173,51 @@ def prepare(
     text = open_text(config.data, run.regions)
     model = dataclasses.replace(config.model, vocab_size=text.vocab_size)
     models.check_divisible(model, run.data_axis, run.model_axis)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
+    alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
+    twins = [s for s in alike if _program_key(s.config) == _program_key(config)]
+    return Session(
+        config,
+        workdir,
+        text,
+        model,
+        mesh,
+        twins[0].program if twins else _build_program(config, model, mesh),
+        alike[0].evaluate if alike else _build_evaluate(config, model, mesh, text),
+    )
+
+
+def _program_key(config: TrainConfig) -> tuple:
+    return (config.method, config.optimizer, config.run.steps, config.run.regions)
+
+
+def _build_program(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
+) -> cc.RegionProgram:
+    steps = config.run.steps
     shapes = jax.eval_shape(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
-    program = cc.RegionProgram(
+    return cc.RegionProgram(
         models.make_loss_fn(model),
-        config.optimizer.build(run.steps),
+        config.optimizer.build(steps),
         config.method.build(),
         shapes,
-        run.regions,
+        config.run.regions,
         mesh=mesh,
-        learning_rate=config.optimizer.learning_rate(run.steps),
+        learning_rate=config.optimizer.learning_rate(steps),
         second_moment=adam_second_moment(config.optimizer.beta2),
         param_specs=models.partition_specs(shapes),
     )
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
-    return Session(config, workdir, text, model, mesh, program)
+
+
+def _build_evaluate(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
+) -> Callable[[models.Params], jax.Array]:
+    # The same batches whatever the method and the seed.
+    tokens = text.eval_tokens(config.run.eval_batches)
+    return make_evaluate(models.make_loss_fn(model), mesh, tokens)
 
 
 def _use_devices(run: RunConfig) -> list[Any]:

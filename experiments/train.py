@@ -30,7 +30,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     if summary["steps"] < config.run.steps:
-        print(f"stopped at step {summary['steps']}; the same command goes on from there")
+        step = summary["steps"]
+        print(f"stopped at step {step}; the same command goes on from there")
         return
     print(dumps(summary), end="")
 

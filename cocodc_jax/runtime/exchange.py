@@ -101,7 +101,7 @@ def make_merge(
         if key_data is not None:
             # A key of its own: 0 and 1 would give the two that the next step splits.
             key = jax.random.wrap_key_data(key_data)
-            extra["key"] = jax.random.fold_in(key, 2 + fragment)
+            extra["key"] = jax.random.fold_in(key, 2)
         if "gradient_fn" in rule.needs:
             extra["gradient_fn"] = jax.grad(
                 lambda part: loss_fn(

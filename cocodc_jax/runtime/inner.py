@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.mesh import REGION
 from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -81,6 +82,14 @@ def mean_over_regions(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.pmean(x.mean(0), REGION), tree)
 
 
+def are_finite(tree: PyTree) -> jax.Array:
+    """Whether every number of a region is finite, bool `[R]` for leaves `[R, ...]`."""
+    each = [
+        jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)
+    ]
+    return jnp.stack(each).all(axis=0)
+
+
 def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
@@ -113,7 +122,8 @@ def make_step(
         if reduce_gradients:
             grads = jax.tree.map(_to_block(block.size), mean_over_regions(grads))
         params, opt_state = block.map(update)(grads, state.opt_state, state.params)
-        return RegionState(params, opt_state, key), out
+        # Adafactor puts constants into its state: they too are a region's own.
+        return RegionState(params, vary_like(opt_state, state.opt_state), key), out
 
     return step
 

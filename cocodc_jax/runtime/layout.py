@@ -61,12 +61,21 @@ class Layout:
         listed = jax.tree.structure(shapes).flatten_up_to(specs)
         unflatten = jax.tree.structure(shapes).unflatten
         regions = unflatten([regional(mesh, spec) for spec in listed])
+
+        def like_param(leaf, param, sharding):
+            if isinstance(leaf, optax.MaskedNode):
+                return leaf
+            # Factored moments have another shape than their parameter.
+            return sharding if leaf.shape == param.shape else regional(mesh)
+
         opt_state = optax.tree_map_params(
             optimizer,
-            lambda _, sharding: sharding,
+            like_param,
             jax.eval_shape(optimizer.init, shapes),
+            shapes,
             regions,
             transform_non_params=lambda _: regional(mesh),
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
         return cls(
             region=RegionState(regions, opt_state, cast(Any, regional(mesh))),

@@ -136,6 +136,7 @@ class RegionProgram:
                 out_specs=P(),
             )
         )
+        self._finite = jax.jit(inner.are_finite)
         self._join = jax.jit(self.fragments.join)
         self._syncs = method.schedule and SyncPrograms(
             method,
@@ -253,6 +254,10 @@ class RegionProgram:
     def settle(self, state: TrainState) -> TrainState:
         """Tells the schedule of every update applied; waits for their norms."""
         return self._syncs.settle(state) if self._syncs else state
+
+    def finite_regions(self, state: TrainState) -> jax.Array:
+        """Whether all parameters of a region are finite, bool `[R]`."""
+        return self._finite(state.region.params)
 
     def mean_params(self, state: TrainState) -> PyTree:
         """The mean of the regions' parameters: what every method is judged by."""

@@ -22,6 +22,7 @@ class StallMeter:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._seconds = 0.0
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._wait, daemon=True)
         self._thread.start()
 
@@ -29,9 +30,11 @@ class StallMeter:
         """Nothing to do: the thread is running."""
         return self
 
-    def __exit__(self, *exception) -> None:
-        """Waits for what is still watched."""
-        self.close()
+    def __exit__(self, kind, *exception) -> None:
+        """Waits for what is still watched; hides no exception under its own."""
+        self._end()
+        if kind is None:
+            self._raise_error()
 
     @property
     def seconds(self) -> float:
@@ -49,15 +52,37 @@ class StallMeter:
         self._queue.put((inner_steps, arrival))
 
     def close(self) -> None:
-        """Waits for what is still watched, and ends the thread."""
+        """Waits for what is still watched, and ends the thread.
+
+        Raises:
+          RuntimeError: if an array could not be waited for; after the first such
+            array nothing more was counted.
+        """
+        self._end()
+        self._raise_error()
+
+    def _end(self) -> None:
         self._queue.put(None)
         self._thread.join()
 
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                f"stall could not be measured: {self._error}"
+            ) from self._error
+
     def _wait(self) -> None:
         while (watched := self._queue.get()) is not None:
-            inner_steps, arrival = watched
-            inner_steps.block_until_ready()
-            begin = time.perf_counter()
-            arrival.block_until_ready()
-            with self._lock:
-                self._seconds += time.perf_counter() - begin
+            if self._error is not None:
+                continue  # Lets go of the arrays.
+            try:
+                self._measure(*watched)
+            except Exception as error:
+                self._error = error
+
+    def _measure(self, inner_steps: jax.Array, arrival: jax.Array) -> None:
+        inner_steps.block_until_ready()
+        begin = time.perf_counter()
+        arrival.block_until_ready()
+        with self._lock:
+            self._seconds += time.perf_counter() - begin

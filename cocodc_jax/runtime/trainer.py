@@ -7,7 +7,7 @@ The order is a contract. Each turn
 2. reads the losses of the turn before, while the devices are busy, and writes its
    records: one step late, so that reading never holds the devices up;
 3. where an evaluation or a checkpoint is due, reads everything first: no checkpoint
-   holds a loss that is not finite.
+   holds a loss or a parameter that is not finite.
 
 Records hold only what a resumed run repeats bit for bit; what the clock says goes to
 `Clock`. Where the scans are cut changes no number.
@@ -15,18 +15,23 @@ Records hold only what a resumed run repeats bit for bit; what the clock says go
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
-from cocodc_jax.runtime.checkpoint import Checkpoints
-from cocodc_jax.runtime.program import Output, RegionProgram
+from cocodc_jax.runtime.checkpoint import CheckpointError, Checkpoints
+from cocodc_jax.runtime.program import (
+    MAX_SCAN_STEPS,
+    Output,
+    RegionProgram,
+    take_batches,
+)
 from cocodc_jax.runtime.stall import StallMeter
 from cocodc_jax.runtime.state import TrainState
 
@@ -35,7 +40,7 @@ Record = dict[str, Any]
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A region's loss became NaN or infinite."""
+    """A region's loss or one of its parameters became NaN or infinite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +160,10 @@ def train(
 
     Raises:
       NonFiniteLossError: naming step, region and the last good checkpoint.
+      CheckpointError: naming the folder and the last good checkpoint.
+      ValueError: if `batches` ends.
     """
+    batches = iter(batches)  # A list would begin anew with every turn.
     with StallMeter() as stall:
         loop = _Loop(program, tokens_per_step, cadence, hooks, checkpoints, stall)
         loop.continue_from(state.step, progress)
@@ -167,7 +175,7 @@ def train(
                 state = loop.save(state)
         if checkpoints and checkpoints.latest_step != state.step:
             state = loop.save(state)  # Asked to stop between two checkpoints.
-        loop.flush()
+        loop.settle(state)
     if checkpoints:
         checkpoints.wait()
     return loop.result(state)
@@ -184,7 +192,6 @@ class _Turn(NamedTuple):
     bytes_before: int
     bytes_after: int
     in_flight: int
-    is_warm: bool  # Nothing had to be compiled.
     output: Output
 
 
@@ -204,6 +211,7 @@ class _Loop:
         self._last_eval: Record | None = None
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
+        self._has_compiled = False
         self._began_s = self._read_s = time.perf_counter()
         self._steady_tokens = 0
         self._steady_s = 0.0
@@ -221,14 +229,13 @@ class _Loop:
     def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
         """Hands out the work up to the next cut, and reads the turn before."""
         length = self._steps_to_cut(state, num_steps)
-        chunk = list(itertools.islice(batches, length))
         first_step, before = state.step, state.bytes_sent
-        state, output = self._program.advance(
-            state, jax.tree.map(lambda *x: np.stack(x), *chunk)
-        )
+        chunk = take_batches(batches, first_step, length)
+        state, output = self._program.advance(state, chunk)
         for sync in output.syncs:
             self._stall.watch(output.losses, sync.norm)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
+        self._has_compiled |= not is_warm
         self._lengths_seen.add(length)
         self.flush()
         self._unread.append(
@@ -237,19 +244,18 @@ class _Loop:
                 before,
                 state.bytes_sent,
                 len(state.in_flight),
-                is_warm,
                 output,
             )
         )
         return state
 
     def _steps_to_cut(self, state: TrainState, num_steps: int) -> int:
-        ahead = [num_steps - state.step]
+        ahead = [num_steps - state.step, MAX_SCAN_STEPS]
         event = self._program.steps_to_event(state)
         if event is not None:
             ahead.append(event)
-        # Without events a scan would be as long as the run.
         every = (self._cadence.eval_every, self._cadence.checkpoint_every)
+        # Without events, records would come as late as scans are long.
         every += () if event is not None else (self._cadence.log_every,)
         ahead.extend(n - state.step % n for n in every if n)
         return min(ahead)
@@ -260,9 +266,14 @@ class _Loop:
             self._read(turn)
         self._unread = []
 
+    def settle(self, state: TrainState) -> None:
+        """Reads everything: what is judged, kept or given back is finite."""
+        self.flush()
+        self._check_params(state)
+
     def _read(self, turn: _Turn) -> None:
         losses = np.asarray(turn.output.losses)
-        self._check_finite(turn.first_step, losses)
+        self._check_losses(turn.first_step, losses)
         for i, loss in enumerate(losses):
             self._window.append(loss)
             step = turn.first_step + i + 1
@@ -274,17 +285,28 @@ class _Loop:
             self._write_sync(sync)
         self._tell_clock(turn, losses)
 
-    def _check_finite(self, first_step: int, losses: np.ndarray) -> None:
+    def _check_losses(self, first_step: int, losses: np.ndarray) -> None:
         bad = np.argwhere(~np.isfinite(losses))
-        if not len(bad):
-            return
-        step, region = first_step + int(bad[0][0]) + 1, int(bad[0][1])
-        saved = self._checkpoints.latest_step if self._checkpoints else None
+        if len(bad):
+            step, region = first_step + int(bad[0][0]) + 1, int(bad[0][1])
+            self._stop(f"loss is {losses[tuple(bad[0])]}", step, region)
+
+    def _check_params(self, state: TrainState) -> None:
+        """A finite loss can have had a gradient that is not."""
+        (bad,) = np.nonzero(~np.asarray(self._program.finite_regions(state)))
+        if len(bad):
+            self._stop("a parameter is not finite", state.step, int(bad[0]))
+
+    def _stop(self, what: str, step: int, region: int) -> NoReturn:
+        saved = None
+        if self._checkpoints:
+            with contextlib.suppress(CheckpointError):  # Then it is not the last good.
+                self._checkpoints.wait()
+            saved = self._checkpoints.latest_step
         last_good = "there is none" if saved is None else f"step {saved}"
         raise NonFiniteLossError(
-            f"loss is {losses[tuple(bad[0])]} at step {step} in region {region}; "
-            f"last good checkpoint: {last_good}. Lower inner_lr or outer_lr, or clip "
-            "gradients (grad_clip)"
+            f"{what} at step {step} in region {region}; last good checkpoint: "
+            f"{last_good}. Lower inner_lr or outer_lr, or clip gradients (grad_clip)"
         )
 
     def _write_train(self, step: int, bytes_sent: int) -> None:
@@ -324,9 +346,10 @@ class _Loop:
         now = time.perf_counter()
         seconds, self._read_s = now - self._read_s, now
         tokens = len(losses) * self._tokens_per_step
-        if turn.is_warm:
+        if not self._has_compiled:  # Since the turn read before this one.
             self._steady_tokens += tokens
             self._steady_s += seconds
+        self._has_compiled = False
         self._hooks.clock(
             Clock(
                 step=turn.first_step + len(losses),
@@ -341,7 +364,7 @@ class _Loop:
 
     def evaluate(self, state: TrainState, evaluate) -> None:
         """Judges the regions' mean and the outer parameters, and records it."""
-        self.flush()
+        self.settle(state)
         loss = evaluate(self._program.mean_params(state))
         outer = evaluate(self._program.outer_params(state))
         self._last_eval = {
@@ -358,7 +381,7 @@ class _Loop:
 
     def save(self, state: TrainState) -> TrainState:
         """Reads everything, then starts to save."""
-        self.flush()
+        self.settle(state)
         progress = {
             "window": [x.tolist() for x in self._window],
             "ratios": self._ratios,

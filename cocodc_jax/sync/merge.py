@@ -9,6 +9,8 @@ With theta^g the new outer value, theta^m the region's own at the step of arriva
 - compensate (CoCoDC, arXiv 2504.17672, section 3.1):
   g = (staged - theta^m) / tau ; g~ = g + Hessian(theta^g - staged)
   theta^m <- theta^g - tau g~
+- curvature mix (ours, from the same Taylor view): the replay, less a weight for each
+  parameter times theta^g - staged, high where the inner Adam's nu is high
 
 Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
 taken off (algorithms.md 4.1). With no Hessian term, compensating is the *replay* of
@@ -27,6 +29,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
+from cocodc_jax.transforms.mix import curvature_weighted_mix, curvature_weights
+from cocodc_jax.transforms.numerics import safe_norm
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -128,6 +133,41 @@ def compensate(
         return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
 
     return Merge("compensate", apply, needs_staged=True, needs=needs)
+
+
+def curvature_mix(mean_weight: float | jax.Array) -> Merge:
+    """Mixes at the staged point, most where the inner Adam's nu is high.
+
+    theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
+    from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1
+    keeps the local fragment. The correction's length over that of the progress is the
+    metric `correction_ratio`.
+
+    Args:
+      mean_weight: mean of w over each tensor before its cut at 1, in [0, 1].
+
+    Raises:
+      ValueError: if `mean_weight` is a number outside [0, 1].
+    """
+    if isinstance(mean_weight, (int, float)) and not 0 <= mean_weight <= 1:
+        raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")
+
+    def apply(local, staged, outer, *, delay_steps, second_moment, **extra):
+        del delay_steps, extra
+        staged = _widen_like(staged, outer)
+        weights = curvature_weights(second_moment, mean_weight)
+        merged = curvature_weighted_mix(outer, staged, local, weights)
+        correction = jax.tree.map(lambda w, o, s: w * (o - s), weights, outer, staged)
+        progress = jax.tree.map(lambda x, s: x - s, _widen_like(local, outer), staged)
+        length = safe_norm(progress)
+        ratio = jnp.where(
+            length > 0, safe_norm(correction) / jnp.where(length > 0, length, 1.0), 0.0
+        )
+        return merged, {"correction_ratio": ratio.astype(jnp.float32)}
+
+    return Merge(
+        "curvature_mix", apply, needs_staged=True, needs=frozenset({"second_moment"})
+    )
 
 
 def _widen_like(tree: PyTree, outer: PyTree) -> PyTree:

@@ -18,12 +18,16 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def command():
+def command(tmp_path_factory):
     """Starts `python -m MODULE FLAGS...` at the root of the checkout."""
+    # Most of these commands compile the same programs: the first does it for all.
+    env = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
     def start(module, *flags):
-        # Devices are the program's own business, not this process's.
-        env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS",)}
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, flags)],
             cwd=ROOT,

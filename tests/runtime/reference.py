@@ -15,9 +15,9 @@ import numpy as np
 
 @dataclasses.dataclass
 class Quadratic:
-    """f(x) = (x - target)' A (x - target) / 2 with x all parameters end to end.
+    """f(x) = weight (x - target)' A (x - target) / 2, x all parameters end to end.
 
-    `A` couples the fragments; the batch is `target`, different in every region.
+    `A` couples the fragments; the batch is `(target, weight)`, of one region and step.
     """
 
     hessian: np.ndarray
@@ -30,13 +30,14 @@ class Quadratic:
         ends = np.cumsum(list(self.sizes.values()))[:-1]
         return dict(zip(self.sizes, np.split(x, ends), strict=True))
 
-    def gradient(self, params, target):
-        return self._split(self.hessian @ (self._join(params) - target))
+    def gradient(self, params, batch):
+        target, weight = batch
+        return self._split(weight * self.hessian @ (self._join(params) - target))
 
-    def hessian_vector(self, vector):
+    def hessian_vector(self, vector, batch):
         """H v for a fragment's v, the other fragments standing still."""
         whole = {n: vector.get(n, np.zeros(s)) for n, s in self.sizes.items()}
-        product = self._split(self.hessian @ self._join(whole))
+        product = self._split(batch[1] * self.hessian @ self._join(whole))
         return {name: product[name] for name in vector}
 
 
@@ -113,12 +114,13 @@ def _zeros(params):
 
 @dataclasses.dataclass
 class Context:
-    """What a curvature may look at besides g and D."""
+    """What a curvature may look at besides g and D; `batch` is the last one."""
 
     sync_interval: int
     lr: float
     second_moment: dict | None
-    hessian_vector: Callable | None
+    problem: Quadratic | Mlp
+    batch: tuple
 
 
 def no_curvature(g, d, context):
@@ -150,12 +152,13 @@ def adam_second_moment(g, d, context):
 
 
 def hessian_vector_sgd(g, d, context):
-    curved = context.hessian_vector(d)
+    curved = context.problem.hessian_vector(d, context.batch)
     return {n: context.lr * curved[n] for n in g}
 
 
 def hessian_vector_adam(g, d, context):
-    curved, nu = context.hessian_vector(d), context.second_moment
+    nu = context.second_moment
+    curved = context.problem.hessian_vector(d, context.batch)
     return {n: context.lr * curved[n] / (np.sqrt(nu[n]) + 1e-8) for n in g}
 
 
@@ -215,7 +218,7 @@ def train(problem, method, optimizer, params, batches, itemsize):
     for t, step_batches in enumerate(batches, start=1):
         _inner_step(run, problem, method, optimizer, step_batches, itemsize)
         if method.interval:
-            _sync(run, problem, method, optimizer, t, itemsize)
+            _sync(run, problem, method, optimizer, step_batches, t, itemsize)
     return run
 
 
@@ -232,11 +235,11 @@ def _inner_step(run, problem, method, optimizer, batches, itemsize):
         )
 
 
-def _sync(run, problem, method, optimizer, t, itemsize):
+def _sync(run, problem, method, optimizer, batches, t, itemsize):
     def land():
         for flight in [f for f in run.in_flight if f[1] + method.tau == t]:
             run.in_flight.remove(flight)
-            _apply(run, problem, method, optimizer, t, *flight)
+            _apply(run, problem, method, optimizer, batches, t, *flight)
 
     land()
     p = _choose(run, method, t) if t % method.slot == 0 else None
@@ -252,7 +255,7 @@ def _sync(run, problem, method, optimizer, t, itemsize):
         land()
 
 
-def _apply(run, problem, method, optimizer, t, p, start, staged, delta):
+def _apply(run, problem, method, optimizer, batches, t, p, start, staged, delta):
     """Section 0's outer Nesterov, then the merge of section 2, 3 or 4.1."""
     mu, eta = method.momentum, method.outer_lr
     for n in delta:
@@ -265,7 +268,7 @@ def _apply(run, problem, method, optimizer, t, p, start, staged, delta):
     run.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
     ratios = []
     for m, local in enumerate(run.local):
-        new, ratio = _merged(run, problem, method, optimizer, m, staged[m])
+        new, ratio = _merged(run, problem, method, optimizer, m, staged[m], batches[m])
         local.update(new)
         ratios.append(ratio)
     run.syncs.append((p, start, t))
@@ -273,7 +276,7 @@ def _apply(run, problem, method, optimizer, t, p, start, staged, delta):
     run.norms.append(norm)
 
 
-def _merged(run, problem, method, optimizer, m, staged):
+def _merged(run, problem, method, optimizer, m, staged, batch):
     local, outer, tau = run.local[m], run.outer, method.tau
     if method.merge == "mix":
         a = method.alpha
@@ -283,12 +286,7 @@ def _merged(run, problem, method, optimizer, m, staged):
     moment = None
     if isinstance(optimizer, AdamW):
         moment = optimizer.second_moment(run.inner[m], staged)
-    context = Context(
-        method.interval,
-        optimizer.lr,
-        moment,
-        getattr(problem, "hessian_vector", None),
-    )
+    context = Context(method.interval, optimizer.lr, moment, problem, batch)
     g = {n: (staged[n] - local[n]) / tau for n in staged}
     d = {n: outer[n] - staged[n] for n in staged}
     curved = method.curvature(g, d, context)

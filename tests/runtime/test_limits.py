@@ -170,7 +170,7 @@ def compensated(strength):
     found, wanted = [], []
     for m in range(NUM_REGIONS):
         there = {"a": outer["a"], "b": staged["b"][m], "c": outer["c"]}
-        gradient = ORACLE.gradient(there, TARGETS[2, m])
+        gradient = ORACLE.gradient(there, (TARGETS[2, m], 1.0))
         found.append({n: local[n][m] for n in "ac"})
         wanted.append({n: outer[n] - LR * gradient[n] for n in "ac"})
     return found, wanted
@@ -237,7 +237,7 @@ def test_one_region_alone(name):
         reference.Method(groups, **twin, **outer),
         reference.Sgd(LR),
         PARAMS,
-        list(targets),
+        [[(target[0], 1.0)] for target in targets],
         itemsize=4,
     )
     local, outer = train(make(methods.get(name, **options), num_regions=1), targets)

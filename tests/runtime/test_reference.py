@@ -53,18 +53,23 @@ def quadratic():
     root = rng.normal(size=(9, 9)) / 3
     hessian = (root @ root.T + 0.3 * np.eye(9)).astype(np.float32)
     optimum = rng.normal(size=(NUM_REGIONS, 9))  # Different in every region.
-    noise = rng.normal(size=(60, NUM_REGIONS, 9)) / 4
 
-    def loss_fn(params, target, key):
+    def batch():
+        target = optimum + rng.normal(size=(NUM_REGIONS, 9)) / 4
+        weight = rng.uniform(0.5, 1.5, size=NUM_REGIONS)
+        return target.astype(np.float32), weight.astype(np.float32)
+
+    def loss_fn(params, batch, key):
+        target, weight = batch
         gap = jnp.concatenate([params[n] for n in sizes]) - target
-        return gap @ jnp.asarray(hessian, gap.dtype) @ gap / 2, {}
+        return weight * (gap @ jnp.asarray(hessian, gap.dtype) @ gap) / 2, {}
 
     return Problem(
         loss_fn,
         {n: rng.normal(size=s).astype(np.float32) for n, s in sizes.items()},
         reference.Quadratic(hessian.astype(np.float64), sizes),
         2,
-        [x.astype(np.float32) for x in optimum + noise],
+        [batch() for _ in range(60)],
         {
             1: [["a", "b", "c"]],
             2: [["a", "c"], ["b"]],

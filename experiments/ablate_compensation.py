@@ -1,0 +1,233 @@
+"""Compares every delay compensation, alpha mix and replay, each with its own tuning.
+
+    python -m experiments.ablate_compensation --workdir=DIR
+
+For every delay: choose outer learning rate and strength on the tuning seeds, train
+the test seeds, and report the steps to the perplexity that tuned Streaming DiLoCo
+(alpha 0.5) and tuned DiLoCo end with, at equal tokens and equal bytes. Writes to DIR a
+file for each rule and delay as it is done, ablate_compensation.json with all of them,
+and PNG plots. The same command goes on where an interrupted one stopped.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+from absl import flags as absl_flags
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.report.page import describe_machine
+from experiments import flags
+from experiments.ablation import plots, results, rules
+from experiments.ablation.jobs import (
+    REFERENCES,
+    Settings,
+    run_job,
+)
+from experiments.config import _attribute_notes as attribute_notes
+from experiments.config import dumps
+
+# The published saving in steps against Streaming DiLoCo, the aim of the ablation.
+AIM = 0.21
+
+Job = tuple[str, int]
+
+
+def main() -> None:
+    """Reads the flags, runs what is not yet done, writes and prints the results."""
+    console = Console()
+    with flags.usage_errors():
+        settings = _settings()
+        jobs = _jobs(settings)
+        workdir = pathlib.Path(flags.value("workdir"))
+        parts = _parts(workdir, settings)
+        if flags.value("workers") < 1:
+            raise ValueError(f"workers={flags.value('workers')} must be at least 1")
+    begin_s = time.perf_counter()
+    _run(settings, [job for job in jobs if not _path(parts, job).exists()], parts)
+    done = [json.loads(_path(parts, job).read_text()) for job in jobs]
+    summary = {
+        "command": " ".join(
+            ["python -m experiments.ablate_compensation", *sys.argv[1:]]
+        ),
+        "machine": describe_machine(jax.devices()),
+        "settings": dataclasses.asdict(settings),
+        "seconds_of_last_call": time.perf_counter() - begin_s,
+        "rows": results.summarise(done, settings.steps),
+        "jobs": done,
+    }
+    (workdir / "ablate_compensation.json").write_text(dumps(summary))
+    plots.write(summary, workdir)
+    _print(summary, console)
+
+
+def _settings() -> Settings:
+    """The defaults with the flags that were given."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Settings):
+        if not flags.given(field.name):
+            continue
+        value = flags.value(field.name)
+        if isinstance(field.default, tuple):
+            value = _numbers(field.name, value, type(field.default[0]))
+        values[field.name] = value
+    return Settings(**values)
+
+
+def _numbers(name: str, texts: list[str], kind: type) -> tuple:
+    try:
+        return tuple(kind(text) for text in texts)
+    except ValueError:
+        raise ValueError(
+            f"{name}={','.join(texts)} must be numbers separated by commas"
+        ) from None
+
+
+def _jobs(settings: Settings) -> list[Job]:
+    """References first: every other row is a ratio to them."""
+    table = rules.table(settings.sync_interval)
+    names = flags.value("rules") or list(table)
+    for name in names:
+        if name not in table:
+            raise ValueError(f"rules={name!r} is unknown; use some of {sorted(table)}")
+    delays = _numbers("delays", flags.value("delays"), int)
+    for delay in delays:
+        if not 1 <= delay <= settings.sync_interval:
+            raise ValueError(
+                f"delays={delay} must be at least 1 and at most sync_interval="
+                f"{settings.sync_interval}"
+            )
+    if results.STREAMING not in names:
+        names = [results.STREAMING, *names]
+    return [(name, 0) for name in REFERENCES] + [
+        (name, delay)
+        for delay in delays
+        for name in names
+        if delay >= table[name].least_delay
+    ]
+
+
+def _parts(workdir: pathlib.Path, settings: Settings) -> pathlib.Path:
+    """The folder of finished jobs, which are only good for the same settings."""
+    parts = workdir / "parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    path, text = parts / "settings.json", dumps(dataclasses.asdict(settings))
+    if path.exists() and path.read_text() != text:
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds an ablation with other settings; name "
+            "another folder or delete it"
+        )
+    path.write_text(text)
+    return parts
+
+
+def _path(parts: pathlib.Path, job: Job) -> pathlib.Path:
+    return parts / f"{job[0]}_delay{job[1]}.json"
+
+
+def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
+    """Runs jobs in worker processes: small programs do not fill several cores."""
+    # Read by XLA when a worker starts JAX: one thread each, no waiting for another.
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    )
+    with concurrent.futures.ProcessPoolExecutor(
+        flags.value("workers"), multiprocessing.get_context("spawn")
+    ) as pool:
+        begun = {pool.submit(run_job, settings, *job): job for job in jobs}
+        for count, future in enumerate(concurrent.futures.as_completed(begun), 1):
+            result, job = future.result(), begun[future]
+            unfinished = _path(parts, job).with_suffix(".tmp")
+            unfinished.write_text(dumps(result))
+            unfinished.rename(_path(parts, job))
+            took = f"{result['seconds']:.0f} s"
+            print(f"{count}/{len(jobs)} {job[0]} delay {job[1]}: {took}", flush=True)
+
+
+def _print(summary: dict[str, Any], console: Console) -> None:
+    settings = summary["settings"]
+    for delay in sorted({row["delay_steps"] for row in summary["rows"]}):
+        title = (
+            f"tau/H = {delay / settings['sync_interval']:g}" if delay else "references"
+        )
+        table = Table("rule", title=title, box=box.SIMPLE, pad_edge=False)
+        for head in ("lr", "strength", "loss", "/streaming", "/DiLoCo", "corr."):
+            table.add_column(head, justify="right")
+        for row in summary["rows"]:
+            if row["delay_steps"] == delay:
+                table.add_row(*_cells(row))
+        console.print(table)
+    console.print(
+        f"{len(settings['test_seeds'])} test seeds, mean and 95 % interval (Student), "
+        "paired by seed. /X: steps to the loss that tuned X ends with, over the steps "
+        "of X; >= where some seeds never reach it. * best at an end of the grid. "
+        f"Aim: at most {1 - AIM:.2f} in both columns from tau/H 0.2.",
+        highlight=False,
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["rule"],
+        _tuned(row, "outer_lr"),
+        _tuned(row, "strength"),
+        _with_interval(row["final_loss"], 3),
+        _ratio(row["vs_streaming"]),
+        _ratio(row["vs_diloco"]),
+        "-"
+        if row["correction_ratio"] is None
+        else f"{row['correction_ratio']['mean']:.2g}",
+    ]
+
+
+def _tuned(row: dict[str, Any], name: str) -> str:
+    if row[name] is None:
+        return "-"
+    return f"{row[name]:.3g}" + "*" * (name in row["at_edge"])
+
+
+def _with_interval(value: dict[str, float] | None, digits: int) -> str:
+    if value is None:
+        return "diverged"
+    return f"{value['mean']:.{digits}f} +-{value['half']:.{digits}f}"
+
+
+def _ratio(against: dict[str, Any] | None) -> str:
+    if against is None or against["ratio"] is None:
+        return "-"
+    bound = ">=" * (against["reached"] < against["seeds"])
+    return bound + _with_interval(against["ratio"], 2)
+
+
+def _define() -> None:
+    absl_flags.DEFINE_string(
+        "workdir",
+        "runs/ablate_compensation",
+        "Folder of the results; an interrupted ablation goes on there.",
+    )
+    absl_flags.DEFINE_list("rules", None, "Rules to compare. Default: all of them.")
+    absl_flags.DEFINE_list(
+        "delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."
+    )
+    absl_flags.DEFINE_integer("workers", 2, "Processes that train at the same time.")
+    defined = {int: absl_flags.DEFINE_integer, str: absl_flags.DEFINE_string}
+    notes = attribute_notes(Settings)
+    for field in dataclasses.fields(Settings):
+        define = defined.get(type(field.default), absl_flags.DEFINE_list)
+        define(field.name, None, f"{notes[field.name]} Default: {field.default}.")
+
+
+if __name__ == "__main__":
+    _define()
+    flags.run_main(main)

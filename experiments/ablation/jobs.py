@@ -1,0 +1,312 @@
+"""One job of the ablation: tune a rule at one delay, then train the test seeds.
+
+Everything that two jobs could differ in, but for the rule and the delay, is in
+`Settings`; every rule gets the same model, data, tokens, schedule and bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax import models
+from cocodc_jax.data import DataConfig, load
+from cocodc_jax.sync import fragments, merge, schedule
+from experiments.ablation import rules
+from experiments.ablation.lanes import Trainer, make_finish
+from experiments.ablation.simulator import Plan, simulate
+from experiments.config import OptimizerConfig
+
+DILOCO, DATA_PARALLEL = "diloco", "data_parallel"
+REFERENCES = (DILOCO, DATA_PARALLEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes and grids of the ablation, the same for every rule.
+
+    Attributes:
+      model: preset of `cocodc_jax.models`.
+      steps: inner steps of each run.
+      regions: M.
+      sync_interval: H.
+      num_fragments: K.
+      batch_per_region: sequences per region and step.
+      sequence_length: tokens per sequence.
+      warmup_steps: of the inner learning rate, constant afterwards.
+      eval_every: steps between evaluations.
+      eval_sequences: validation sequences, the same ones at all times.
+      test_seeds: reported.
+      tuning_seeds: for the choice of outer learning rate and strength.
+      outer_lrs: tried for a rule without strength.
+      outer_lrs_with_strength: tried with each strength of a rule that has one.
+      lanes: runs that are trained side by side.
+    """
+
+    model: str = "smoke"
+    steps: int = 400
+    regions: int = 4
+    sync_interval: int = 20
+    num_fragments: int = 4
+    batch_per_region: int = 4
+    sequence_length: int = 32
+    warmup_steps: int = 40
+    eval_every: int = 20
+    eval_sequences: int = 128
+    test_seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    tuning_seeds: tuple[int, ...] = (100,)
+    outer_lrs: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.4)
+    outer_lrs_with_strength: tuple[float, ...] = (0.4, 0.7, 1.1)
+    lanes: int = 6
+
+    def __post_init__(self):
+        """Checks what nothing else does.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        for name in ("steps", "lanes", "eval_every", "eval_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("test_seeds", "tuning_seeds", "outer_lrs"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=() is empty; name at least one")
+        shared = set(self.test_seeds) & set(self.tuning_seeds)
+        if shared:
+            raise ValueError(
+                f"tuning_seeds={self.tuning_seeds} holds test seeds {sorted(shared)}; "
+                "what was tuned on cannot be reported on"
+            )
+        if self.steps % self.eval_every:
+            raise ValueError(
+                f"eval_every={self.eval_every} must divide steps={self.steps}, so that "
+                "the end is evaluated"
+            )
+        schedule.staggered(self.sync_interval, self.num_fragments)
+
+    @property
+    def transformer(self) -> models.TransformerConfig:
+        """The model."""
+        return models.get(self.model)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Inner AdamW; a constant rate, so that a step means the same at all times."""
+        return OptimizerConfig(
+            inner_lr=rules.INNER_LR,
+            warmup_steps=self.warmup_steps,
+            beta2=0.99,
+            final_lr_fraction=1.0,
+        )
+
+    def data(self, seed: int) -> DataConfig:
+        """The text of one seed."""
+        return DataConfig(
+            sequence_length=self.sequence_length,
+            batch_per_region=self.batch_per_region,
+            seed=seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One run: what differs between the runs of a job."""
+
+    seed: int
+    outer_lr: float
+    strength: float | None
+
+
+def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
+    """Tunes and tests one rule at one delay.
+
+    Args:
+      settings: of the ablation.
+      name: a rule of `rules.table`, or one of `REFERENCES`, which have no delay.
+      delay_steps: tau.
+
+    Returns:
+      Plain values: what was tried and chosen, and the curves of every test seed.
+    """
+    begin_s = time.perf_counter()
+    tried = [
+        Lane(seed, lr, strength)
+        for lr, strength in grid(settings, name, delay_steps)
+        for seed in settings.tuning_seeds
+    ]
+    tuning = train(settings, name, delay_steps, tried) if len(tried) > 1 else {}
+    best = choose(tried, tuning["losses"][:, -1]) if tuning else tried[0]
+    tested = [dataclasses.replace(best, seed=seed) for seed in settings.test_seeds]
+    test = train(settings, name, delay_steps, tested)
+    return {
+        "rule": name,
+        "delay_steps": delay_steps,
+        "outer_lr": best.outer_lr,
+        "strength": best.strength,
+        "tuning": [
+            dataclasses.asdict(lane) | {"loss": _finite(loss)}
+            for lane, loss in zip(tried, tuning["losses"][:, -1], strict=True)
+        ]
+        if tuning
+        else [],
+        "steps": test["steps"],
+        "losses": {
+            str(lane.seed): [_finite(x) for x in row]
+            for lane, row in zip(tested, test["losses"], strict=True)
+        },
+        "correction_ratio": [_finite(x) for x in test["correction_ratio"]],
+        "bytes_sent_per_region": test["bytes_sent"],
+        "seconds": time.perf_counter() - begin_s,
+    }
+
+
+def grid(
+    settings: Settings, name: str, delay_steps: int
+) -> list[tuple[float, float | None]]:
+    """Pairs of outer learning rate and strength to try."""
+    if name == DATA_PARALLEL:
+        return [(1.0, None)]
+    strengths = ()
+    if name not in REFERENCES:
+        strengths = rules.table(settings.sync_interval)[name].strengths_at(delay_steps)
+    if not strengths:
+        return [(lr, None) for lr in settings.outer_lrs]
+    return list(itertools.product(settings.outer_lrs_with_strength, strengths))
+
+
+def choose(lanes: Sequence[Lane], losses: Sequence[float]) -> Lane:
+    """The numbers with the least mean loss over seeds; what diverged never wins."""
+    sums: dict[Lane, float] = {}
+    for lane, loss in zip(lanes, losses, strict=True):
+        numbers = dataclasses.replace(lane, seed=0)
+        sums[numbers] = sums.get(numbers, 0.0) + (
+            float(loss) if math.isfinite(loss) else math.inf
+        )
+    return min(sums, key=lambda numbers: sums[numbers])
+
+
+def train(
+    settings: Settings, name: str, delay_steps: int, lanes: Sequence[Lane]
+) -> dict[str, Any]:
+    """Trains any number of runs, `settings.lanes` at a time.
+
+    Returns:
+      "steps" [P], "losses" [len(lanes), P], "correction_ratio" [len(lanes)],
+      "bytes_sent" by one region of one run.
+    """
+    outcomes = []
+    for first in range(0, len(lanes), settings.lanes):
+        part = list(lanes[first : first + settings.lanes])
+        # One shape for all, so that nothing is compiled again.
+        padded = part + [part[-1]] * (settings.lanes - len(part))
+        outcome = _train_together(settings, name, delay_steps, padded)
+        outcomes.append((outcome, len(part)))
+    losses = [outcome.losses[:count] for outcome, count in outcomes]
+    ratios = [outcome.correction_ratio[:count] for outcome, count in outcomes]
+    return {
+        "steps": outcomes[0][0].steps,
+        "losses": np.concatenate(losses),
+        "correction_ratio": np.concatenate(ratios),
+        "bytes_sent": outcomes[0][0].bytes_sent,
+    }
+
+
+def _train_together(settings, name, delay_steps, lanes):
+    whole = name in REFERENCES
+    trainer = _trainer(settings, 1 if whole else settings.num_fragments)
+    plan = None
+    if name != DATA_PARALLEL:
+        plan = Plan(
+            schedule.staggered(
+                settings.sync_interval,
+                len(trainer.fragments),
+                0 if whole else delay_steps,
+            ),
+            _finish(settings, name, delay_steps),
+            with_midway=name == "secant",
+        )
+    seeds = [lane.seed for lane in lanes]
+    params = [_init_params(settings, seed) for seed in seeds]
+    tokens = np.stack([_tokens(settings, seed) for seed in seeds], axis=1)
+    return simulate(
+        trainer,
+        trainer.init(jax.tree.map(lambda *x: jnp.stack(x), *params), settings.regions),
+        jnp.asarray(tokens),
+        [lane.outer_lr for lane in lanes],
+        [0.0 if lane.strength is None else lane.strength for lane in lanes],
+        plan,
+        eval_tokens=_eval_tokens(settings),
+        eval_every=settings.eval_every,
+    )
+
+
+@functools.cache
+def _trainer(settings: Settings, num_fragments: int) -> Trainer:
+    model, optimizer = settings.transformer, settings.optimizer
+    shapes = jax.eval_shape(
+        functools.partial(models.init_params, model), jax.random.key(0)
+    )
+    return Trainer(
+        models.make_loss_fn(model),
+        optimizer.build(settings.steps),
+        optimizer.learning_rate(settings.steps),
+        fragments.cut(shapes, num_fragments),
+        b2=optimizer.beta2,
+        outputs=(
+            lambda params, tokens: models.apply(model, params, tokens[:, :-1]),
+            _cross_entropy,
+        ),
+    )
+
+
+def _cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The model's loss as a function of its logits: convex, as Gauss-Newton wants."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+@functools.lru_cache(maxsize=1)
+def _finish(settings: Settings, name: str, delay_steps: int):
+    if name == DILOCO:
+        trainer = _trainer(settings, 1)
+        return make_finish(trainer, lambda *_: merge.replace(), 0)
+    trainer = _trainer(settings, settings.num_fragments)
+    rule = rules.table(settings.sync_interval)[name]
+    return make_finish(trainer, rule.make, delay_steps)
+
+
+@functools.cache
+def _init_params(settings: Settings, seed: int):
+    key = jax.random.fold_in(jax.random.key(seed), 0)
+    return jax.jit(functools.partial(models.init_params, settings.transformer))(key)
+
+
+@functools.cache
+def _tokens(settings: Settings, seed: int) -> np.ndarray:
+    """int32 `[steps, R, B, L + 1]`."""
+    stream = load(settings.data(seed), settings.regions).train_stream()
+    with contextlib.closing(stream):
+        return np.stack(list(itertools.islice(stream, settings.steps)))
+
+
+@functools.cache
+def _eval_tokens(settings: Settings) -> jax.Array:
+    text = load(settings.data(0), settings.regions)
+    num_batches = -(-settings.eval_sequences // settings.batch_per_region)
+    return jnp.asarray(np.concatenate(list(text.eval_tokens(num_batches))))
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no infinity."""
+    return float(x) if math.isfinite(x) else None

@@ -1,0 +1,274 @@
+"""What is compiled for many experiments at once: inner steps, evaluation, merges.
+
+`RegionProgram` compiles one method for one set of numbers. Here an experiment is a
+*lane*: seed, outer learning rate and strength are values, so one compiled program
+trains E of them side by side, each with R regions. Fragments, merge rules and
+optimizers are the package's own. There are no devices, meshes or collectives here:
+regions are a leading axis, and a mean over them is `x.mean(axis)`.
+
+Shapes: E lanes, R regions, T steps of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.runtime.second_moment import adam_second_moment
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.merge import Merge
+
+PyTree = Any
+
+
+class Lanes(NamedTuple):
+    """All experiments at one step.
+
+    Attributes:
+      params: local parameters, leaves `[E, R, ...]`.
+      opt_state: inner optimizer states, `[E, R, ...]`.
+      outer: outer fragments, an entry a fragment, `[E, ...]`.
+      outer_state: their outer optimizer states, `[E, ...]`.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    outer: tuple[PyTree, ...]
+    outer_state: tuple[PyTree, ...]
+
+
+class Flight(NamedTuple):
+    """A fragment on its way.
+
+    Attributes:
+      staged: the regions' own when it started, `[E, R, ...]`.
+      mean: mean pseudo-gradient, `[E, ...]`.
+      midway: the regions' own in the middle of the overlap, or None.
+    """
+
+    staged: PyTree
+    mean: PyTree
+    midway: PyTree | None = None
+
+
+class Trainer:
+    """Inner steps and evaluation, compiled once for all rules and delays."""
+
+    def __init__(
+        self,
+        loss_fn: Callable,
+        optimizer: optax.GradientTransformation,
+        learning_rate: optax.Schedule,
+        fragments: Fragments,
+        outer_momentum: float = 0.9,
+        b2: float = 0.999,
+        outputs: tuple[Callable, Callable] | None = None,
+    ):
+        """Wraps everything in jit.
+
+        Args:
+          loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+          optimizer: the inner optimizer.
+          learning_rate: its schedule, for merges that ask for it.
+          fragments: how the parameters are cut.
+          outer_momentum: of the outer Nesterov optimizer.
+          b2: decay of the inner Adam's second moment.
+          outputs: `model(params, batch) -> outputs` and `loss(outputs, batch)`, for
+            Gauss-Newton products.
+        """
+        self.loss_fn, self.learning_rate, self.outputs = loss_fn, learning_rate, outputs
+        self.fragments, self.outer_momentum = fragments, outer_momentum
+        self.second_moment = adam_second_moment(b2)
+        self._optimizer = optimizer
+        self.start = jax.jit(self._start, static_argnums=2)
+        self.take = jax.jit(functools.partial(fragments.take, lead=2), static_argnums=1)
+        self.evaluate = jax.jit(self._evaluate)
+        self.advance = jax.jit(self._advance, static_argnums=5, donate_argnums=(0, 1))
+
+    def init(self, params: PyTree, num_regions: int) -> Lanes:
+        """Lanes before the first step.
+
+        Args:
+          params: leaves `[E, ...]`; each lane's regions all begin with them.
+          num_regions: R.
+        """
+
+        def spread(x):
+            x = jnp.asarray(x)
+            return jnp.repeat(x[:, None], num_regions, axis=1)
+
+        opt_state = jax.vmap(self._optimizer.init)(params)
+        each = range(len(self.fragments))
+        outer = tuple(self.fragments.take(params, k, lead=1) for k in each)
+        state = tuple(jax.vmap(self._nesterov(1.0).init)(part) for part in outer)
+        return Lanes(
+            jax.tree.map(spread, params), jax.tree.map(spread, opt_state), outer, state
+        )
+
+    def _nesterov(self, outer_lr) -> optax.GradientTransformation:
+        return optax.sgd(outer_lr, self.outer_momentum, nesterov=True)
+
+    def _advance(self, params, opt_state, tokens, first, last, reduce_gradients):
+        """Steps `first` to `last` of all regions; tokens leaves `[T, E, R, ...]`."""
+        shape = jax.tree.leaves(params)[0].shape[:2]
+        # One mapped axis in place of two: half as many batched products to lay out.
+        merge_axes = functools.partial(
+            jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:])
+        )
+        split_axes = functools.partial(
+            jax.tree.map, lambda x: x.reshape(*shape, *x.shape[1:])
+        )
+
+        def gradient(params, batch):
+            return jax.grad(self.loss_fn, has_aux=True)(params, batch, None)[0]
+
+        def update(grads, opt_state, params):
+            updates, opt_state = self._optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        def step(i, carry):
+            params, opt_state = carry
+            batch = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tokens
+            )
+            grads = jax.vmap(gradient)(params, merge_axes(batch))
+            if reduce_gradients:
+                grads = jax.tree.map(
+                    lambda x: jnp.broadcast_to(x.mean(1, keepdims=True), x.shape),
+                    split_axes(grads),
+                )
+                grads = merge_axes(grads)
+            return jax.vmap(update)(grads, opt_state, params)
+
+        carry = merge_axes((params, opt_state))
+        return split_axes(jax.lax.fori_loop(first, last, step, carry))
+
+    def _evaluate(self, params, tokens):
+        """Loss `[E]` of the mean of the regions' parameters on one batch."""
+
+        def one(params):
+            mean = jax.tree.map(lambda x: x.mean(0), params)
+            return self.loss_fn(mean, tokens, None)[0]
+
+        return jax.lax.map(one, params)
+
+    def _start(self, params, outer, k):
+        staged = self.fragments.take(params, k, lead=2)
+        mean = jax.tree.map(lambda o, x: (o[:, None] - x).mean(1), outer, staged)
+        return staged, mean
+
+    def outer_step(self, outer, state, mean, outer_lr):
+        """Outer Nesterov on one fragment of every lane; `outer_lr` `[E]`."""
+
+        def one(outer, state, mean, outer_lr):
+            updates, state = self._nesterov(outer_lr).update(mean, state, outer)
+            return optax.apply_updates(outer, updates), state
+
+        return jax.vmap(one)(outer, state, mean, outer_lr)
+
+
+def make_finish(
+    trainer: Trainer, make: Callable[[Any, int], Merge], delay_steps: int
+) -> Callable:
+    """Compiles what happens when a fragment arrives.
+
+    Args:
+      trainer: shared parts.
+      make: `make(strength, delay_steps) -> Merge`, see `rules.Rule`.
+      delay_steps: tau.
+
+    Returns:
+      `finish(lanes, flight, batch, key, rate, outer_lr, strength, k)` gives the lanes
+      with fragment k stepped and merged, and the correction ratio `[E]`; batch
+      `[E, R, ...]` is the last one trained on.
+    """
+    fragments, needs = trainer.fragments, make(1.0, delay_steps).needs
+
+    def one_region(seen, outer, moment, params, batch, key, rate, strength, k):
+        staged, midway, local = seen
+
+        def with_fragment(part):
+            return fragments.put(params, k, part)
+
+        extra = {"learning_rate": rate, "second_moment": moment, "key": key}
+        if "gradient_fn" in needs:
+            extra["gradient_fn"] = jax.grad(
+                lambda part: trainer.loss_fn(with_fragment(part), batch, key)[0]
+            )
+        if "model_fn" in needs:
+            assert trainer.outputs is not None
+            model, loss = trainer.outputs
+            extra["model_fn"] = lambda part: model(with_fragment(part), batch)
+            extra["output_loss_fn"] = lambda outputs: loss(outputs, batch)
+        if "later_gradient" in needs:
+            extra |= _two_halves(staged, midway, local, delay_steps)
+        rule = make(strength, delay_steps)
+        extra = {name: value for name, value in extra.items() if name in rule.needs}
+        merged, metrics = rule.apply(
+            local, staged, outer, delay_steps=delay_steps, **extra
+        )
+        return merged, metrics.get("correction_ratio", jnp.zeros([]))
+
+    def finish(lanes, flight, batch, key, rate, outer_lr, strength, k):
+        outer, outer_state = trainer.outer_step(
+            lanes.outer[k], lanes.outer_state[k], flight.mean, outer_lr
+        )
+        moment = fragments.take(_moment(trainer, lanes.opt_state), k, lead=2)
+        local = fragments.take(lanes.params, k, lead=2)
+        keys = jax.random.split(key, jax.tree.leaves(local)[0].shape[:2])
+        in_region = (0, None, 0, 0, 0, 0, None, None)
+        in_lane = (0, 0, 0, 0, 0, 0, None, 0)
+        one = functools.partial(one_region, k=k)
+        merged, ratio = jax.vmap(jax.vmap(one, in_region), in_lane)(
+            (flight.staged, flight.midway, local),
+            outer,
+            moment,
+            lanes.params,
+            batch,
+            keys,
+            rate,
+            strength,
+        )
+        return Lanes(
+            fragments.put(lanes.params, k, merged, lead=2),
+            lanes.opt_state,
+            _set(lanes.outer, k, outer),
+            _set(lanes.outer_state, k, outer_state),
+        ), ratio.mean(1)
+
+    return jax.jit(finish, static_argnums=7)
+
+
+def _moment(trainer, opt_state):
+    merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), opt_state)
+    shape = jax.tree.leaves(opt_state)[0].shape[:2]
+    return jax.tree.map(
+        lambda x: x.reshape(*shape, *x.shape[1:]), trainer.second_moment(merged)
+    )
+
+
+def _two_halves(staged, midway, local, delay_steps: int) -> dict[str, PyTree]:
+    """The change of the pseudo-gradient from the first half of the overlap to the next.
+
+    `secant` subtracts the whole overlap's pseudo-gradient from `later_gradient`, so
+    that one plus the change is handed over.
+    """
+    first, rest = delay_steps // 2, delay_steps - delay_steps // 2
+
+    def later(staged, middle, local):
+        whole = (staged - local) / delay_steps
+        return whole + (middle - local) / rest - (staged - middle) / first
+
+    return {
+        "later_gradient": jax.tree.map(later, staged, midway, local),
+        "later_params": midway,
+    }
+
+
+def _set(values: tuple, index: int, value: Any) -> tuple:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,143 @@
+"""From curves to conclusions: steps to a perplexity, intervals, what beat what.
+
+The interval of a mean over n seeds is Student's, mean +- t(0.975, n - 1) s / sqrt(n).
+Comparisons are paired: a rule and its reference share the seed, so also the first
+parameters and every batch, and what is averaged is the ratio within a seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.ablation.jobs import DILOCO
+
+STREAMING = "mix_0.5"
+
+# Student's t at 0.975 for 1 to 30 degrees of freedom.
+_STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
+    2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074,
+    2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and half width of its 95 % confidence interval; 0 for one value.
+
+    >>> interval([2.0, 2.0])
+    {'mean': 2.0, 'half': 0.0}
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return {"mean": mean, "half": 0.0}
+    student = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
+    half = student * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "half": half}
+
+
+def steps_to(
+    steps: Sequence[int], losses: Sequence[float | None], target: float
+) -> float | None:
+    """First step at which the loss is at most `target`, linear between evaluations.
+
+    Args:
+      steps: where the loss was evaluated.
+      losses: nats per token; None where it was not finite.
+      target: nats per token.
+
+    Returns:
+      Steps, or None where the run never gets there.
+
+    >>> steps_to([0, 10, 20], [3.0, 2.0, 1.0], 1.5)
+    15.0
+    """
+    before: tuple[int, float] | None = None
+    for step, loss in zip(steps, losses, strict=True):
+        if loss is None:
+            return None
+        if loss <= target:
+            if before is None:
+                return float(step)
+            share = (before[1] - target) / (before[1] - loss)
+            return before[0] + share * (step - before[0])
+        before = (step, loss)
+    return None
+
+
+def summarise(
+    jobs: Sequence[dict[str, Any]], steps_per_run: int
+) -> list[dict[str, Any]]:
+    """One row for each job, against the tuned references.
+
+    Args:
+      jobs: results of `jobs.run_job`.
+      steps_per_run: inner steps of each run.
+
+    Returns:
+      Rows with the job's rule, delay, tuned numbers, final loss and correction ratio
+      as `interval`s, and `vs_streaming` and `vs_diloco` where that reference is
+      among the jobs, see `_against`.
+    """
+    done = {(job["rule"], job["delay_steps"]): job for job in jobs}
+    diloco = done.get((DILOCO, 0))
+    rows = []
+    for job in jobs:
+        streaming = done.get((STREAMING, job["delay_steps"]))
+        finals = [curve[-1] for curve in job["losses"].values()]
+        ratios = [r for r in job["correction_ratio"] if r is not None]
+        rows.append(
+            {
+                key: job[key]
+                for key in ("rule", "delay_steps", "outer_lr", "strength", "seconds")
+            }
+            | {
+                "bytes_sent_per_region": job["bytes_sent_per_region"],
+                "final_loss": None if None in finals else interval(finals),
+                "correction_ratio": interval(ratios) if ratios else None,
+                "at_edge": at_edge(job),
+                "vs_streaming": streaming and _against(job, streaming, steps_per_run),
+                "vs_diloco": diloco and _against(job, diloco, steps_per_run),
+            }
+        )
+    return rows
+
+
+def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
+    """Steps to what the reference reaches at its end, over the steps it took.
+
+    Returns:
+      "steps" and "ratio" as intervals over the seeds that get there (None if none
+      does), "reached" of "seeds", and the paired "loss_difference" at the end. A seed
+      that falls short counts as `steps_per_run` in "ratio", its least possible value,
+      so that a mean never hides it: "ratio" is then a lower bound.
+    """
+    counts, differences = [], []
+    for seed, curve in job["losses"].items():
+        target = reference["losses"][seed][-1]
+        if target is None:
+            return {"steps": None, "ratio": None, "reached": 0, "seeds": 0}
+        counts.append(steps_to(job["steps"], curve, target))
+        if curve[-1] is not None:
+            differences.append(curve[-1] - target)
+    reached = [count for count in counts if count is not None]
+    bounded = [steps_per_run if count is None else count for count in counts]
+    return {
+        "steps": interval(reached) if reached else None,
+        "ratio": interval([count / steps_per_run for count in bounded]),
+        "reached": len(reached),
+        "seeds": len(counts),
+        "loss_difference": interval(differences) if differences else None,
+    }
+
+
+def at_edge(job: dict[str, Any]) -> list[str]:
+    """Which tuned numbers lie at an end of their grid, where more may be had."""
+    found = []
+    for name in ("outer_lr", "strength"):
+        tried = {lane[name] for lane in job["tuning"]} - {None}
+        if len(tried) > 1 and job[name] in (min(tried), max(tried)):
+            found.append(name)
+    return found

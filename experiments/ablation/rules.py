@@ -1,0 +1,200 @@
+"""The merge rules that are compared, each with the strengths that are tried.
+
+A strength is what the issue calls lambda, in the rule's own meaning: the weight of a
+correction, the mean of a mix, or the radius of a trust region. Where a correction's
+size grows with the delay, so that a sensible strength falls as 1 / tau, the table says
+so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from cocodc_jax.sync import merge
+from cocodc_jax.transforms import curvature
+from cocodc_jax.transforms.compensation import delay_compensation
+from cocodc_jax.transforms.secant import secant
+
+INNER_LR = 3e-3
+"""Peak inner learning rate of the ablation, which sets the units of the capped rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One merge rule of the ablation.
+
+    Attributes:
+      name: as on the command line and in the results.
+      make: `make(strength, delay_steps) -> Merge`; strength may be traced, and is
+        None for a rule without one.
+      strengths: what is tried; empty for a rule without one.
+      falls_with_delay: strengths are divided by the delay.
+      least_delay: delay in steps below which the rule has no meaning.
+      note: what the rule is, in a few words.
+    """
+
+    name: str
+    make: Callable[[Any, int], merge.Merge]
+    strengths: tuple[float, ...] = ()
+    falls_with_delay: bool = False
+    least_delay: int = 0
+    note: str = ""
+
+    def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
+        """The strengths to try at this delay."""
+        divisor = max(1, delay_steps) if self.falls_with_delay else 1
+        return tuple(strength / divisor for strength in self.strengths)
+
+
+def _mix(alpha: float) -> Rule:
+    return Rule(
+        f"mix_{alpha:g}",
+        lambda strength, delay_steps: merge.mix(alpha),
+        note=f"alpha mix, {alpha:g} on local" + " (Streaming DiLoCo)" * (alpha == 0.5),
+    )
+
+
+def _taylor(name: str, kind: curvature.Curvature, note: str, **fields: Any) -> Rule:
+    """Delay compensation with `kind`; the strength is lambda."""
+
+    def make(strength, delay_steps):
+        del delay_steps
+        transform = delay_compensation(kind, strength)
+        return merge.compensate(transform, kind.needs)
+
+    return Rule(name, make, note=note, **fields)
+
+
+def _fixed(name: str, kind: curvature.Curvature, strength: float, note: str) -> Rule:
+    """Delay compensation with a strength that is not tuned."""
+    transform = delay_compensation(kind, strength)
+    return Rule(name, lambda *_: merge.compensate(transform, kind.needs), note=note)
+
+
+def _trust(
+    name: str,
+    kind: curvature.Curvature,
+    lambda_: float,
+    max_ratios: tuple[float, ...],
+    note: str,
+) -> Rule:
+    """Delay compensation whose strength is the radius of its trust region."""
+
+    def make(strength, delay_steps):
+        del delay_steps
+        transform = delay_compensation(kind, lambda_, max_ratio=strength)
+        return merge.compensate(transform, kind.needs)
+
+    return Rule(name, make, max_ratios, note=note)
+
+
+def _capped(strength, delay_steps):
+    # At the cap the weight on D is strength * (u / inner_lr)**2, of order one.
+    cap = 1 / (max(1, delay_steps) * INNER_LR**2)
+    kind = curvature.normalized_outer_product(max_weight=cap)
+    return merge.compensate(delay_compensation(kind, strength), kind.needs)
+
+
+def _all(sync_interval: int) -> list[Rule]:
+    # A batch of one region is a noisy Hessian: Taylor's own strength, 1, diverges at a
+    # delay of 4 and more, so the grid falls with the delay. Fewer values than others:
+    # these products cost the most.
+    exact: dict[str, Any] = {"strengths": (0.4, 1.2), "falls_with_delay": True}
+    return [
+        *map(_mix, (0.0, 0.25, 0.5, 0.75)),
+        _fixed("replay", curvature.none(), 0.0, "no curvature: keep all progress"),
+        _fixed(
+            "paper",
+            curvature.outer_product(sync_interval),
+            0.5,
+            "outer product, parameter units, 1/H, lambda 0.5: as published",
+        ),
+        _taylor(
+            "isotropic",
+            curvature.isotropic(),
+            "c / tau times identity",
+            strengths=(0.15, 0.3, 0.5, 0.75),
+        ),
+        _taylor(
+            "outer_product",
+            curvature.outer_product(units="gradient"),
+            "g * g * D in gradient units",
+            strengths=(30.0, 300.0, 1000.0, 3000.0),
+            falls_with_delay=True,
+        ),
+        _taylor(
+            "normalized_outer_product",
+            curvature.normalized_outer_product(),
+            "g * g * D scaled to lambda_0 of g",
+            strengths=(0.1, 0.2, 0.5, 1.0),
+        ),
+        Rule(
+            "normalized_capped",
+            _capped,
+            (0.2, 0.5, 1.0, 2.0),
+            note="the same with a cap on the weight",
+        ),
+        _taylor(
+            "adam_second_moment",
+            curvature.adam_second_moment(),
+            "lr * sqrt(nu) * D",
+            strengths=(1e3, 2e3, 4e3, 8e3),
+            falls_with_delay=True,
+        ),
+        Rule(
+            "curvature_mix",
+            lambda strength, delay_steps: merge.curvature_mix(strength),
+            (0.15, 0.3, 0.5, 0.75),
+            note="weight per parameter by sqrt(nu), its mean tuned",
+        ),
+        _trust(
+            "trust_isotropic",
+            curvature.isotropic(),
+            0.75,
+            (0.1, 0.3, 1.0, 3.0),
+            "isotropic 0.75, clipped",
+        ),
+        _taylor(
+            "secant",
+            secant(curvature.isotropic(), max_weight=1.0),
+            "isotropic, c measured from the overlap's two halves",
+            strengths=(0.25, 0.5, 1.0, 2.0),
+            least_delay=2,
+        ),
+        _taylor(
+            "hessian_vector",
+            curvature.hessian_vector("adam"),
+            "exact product through Adam's scale",
+            **exact,
+        ),
+        _taylor(
+            "gauss_newton",
+            curvature.gauss_newton("adam"),
+            "exact Gauss-Newton product through Adam's scale",
+            **exact,
+        ),
+        _taylor(
+            "hutchinson",
+            curvature.hutchinson(units="adam"),
+            "one-sample diagonal through Adam's scale",
+            **exact,
+        ),
+        _trust(
+            "trust_hessian",
+            curvature.hessian_vector("adam"),
+            1.0,
+            (0.3, 1.0),
+            "exact product, lambda 1, clipped",
+        ),
+    ]
+
+
+def table(sync_interval: int) -> dict[str, Rule]:
+    """All rules by name.
+
+    Args:
+      sync_interval: H, which the published form divides by.
+    """
+    return {rule.name: rule for rule in _all(sync_interval)}

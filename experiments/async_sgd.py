@@ -1,0 +1,311 @@
+"""Asynchronous SGD with a parameter server: stale, compensated and fresh gradients.
+
+    python -m experiments.async_sgd
+
+Worker i takes i + 1 units of time for a gradient. When it is done the server applies
+it to its parameters w, which others have changed since the worker read them (w_stale),
+and the worker reads w anew. With g = gradient(w_stale), on the batch of this update,
+
+    stale     w <- w - eta g
+    constant  w <- w - eta (g + lambda g g (w - w_stale))                 DC-ASGD-c
+    adaptive  the same with lambda_0 / sqrt(mean square of g)             DC-ASGD-a
+    exact     w <- w - eta (g + Hessian(w_stale) (w - w_stale))
+    fresh     w <- w - eta gradient(w), what no delay would give
+
+Printed side by side: the loss at the end of each rule's own run; and, at the points
+that the stale run visits, where all rules answer the same question, the length of what
+separates each rule's gradient from the fresh one, in lengths of the fresh one.
+
+Source: DC-ASGD (arXiv 1609.08326); algorithms.md section 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags as absl_flags
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.transforms import dc_asgd
+from cocodc_jax.transforms.compensation import delay_compensation
+from cocodc_jax.transforms.numerics import safe_norm
+from experiments import flags
+from experiments.ablation.results import interval
+
+FEATURES, HIDDEN, CLASSES, POOL = 16, 32, 8, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Sizes of the example.
+
+    Attributes:
+      updates: gradients that the server applies.
+      workers: W; worker i takes i + 1 units of time.
+      batch: examples in a gradient.
+      learning_rate: eta.
+      constant_strength: lambda of the constant form.
+      adaptive_strength: lambda_0 of the adaptive form.
+      seeds: runs of each rule: 0, 1, ...
+    """
+
+    updates: int = 2000
+    workers: int = 8
+    batch: int = 32
+    learning_rate: float = 0.5
+    constant_strength: float = 0.04
+    adaptive_strength: float = 2.0
+    seeds: int = 5
+
+    def __post_init__(self):
+        """Checks the numbers.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        for name in ("updates", "workers", "batch", "seeds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
+
+
+def rules(setup: Setup) -> dict[str, optax.GradientTransformationExtraArgs]:
+    """What the server does to a gradient before it descends; "fresh" is no rule."""
+    return {
+        "stale": delay_compensation("none"),
+        "constant": delay_compensation("outer_product", setup.constant_strength),
+        "adaptive": dc_asgd.adaptive_delay_compensation(setup.adaptive_strength),
+        "exact": delay_compensation("hessian_vector", 1.0),
+    }
+
+
+def arrivals(num_workers: int, num_updates: int) -> np.ndarray:
+    """Which worker's gradient each update applies, int32 `[num_updates]`.
+
+    >>> print(arrivals(3, 8))
+    [0 0 1 0 2 0 1 0]
+    """
+    # Even the fastest worker delivers no more than all of them.
+    times = np.arange(1, num_updates + 1)[:, None] * np.arange(1, num_workers + 1)
+    workers = np.broadcast_to(np.arange(num_workers), times.shape)
+    order = np.lexsort((workers.ravel(), times.ravel()))
+    return workers.ravel()[order][:num_updates].astype(np.int32)
+
+
+class Server(NamedTuple):
+    """The server and what its workers read.
+
+    Attributes:
+      params: w.
+      read: w as each worker last read it, leaves `[W, ...]`.
+      states: of each rule.
+    """
+
+    params: Any
+    read: Any
+    states: Any
+
+
+class Problem(NamedTuple):
+    """Labels of a random network, with a tenth of them drawn at random.
+
+    Attributes:
+      params: the first parameters.
+      x: float32 `[POOL, FEATURES]`.
+      y: int32 `[POOL]`.
+      key: for the batches.
+    """
+
+    params: Any
+    x: jax.Array
+    y: jax.Array
+    key: jax.Array
+
+
+def make_problem(seed: int | jax.Array) -> Problem:
+    """A small classification, another one for every seed."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    x = jax.random.normal(keys[0], (POOL, FEATURES))
+    labels = jnp.argmax(_logits(_init_params(keys[1]), x), axis=-1)
+    noise = jax.random.randint(keys[2], (POOL,), 0, CLASSES)
+    is_noise = jax.random.bernoulli(keys[3], 0.1, (POOL,))
+    y = jnp.where(is_noise, noise, labels)
+    return Problem(_init_params(keys[4]), x, y, keys[5])
+
+
+def _init_params(key):
+    first, second = jax.random.split(key)
+    return {
+        "hidden": jax.random.normal(first, (FEATURES, HIDDEN)) / FEATURES**0.5,
+        "head": jax.random.normal(second, (HIDDEN, CLASSES)) / HIDDEN**0.5,
+    }
+
+
+def _logits(params, x):
+    return jnp.tanh(x @ params["hidden"]) @ params["head"]
+
+
+def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(_logits(params, x), y)
+    return losses.mean()
+
+
+def names(setup: Setup) -> tuple[str, ...]:
+    """Every gradient that is compared, in the order of the table."""
+    return (*rules(setup), "fresh")
+
+
+def simulate(
+    setup: Setup, chosen_rule: int | jax.Array, seed: int | jax.Array
+) -> tuple[Any, Any]:
+    """Runs one rule, and measures all rules where it passes.
+
+    Args:
+      setup: sizes.
+      chosen_rule: an index into `names`; it may be traced, so that one compiled program
+        runs all rules.
+      seed: of the problem and the batches, the same for every rule.
+
+    Returns:
+      The loss over the whole pool at the end, and for each rule the mean over updates
+      of ||its gradient - fresh|| / ||fresh||. All rules see the same gradients, so
+      that of a rule with a memory (adaptive) is of the path that is measured.
+    """
+    problem, table = make_problem(seed), rules(setup)
+
+    def update(server: Server, event):
+        worker, key = event
+        chosen = jax.random.randint(key, (setup.batch,), 0, POOL)
+        gradient = jax.grad(
+            functools.partial(loss_fn, x=problem.x[chosen], y=problem.y[chosen])
+        )
+        stale_params = jax.tree.map(lambda x: x[worker], server.read)
+        stale, fresh = gradient(stale_params), gradient(server.params)
+
+        guesses, states = {}, {}
+        for name, rule in table.items():
+            guesses[name], states[name] = rule.update(
+                stale,
+                server.states[name],
+                server.params,
+                stale_params=stale_params,
+                gradient_fn=gradient,
+            )
+        guesses["fresh"] = fresh
+        used = jax.tree.map(lambda *g: jnp.stack(g)[chosen_rule], *guesses.values())
+        params = jax.tree.map(
+            lambda w, g: w - setup.learning_rate * g, server.params, used
+        )
+        read = jax.tree.map(lambda r, w: r.at[worker].set(w), server.read, params)
+        errors = {name: _distance(guess, fresh) for name, guess in guesses.items()}
+        return Server(params, read, states), errors
+
+    states = {name: rule.init(problem.params) for name, rule in table.items()}
+    read = jax.tree.map(lambda w: jnp.stack([w] * setup.workers), problem.params)
+    events = (
+        jnp.asarray(arrivals(setup.workers, setup.updates)),
+        jax.random.split(problem.key, setup.updates),
+    )
+    server, errors = jax.lax.scan(update, Server(problem.params, read, states), events)
+    loss = loss_fn(server.params, problem.x, problem.y)
+    return loss, jax.tree.map(jnp.mean, errors)
+
+
+def _distance(guess, fresh):
+    difference = jax.tree.map(jnp.subtract, guess, fresh)
+    return safe_norm(difference) / safe_norm(fresh)
+
+
+def measure(setup: Setup) -> dict[str, dict[str, Any]]:
+    """Runs every rule with every seed.
+
+    Returns:
+      For each rule the final "loss" and the gradient "error" on the stale run's path,
+      as intervals over seeds; "seed_losses" and "seed_errors" are their values.
+    """
+    each_seed = jax.vmap(functools.partial(simulate, setup), in_axes=(None, 0))
+    each_rule = jax.jit(jax.vmap(each_seed, in_axes=(0, None)))
+    losses, errors = each_rule(jnp.arange(len(names(setup))), jnp.arange(setup.seeds))
+    stale = names(setup).index("stale")
+    return {
+        name: {
+            "loss": interval(losses[index].tolist()),
+            "error": interval(errors[name][stale].tolist()),
+            "seed_losses": losses[index].tolist(),
+            "seed_errors": errors[name][stale].tolist(),
+        }
+        for index, name in enumerate(names(setup))
+    }
+
+
+def main() -> None:
+    """Reads the flags, runs all rules, prints the table."""
+    with flags.usage_errors():
+        setup = Setup(
+            **{
+                field.name: flags.value(field.name)
+                for field in dataclasses.fields(Setup)
+            }
+        )
+    begin_s = time.perf_counter()
+    measured = measure(setup)
+    _print(setup, measured, time.perf_counter() - begin_s)
+
+
+def _print(setup: Setup, measured: dict[str, Any], seconds: float) -> None:
+    table = Table("gradient", box=box.SIMPLE, pad_edge=False)
+    for head in ("final loss", "of the gap closed", "error to fresh"):
+        table.add_column(head, justify="right")
+    stale, fresh = (measured[name]["loss"]["mean"] for name in ("stale", "fresh"))
+    for name, row in measured.items():
+        closed = (stale - row["loss"]["mean"]) / (stale - fresh)
+        table.add_row(
+            name,
+            f"{row['loss']['mean']:.4f} +-{row['loss']['half']:.4f}",
+            f"{100 * closed:.0f} %",
+            f"{row['error']['mean']:.4f} +-{row['error']['half']:.4f}",
+        )
+    console = Console()
+    console.print(table)
+    delay = statistics.fmean(_delays(setup))
+    console.print(
+        f"{setup.seeds} seeds, mean and 95 % interval; {setup.workers} workers, "
+        f"{setup.updates} updates, {delay:.1f} updates between reading and applying on "
+        f"average. {seconds:.0f} s.",
+        highlight=False,
+    )
+
+
+def _delays(setup: Setup) -> list[int]:
+    """Updates that others made while each gradient was computed."""
+    last: dict[int, int] = {}
+    delays = []
+    for step, worker in enumerate(arrivals(setup.workers, setup.updates).tolist()):
+        delays.append(step - last.get(worker, 0))
+        last[worker] = step + 1
+    return delays
+
+
+def _define() -> None:
+    define = {int: absl_flags.DEFINE_integer, float: absl_flags.DEFINE_float}
+    for field in dataclasses.fields(Setup):
+        name = field.name
+        text = f"{name.replace('_', ' ').capitalize()}; see the module's docstring."
+        define[type(field.default)](name, field.default, text)
+
+
+if __name__ == "__main__":
+    _define()
+    flags.run_main(main)

@@ -1,0 +1,336 @@
+"""The ablation's simulator against the region program, its statistics, its command."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.runtime.program import run
+from cocodc_jax.sync import fragments as cutting
+from cocodc_jax.sync import merge, methods, schedule
+from cocodc_jax.transforms import curvature
+from cocodc_jax.transforms.compensation import delay_compensation
+from experiments.ablation import jobs, lanes, results, rules, simulator
+
+REGIONS, LANES, STEPS = 4, 2, 22
+INTERVAL, NUM_FRAGMENTS = 4, 2
+
+
+def loss_fn(params, batch, key):
+    x = jnp.tanh(batch["x"] @ params["embed"])
+    for i in range(2):
+        x = x + jnp.tanh(x @ params["blocks"]["w"][i])
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2), {}
+
+
+def init_params(lane):
+    rng = np.random.default_rng(lane)
+    draw = lambda *shape: rng.normal(0, 0.4, shape).astype(np.float32)  # noqa: E731
+    return {
+        "embed": draw(3, 6),
+        "blocks": {"w": draw(2, 6, 6)},
+        "head": draw(6, 2),
+    }
+
+
+def batches():
+    """Leaves `[T, E, R, B, ...]`."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(STEPS, LANES, REGIONS, 5, 3)).astype(np.float32)
+    return {"x": x, "y": np.sin(2 * x[..., :2])}
+
+
+def rate(step):
+    return 0.03 / (1 + 0.1 * step)
+
+
+def compensated(kind, strength):
+    return merge.compensate(delay_compensation(kind, strength), kind.needs)
+
+
+MERGES = {
+    "streaming": lambda strength, delay: merge.mix(0.5),
+    "isotropic": lambda strength, delay: compensated(curvature.isotropic(), strength),
+    "outer_product": lambda strength, delay: compensated(
+        curvature.outer_product(units="gradient"), 30 * strength
+    ),
+    "adam": lambda strength, delay: compensated(
+        curvature.adam_second_moment(), 30 * strength
+    ),
+    "hessian": lambda strength, delay: compensated(
+        curvature.hessian_vector("adam"), strength
+    ),
+    "curvature_mix": lambda strength, delay: merge.curvature_mix(strength),
+}
+
+
+def make_trainer(momentum=0.9):
+    params = init_params(0)
+    return lanes.Trainer(
+        loss_fn,
+        optax.adamw(rate, b2=0.99),
+        rate,
+        cutting.cut(params, NUM_FRAGMENTS),
+        momentum,
+        0.99,
+    )
+
+
+CASES = [(name, 4) for name in MERGES] + [("streaming", 1), ("isotropic", 1)]
+
+
+@pytest.mark.parametrize(("name", "delay_steps"), CASES)
+def test_lanes_are_the_region_program(name, delay_steps):
+    """With a delay of H a fragment is in flight at all times, across every cycle."""
+    outer_lr, strength = [0.3, 0.6], [0.2, 0.7]
+    data, make = batches(), MERGES[name]
+    plan = schedule.staggered(INTERVAL, NUM_FRAGMENTS, delay_steps)
+    trainer = make_trainer()
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(LANES)))
+    outcome = simulator.simulate(
+        trainer,
+        trainer.init(stacked, REGIONS),
+        jax.tree.map(jnp.asarray, data),
+        outer_lr,
+        strength,
+        simulator.Plan(plan, lanes.make_finish(trainer, make, delay_steps)),
+    )
+    lane = 1
+    method = methods.Method(
+        name,
+        plan,
+        make(strength[lane], delay_steps),
+        optax.sgd(outer_lr[lane], 0.9, nesterov=True),
+    )
+    program = cc.RegionProgram(
+        loss_fn,
+        optax.adamw(rate, b2=0.99),
+        method,
+        init_params(lane),
+        REGIONS,
+        mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]),
+        learning_rate=rate,
+        second_moment=cc.runtime.second_moment.adam_second_moment(0.99),
+    )
+    state = program.init(init_params(lane), jax.random.key(0))
+    stream = (jax.tree.map(lambda x, t=t: x[t, lane], data) for t in range(STEPS))
+    ratios, num_syncs = [], 0
+    for new, output in run(program, state, stream, STEPS):
+        state = new
+        num_syncs += len(output.syncs)
+        for sync in output.syncs:
+            ratios.append(sync.metrics.get("correction_ratio", jnp.zeros(REGIONS)))
+    # 22 steps of float32 in another order of summation; Adam divides small numbers.
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)  # noqa: E731
+    jax.tree.map(
+        lambda a, b: close(a[lane], b), outcome.lanes.params, state.region.params
+    )
+    jax.tree.map(
+        lambda a, b: close(a[lane], b), outcome.lanes.outer, state.outer.params
+    )
+    close(outcome.correction_ratio[lane], np.mean(ratios))
+    assert outcome.num_syncs == num_syncs > 4
+    assert outcome.bytes_sent == state.bytes_sent
+
+
+def test_gradients_are_averaged_without_a_schedule():
+    """One lane of four regions is one region on the mean of their gradients."""
+    data = jax.tree.map(jnp.asarray, batches())
+    trainer = make_trainer()
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(LANES)))
+    start = trainer.init(stacked, REGIONS)
+    outcome = simulator.simulate(trainer, start, data, [1.0] * 2, [0.0] * 2, None)
+    params, optimizer = init_params(1), optax.adamw(rate, b2=0.99)
+    state = optimizer.init(params)
+    for step in range(STEPS):
+        joint = jax.tree.map(lambda x, t=step: x[t, 1].reshape(-1, x.shape[-1]), data)
+        grads = jax.grad(lambda p, b: loss_fn(p, b, None)[0])(params, joint)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(
+        # Another order of summation, 22 steps of Adam.
+        lambda a, b: np.testing.assert_allclose(a[1, 2], b, rtol=2e-4, atol=2e-5),
+        outcome.lanes.params,
+        params,
+    )
+    steps_bytes = STEPS * sum(x.nbytes for x in jax.tree.leaves(init_params(0)))
+    assert outcome.bytes_sent == steps_bytes
+
+
+def test_the_two_halves_of_an_overlap():
+    """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
+    whole = lanes._two_halves(
+        {"w": jnp.array([10.0])}, {"w": jnp.array([4.0])}, {"w": jnp.array([1.0])}, 5
+    )
+    # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.
+    np.testing.assert_allclose(
+        whole["later_gradient"]["w"], [1.8 + 1.0 - 3.0], rtol=1e-6
+    )
+    assert whole["later_params"]["w"] == 4.0
+
+
+TABLE = rules.table(20)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("delay_steps", [2, 20])
+def test_every_rule_is_a_merge(name, delay_steps):
+    rule = TABLE[name]
+    for strength in rule.strengths_at(delay_steps) or (None,):
+        made = rule.make(strength, delay_steps)
+        assert isinstance(made, merge.Merge)
+    assert rule.note
+    assert rule.name == name
+
+
+def test_strengths_fall_with_the_delay_where_they_say_so():
+    assert TABLE["isotropic"].strengths_at(10) == TABLE["isotropic"].strengths
+    one, ten = (TABLE["outer_product"].strengths_at(tau) for tau in (1, 10))
+    np.testing.assert_allclose(np.array(one) / 10, ten)
+
+
+def test_the_choice_is_the_least_mean_and_never_diverged():
+    tried = [
+        jobs.Lane(seed, lr, strength)
+        for lr, strength in [(0.1, 1.0), (0.1, 2.0), (0.4, 1.0)]
+        for seed in (8, 9)
+    ]
+    chosen = jobs.choose(tried, [2.0, 2.4, 1.0, float("nan"), 2.1, 2.2])
+    assert (chosen.outer_lr, chosen.strength) == (0.4, 1.0)
+
+
+def made_up(rule, delay, losses, tuning=()):
+    return {
+        "rule": rule,
+        "delay_steps": delay,
+        "outer_lr": 0.4,
+        "strength": None,
+        "seconds": 1.0,
+        "steps": [0, 10, 20],
+        "losses": {str(seed): curve for seed, curve in enumerate(losses)},
+        "correction_ratio": [0.5, 0.7],
+        "bytes_sent_per_region": 100,
+        "tuning": list(tuning),
+    }
+
+
+def test_ratios_are_paired_by_seed():
+    """Seed 0 gets to 1.0 at step 15, seed 1 to 3.0 at step 12.5, of 20 each."""
+    done = [
+        made_up("mix_0.5", 4, [[5.0, 3.0, 1.0], [6.0, 5.0, 3.0]]),
+        made_up("other", 4, [[5.0, 2.0, 0.0], [6.0, 4.0, 0.0]]),
+    ]
+    row = results.summarise(done, 20)[1]
+    ratio = row["vs_streaming"]["ratio"]
+    np.testing.assert_allclose(ratio["mean"], (15 / 20 + (10 + 10 / 4) / 20) / 2)
+    # Two seeds: Student's t of one degree of freedom is 12.706.
+    half = 12.706 * np.std([0.75, 0.625], ddof=1) / np.sqrt(2)
+    np.testing.assert_allclose(ratio["half"], half)
+    np.testing.assert_allclose(row["vs_streaming"]["loss_difference"]["mean"], -2.0)
+    assert row["vs_streaming"]["reached"] == 2
+    assert row["vs_diloco"] is None
+
+
+def test_a_seed_that_falls_short_bounds_the_ratio():
+    done = [
+        made_up("mix_0.5", 4, [[5.0, 3.0, 1.0], [6.0, 5.0, 3.0]]),
+        made_up("other", 4, [[5.0, 3.0, 2.0], [6.0, 3.0, 0.0]]),
+    ]
+    against = results.summarise(done, 20)[1]["vs_streaming"]
+    assert against["reached"] == 1
+    np.testing.assert_allclose(against["ratio"]["mean"], (1.0 + 0.5) / 2)
+
+
+def test_a_run_that_diverged_is_no_number():
+    done = [
+        made_up("mix_0.5", 4, [[5.0, 3.0, 1.0], [6.0, 5.0, 3.0]]),
+        made_up("other", 4, [[5.0, None, None], [6.0, 3.0, 0.0]]),
+    ]
+    row = results.summarise(done, 20)[1]
+    assert row["final_loss"] is None
+    assert row["vs_streaming"]["reached"] == 1
+
+
+def test_the_best_at_an_end_of_its_grid_is_marked():
+    tried = [{"outer_lr": lr, "strength": None, "loss": 1.0} for lr in (0.2, 0.4, 0.8)]
+    assert results.at_edge(made_up("x", 4, [[1.0]], tried)) == []
+    assert results.at_edge(made_up("x", 4, [[1.0]], tried[1:])) == ["outer_lr"]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"steps": 30}, "eval_every=20 must divide steps=30"),
+        ({"test_seeds": (1, 2), "tuning_seeds": (2,)}, "holds test seeds .2."),
+        ({"outer_lrs": ()}, r"outer_lrs=\(\) is empty"),
+        ({"num_fragments": 3}, "sync_interval=20 is not a multiple"),
+    ],
+)
+def test_settings_are_checked(leaves, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(jobs.Settings(), **leaves)
+
+
+TINY = (
+    "--steps=4",
+    "--sync_interval=4",
+    "--eval_every=2",
+    "--eval_sequences=4",
+    "--sequence_length=8",
+    "--warmup_steps=1",
+    "--lanes=1",
+    "--test_seeds=0",
+    "--outer_lrs=0.4",
+    "--rules=mix_0.5",
+    "--delays=1",
+    "--workers=1",
+)
+
+
+def test_the_command_writes_results_and_goes_on(run, tmp_path):
+    command = ("experiments.ablate_compensation", f"--workdir={tmp_path}", *TINY)
+    code, out, err = run(*command)
+    assert code == 0, err
+    assert "3/3" in out
+    summary = json.loads((tmp_path / "ablate_compensation.json").read_text())
+    assert [row["rule"] for row in summary["rows"]] == [
+        "diloco", "data_parallel", "mix_0.5"
+    ]  # fmt: skip
+    assert summary["rows"][2]["vs_streaming"]["ratio"]["mean"] == 1
+    sent = [row["bytes_sent_per_region"] for row in summary["rows"]]
+    assert sent == [49_952 * 4, 4 * 49_952 * 4, 49_952 * 4]
+    for name in ("steps", "loss", "curves"):
+        assert (tmp_path / f"ablate_{name}.png").stat().st_size > 10_000
+    # What is done is not done again.
+    code, out, _ = run(*command)
+    assert code == 0
+    assert "3/3" not in out
+    again = json.loads((tmp_path / "ablate_compensation.json").read_text())
+    assert again["rows"] == summary["rows"]
+    code, _, err = run(*command, "--steps=8")
+    assert code == 2
+    assert err.startswith(f"error: --workdir='{tmp_path}' holds an ablation with other")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--rules=median", "error: --rules='median' is unknown; use some of"),
+        ("--delays=21", "error: --delays=21 must be at least 1 and at most sync_int"),
+        ("--delays=x", "error: --delays=x must be numbers separated by commas"),
+        ("--steps=-1", "error: --steps=-1 must be at least 1"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(run, tmp_path, flag, message):
+    code, out, err = run(
+        "experiments.ablate_compensation", f"--workdir={tmp_path}", flag
+    )
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+    assert err.count("\n") == 1

@@ -1,0 +1,87 @@
+"""`experiments.compare` end to end: the same for every method, and a report of it."""
+
+import json
+import time
+
+import pytest
+
+MODULE = "experiments.compare"
+
+
+@pytest.fixture(scope="module")
+def compared(run, corpus, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("compared")
+    flags = [
+        "--preset=smoke", "--methods=data_parallel,streaming_diloco", "--steps=32",
+        "--seeds=1", *corpus, f"--workdir={workdir}",
+    ]  # fmt: skip
+    code, out, err = run(MODULE, *flags)
+    assert code == 0, err
+    return workdir, flags, out
+
+
+def test_methods_are_compared_on_the_same_footing(compared):
+    workdir, _, _ = compared
+    methods = json.loads((workdir / "comparison.json").read_text())["methods"]
+    assert list(methods) == ["data_parallel", "streaming_diloco"]
+    runs = [row["runs"][0] for row in methods.values()]
+    for same in ("tokens", "steps", "parameters", "seed", "regions"):
+        assert len({run[same] for run in runs}) == 1
+    one, other = (
+        [
+            json.loads(line)
+            for line in (workdir / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("data_parallel_seed0", "streaming_diloco_seed0")
+    )
+    # Alike until the first merge: the same start, the same data.
+    losses = [
+        next(r["loss_regions"] for r in records if r["kind"] == "train")
+        for records in (one, other)
+    ]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.05)
+    for records in (one, other):
+        assert [r["step"] for r in records if r["kind"] == "eval"] == [16, 32]
+    # Data parallel sends every gradient, streaming each fragment every 16 steps.
+    parameters = runs[0]["parameters"]
+    assert runs[0]["bytes_sent_per_region"] == 32 * 4 * parameters
+    assert runs[1]["bytes_sent_per_region"] == 2 * 4 * parameters
+
+
+def test_report_is_written_and_shown(compared):
+    workdir, _, out = compared
+    for name in ("loss_by_steps", "loss_by_bytes", "fragments_in_flight"):
+        assert (workdir / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = (workdir / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "streaming_diloco" in page
+    assert "streaming_diloco" in out
+    assert str(workdir / "report.html") in out.replace("\n", "")
+
+
+def test_the_same_command_again_trains_nothing(compared, run):
+    workdir, flags, _ = compared
+    before = (workdir / "comparison.json").read_text()
+    began = time.monotonic()
+    code, out, err = run(MODULE, *flags)
+    assert code == 0, err
+    assert "step 16/32" not in out
+    assert json.loads((workdir / "comparison.json").read_text()) == json.loads(before)
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--methods=diloco,dilocoo"], "error: --method='dilocoo' is unknown"),
+        (["--methods="], "error: --methods='' is empty"),
+        (["--seeds=0"], "error: --seeds=0 must be at least 1"),
+        (["--methods=diloco", "--curvature=none"], "error: --curvature=none has no"),
+    ],
+)
+def test_wrong_flags(flags, line, run, tmp_path):
+    code, _, err = run(MODULE, "--preset=smoke", *flags, f"--workdir={tmp_path}")
+    assert code == 2
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())

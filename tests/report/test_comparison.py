@@ -1,0 +1,130 @@
+"""A comparison worked by hand, and the page that shows it."""
+
+import html.parser
+import re
+
+import pytest
+from tests.report.made_up import run
+
+from cocodc_jax.report import page
+from cocodc_jax.report.comparison import compare, spread
+from cocodc_jax.report.curves import eval_curve, steps_to_loss
+from cocodc_jax.report.runs import Run
+
+
+def evaluated(method, seed, points, **summary):
+    records = [
+        {"kind": "eval", "step": s, "eval_loss": x, "bytes_sent_per_region": s}
+        for s, x in points
+    ]
+    known = {
+        "method": method, "seed": seed, "eval_loss": points[-1][1],
+        "eval_perplexity": 2.0, "eval_loss_outer": 1.0, "bytes_sent_per_region": 10,
+        "stall_seconds": 0.0, "tokens_per_second": 5.0, "seconds": 1.0,
+        "correction_ratio": None,
+    }  # fmt: skip
+    return Run(method, seed, records, known | summary)
+
+
+def test_steps_to_loss_is_linear_between_evaluations():
+    one = evaluated("a", 0, [(10, 4.0), (20, 3.0), (40, 2.0)])
+    assert steps_to_loss(one, 3.5) == 15.0
+    assert steps_to_loss(one, 2.25) == 35.0
+    assert steps_to_loss(one, 5.0) == 10.0
+    assert steps_to_loss(one, 1.9) is None
+
+
+def test_curve_keeps_the_steps_all_seeds_have():
+    curve = eval_curve(
+        [evaluated("a", 0, [(10, 4.0), (20, 3.0)]), evaluated("a", 1, [(20, 2.0)])]
+    )
+    assert curve.steps.tolist() == [20]
+    assert (curve.mean[0], curve.low[0], curve.high[0]) == (2.5, 2.0, 3.0)
+    with pytest.raises(ValueError, match="no evaluated step in common"):
+        eval_curve([evaluated("a", 0, [(1, 1.0)]), evaluated("a", 1, [(2, 1.0)])])
+
+
+def test_comparison_by_hand():
+    runs = [
+        evaluated("slow", 0, [(10, 4.0), (20, 2.0)], bytes_sent_per_region=100),
+        evaluated("slow", 1, [(10, 4.0), (20, 2.0)], bytes_sent_per_region=100),
+        evaluated("fast", 0, [(10, 2.0), (20, 1.0)], correction_ratio=0.5),
+        evaluated("fast", 1, [(10, 2.0), (20, 1.5)], correction_ratio=0.7),
+    ]
+    found = compare(runs)
+    assert found["target_loss"] == 2.0
+    slow, fast = found["methods"]["slow"], found["methods"]["fast"]
+    assert fast["eval_loss"] == {"mean": 1.25, "half_range": 0.25}
+    assert fast["correction_ratio"]["mean"] == pytest.approx(0.6)
+    assert slow["correction_ratio"] is None
+    assert (slow["steps_to_target"], fast["steps_to_target"]) == (20.0, 10.0)
+    assert fast["ratios"] == {"bytes": 0.1, "steps_to_target": 0.5}
+    assert slow["seeds"] == [0, 1]
+
+
+def test_a_seed_that_misses_the_target_is_counted():
+    runs = [
+        evaluated("a", 0, [(10, 3.0), (20, 1.0)]),
+        evaluated("a", 1, [(10, 3.0), (20, 2.0)]),
+    ]
+    row = compare(runs)["methods"]["a"]
+    assert (row["seeds_at_target"], row["steps_to_target"]) == (1, 17.5)
+
+
+def test_spread_of_something_missing_is_none():
+    assert spread([1.0, None]) is None
+    assert spread([]) is None
+
+
+class Checker(html.parser.HTMLParser):
+    """Notes tags that are closed out of order, and every address."""
+
+    VOID = ("meta", "img", "br", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.sources, self.cells = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.sources += [v for k, v in attrs if k in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th", "small"):
+            self.cells.append(data)
+
+
+def render(runs):
+    text = page.render(
+        compare(runs),
+        [page.Picture("A <caption>", b"\x89PNG")],
+        "python -m x --a='<b>'",
+        {"key": "</pre><script>"},
+        "Some machine.",
+    )
+    checker = Checker()
+    checker.feed(text)
+    assert not checker.open
+    return text, checker
+
+
+def test_page_is_sound_and_fetches_nothing():
+    runs = [run(m, s) for m in ("data_parallel", "diloco", "cocodc") for s in (0, 1)]
+    text, checker = render(runs)
+    assert all(source.startswith("data:image/png;base64,") for source in checker.sources)
+    assert "<script" not in text
+    assert not re.search(r"https?://", text)
+    assert "cocodc" in checker.cells
+    assert any(cell.startswith("±") for cell in checker.cells)
+
+
+def test_page_escapes_what_it_is_given():
+    text, checker = render([run("<i>mine</i>")])
+    assert "".join(checker.cells).count("<i>mine</i>") == 1
+    assert "&lt;i&gt;mine&lt;/i&gt;" in text
+    assert "&lt;/pre&gt;&lt;script&gt;" in text
+    assert "A &lt;caption&gt;" in text

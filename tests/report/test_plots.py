@@ -1,0 +1,77 @@
+"""The plots' structure; what they look like was judged by eye."""
+
+import io
+import itertools
+
+import matplotlib
+import pytest
+from tests.report.made_up import run
+from rich.console import Console
+
+from cocodc_jax.report import gantt, plots
+from cocodc_jax.report.progress import RunProgress
+
+METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+RUNS = [run(m, s, 1.5 + 0.1 * i) for i, m in enumerate(METHODS) for s in range(3)]
+
+
+def test_one_line_a_method_and_its_name_at_the_end():
+    figure = plots.loss_by_steps(RUNS)
+    whole, late = figure.axes
+    assert len(whole.lines) == len(late.lines) == len(METHODS)
+    assert [text.get_text().split()[0] for text in late.texts] == list(METHODS)
+    assert late.get_xlim() == (150.0, 300.0)
+
+
+def test_end_labels_keep_apart_also_where_lines_meet():
+    heights = plots.spread([0.5, 0.5, 0.5, 0.1], gap=0.06)
+    gaps = [b - a for a, b in itertools.pairwise(sorted(heights))]
+    assert min(gaps) >= 0.06 - 1e-9
+
+
+def test_bytes_are_on_a_log_axis_with_every_method_named():
+    figure = plots.loss_by_bytes(RUNS)
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    assert [line.get_label() for line in axes.lines] == list(METHODS)
+
+
+def test_gantt_has_a_row_for_each_fragment_and_none_without_syncs():
+    figure = gantt.fragments_in_flight(RUNS)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(METHODS[1:])
+    assert len(figure.axes[0].get_yticks()) == 1
+    assert len(figure.axes[1].get_yticks()) == 4
+    with pytest.raises(ValueError, match="no run has a sync"):
+        gantt.fragments_in_flight([run("data_parallel")])
+
+
+def test_png_is_the_same_twice_and_pyplot_stays_out(tmp_path):
+    one = plots.png_bytes(plots.loss_by_bytes(RUNS))
+    other = plots.png_bytes(plots.loss_by_bytes(RUNS))
+    assert one == other
+    assert one.startswith(b"\x89PNG")
+    assert not matplotlib._pylab_helpers.Gcf.figs
+    plots.save_png(gantt.fragments_in_flight(RUNS), str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def progress(terminal, times):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=140)
+    clock = iter(times).__next__
+    with RunProgress(4, label="diloco", console=console, clock=clock) as bar:
+        for step in (1, 2, 4):
+            bar.update(step, 2.5, 1234.0, in_flight=1, bytes_sent=2e6)
+    return out.getvalue()
+
+
+def test_plain_lines_now_and_then_and_at_the_end():
+    lines = progress(False, itertools.count(step=1.0)).splitlines()
+    assert [line.split()[2] for line in lines] == ["1/4", "4/4"]
+    assert "loss 2.500  1.23 k tokens/s  1 in flight  2.00 MB sent" in lines[0]
+
+
+def test_a_bar_in_a_terminal():
+    text = progress(True, itertools.count(step=1.0))
+    assert "4/4" in text
+    assert "━" in text

@@ -1,0 +1,150 @@
+"""What a run writes: deterministic, exact, and safe to cut and continue."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from cocodc_jax.report.records import (
+    MetricsWriter,
+    check_record,
+    perplexity,
+    read_records,
+)
+
+EVAL = {
+    "kind": "eval",
+    "step": 4,
+    "tokens": 64,
+    "bytes_sent_per_region": 128,
+    "eval_loss": 1.5,
+    "eval_perplexity": 4.48,
+    "eval_loss_outer": 1.6,
+}
+
+
+def train(step, loss=2.0):
+    return {
+        "kind": "train",
+        "step": step,
+        "tokens": 16 * step,
+        "loss": loss,
+        "loss_regions": [loss, loss],
+        "bytes_sent_per_region": 0,
+    }
+
+
+def write(workdir, records, offset=None):
+    with MetricsWriter(workdir, offset) as writer:
+        for record in records:
+            writer.write(record)
+        return writer.offset
+
+
+def test_floats_come_back_exactly(tmp_path):
+    values = [np.float32(0.1), np.float64(1) / 3, jnp.float32(2.7), 1e-38]
+    write(tmp_path, [train(i + 1, value) for i, value in enumerate(values)])
+    found = [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")]
+    assert found == [float(value) for value in values]
+    assert np.float32(found[0]) == values[0]
+
+
+def test_cut_and_continued_equals_unbroken(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    records = [train(1), train(2), EVAL, train(5)]
+    write(whole, records)
+    offset = write(broken, records[:2])
+    write(broken, [train(3, 9.9)], offset)  # Done, then lost with its process.
+    with (broken / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "tra')  # A line that a kill cut off.
+    write(broken, records[2:], offset)
+    one, other = ((d / "metrics.jsonl").read_bytes() for d in (whole, broken))
+    assert one == other
+
+
+def test_a_new_run_drops_older_records(tmp_path):
+    write(tmp_path, [train(1), train(2)])
+    write(tmp_path, [train(7)])
+    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == [7]
+
+
+def test_an_unfinished_last_line_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2')
+    assert read_records(path) == [{"step": 1}]
+    path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("offset", [1, 10_000])
+def test_an_offset_that_is_no_record_end_is_refused(tmp_path, offset):
+    write(tmp_path, [train(1)])
+    with pytest.raises(ValueError, match=f"resume_offset={offset} is not the end"):
+        MetricsWriter(tmp_path, offset)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"kind": "trian"}, "kind='trian'"),
+        ({}, "kind=''"),
+        ({**EVAL, "more": 1}, r"unknown: \['more'\]"),
+        ({k: v for k, v in EVAL.items() if k != "tokens"}, r"missing: \['tokens'\]"),
+        ({**EVAL, "eval_loss": float("nan")}, "eval_loss=nan.*not finite"),
+        ({**EVAL, "eval_loss": np.inf}, "not finite"),
+        ({**EVAL, "eval_loss": "low"}, "not a number"),
+    ],
+)
+def test_what_is_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        check_record(record)
+
+
+def test_no_such_quantity_is_none():
+    assert check_record({**EVAL, "eval_loss_outer": None})["eval_loss_outer"] is None
+
+
+def test_the_clock_has_a_file_of_its_own_that_only_grows(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(train(1))
+        writer.write_timing(1, wall_s=0.5, tokens_per_second=100.0, stall_s=0.0)
+        offset = writer.offset
+    with MetricsWriter(tmp_path, offset) as writer:
+        writer.write_timing(2, wall_s=0.1, tokens_per_second=90.0, stall_s=0.2)
+    assert [r["step"] for r in read_records(tmp_path / "timing.jsonl")] == [1, 2]
+    assert "wall_s" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_tensorboard_events_hold_the_numbers(tmp_path):
+    write(tmp_path, [train(3, 1.25), EVAL])
+    (path,) = (tmp_path / "tb").glob("events.out.tfevents.*")
+    found = {
+        (value.tag, event.step): value.simple_value
+        for event in tf_events(path.read_bytes())
+        for value in event.summary.value
+    }
+    assert 1.25 in found.values()
+    assert 1.5 in found.values()
+    assert {step for _, step in found} == {3, 4}
+
+
+def tf_events(data):
+    """A reader of TFRecord framing: length, its checksum, data, its checksum."""
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        yield event_pb2.Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+
+
+def test_perplexity():
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e6) is None
+
+
+def test_lines_are_plain_json(tmp_path):
+    write(tmp_path, [EVAL])
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == EVAL
