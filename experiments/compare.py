@@ -23,10 +23,10 @@ from cocodc_jax.report import gantt, page, plots
 from cocodc_jax.report.comparison import compare
 from cocodc_jax.report.runs import Run, load_run
 from cocodc_jax.report.units import format_bytes, format_count
-from cocodc_jax.runtime.trainer import NonFiniteLossError
+from cocodc_jax.sync.methods import METHODS
 from experiments import flags
 from experiments.config import TrainConfig, dumps
-from experiments.session import Session, prepare
+from experiments.session import RUN_ERRORS, Session, prepare
 from experiments.train import check_method_flags
 
 WITHOUT = ("method", "seed")
@@ -57,7 +57,13 @@ def main() -> None:
 def _method_names() -> list[str]:
     names = [name.strip() for name in flags.value("methods").split(",") if name.strip()]
     if not names:
-        raise ValueError("methods='' is empty; name at least one")
+        raise ValueError(f"methods='' is empty; use some of {sorted(METHODS)}")
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(
+                f"methods={','.join(names)} names {name!r}, which is unknown; "
+                f"use some of {sorted(METHODS)}"
+            )
     if len(set(names)) < len(names):
         raise ValueError(f"methods={','.join(names)} names one twice")
     return names
@@ -74,7 +80,7 @@ def _train(session: Session, console: Console) -> Run:
     method, run = session.config.method.method, session.config.run
     try:
         summary = session.train(console)
-    except NonFiniteLossError as error:
+    except RUN_ERRORS as error:
         print(f"error: {method}, seed {run.seed}: {error}", file=sys.stderr)
         sys.exit(1)
     if summary["steps"] < run.steps:
@@ -119,14 +125,14 @@ def _print_table(comparison: dict, console: Console) -> None:
     for head in ("loss", "perplexity", "sent/region", "stall", "tokens/s", "to target"):
         table.add_column(head, justify="right")
     for name, row in comparison["methods"].items():
-        steps = row["steps_to_target"]
+        steps, speed = row["steps_to_target"], row["tokens_per_second"]
         table.add_row(
             name,
             f"{row['eval_loss']['mean']:.4f}",
             f"{row['eval_perplexity']['mean']:.3f}",
             format_bytes(row["bytes_sent_per_region"]["mean"]),
             f"{row['stall_seconds']['mean']:.2f} s",
-            format_count(row["tokens_per_second"]["mean"]),
+            format_count(speed["mean"]) if speed else "-",
             "-" if steps is None else f"{steps:.0f} steps",
         )
     console.print(table)

@@ -20,6 +20,7 @@ from rich.console import Console
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data import load
+from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
@@ -27,10 +28,26 @@ from cocodc_jax.runtime.checkpoint import Checkpoints
 from cocodc_jax.runtime.evaluate import make_evaluate
 from cocodc_jax.runtime.mesh import Mesh
 from cocodc_jax.runtime.second_moment import adam_second_moment
-from cocodc_jax.runtime.trainer import Clock, Hooks, Result, train
+from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.runtime.trainer import (
+    Clock,
+    Hooks,
+    NonFiniteLossError,
+    Result,
+    train,
+)
 from experiments.config import RunConfig, TrainConfig, dumps
 
 CONFIG_FILE, SUMMARY_FILE, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
+
+
+class ResumeError(Exception):
+    """The newest checkpoint does not belong to this run."""
+
+
+# What may end a run for a reason that a person can act on without a traceback: a
+# loss that is not finite, a disk that is full or gone, a checkpoint of other data.
+RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +80,19 @@ class Session:
 
         Raises:
           NonFiniteLossError: naming step, region and last good checkpoint.
+          ResumeError: if the newest checkpoint does not belong to this run.
+          OSError: if the disk refuses; a `CheckpointError` names the last good one.
         """
         run = self.config.run
-        key = jax.random.key(run.seed)
-        params = self.init_params(jax.random.fold_in(key, 0))
         stream = self.text.train_stream()
         with (
             contextlib.closing(stream),
             Checkpoints(self.workdir / CHECKPOINTS, run.keep_checkpoints) as saved,
         ):
-            restored = saved.restore(self.program, params)
-            if restored is None:
-                state, progress, position = (
-                    self.program.init(params, jax.random.fold_in(key, 1)), None, {},
-                )  # fmt: skip
-            else:
-                state, extra = restored
-                progress, position = extra["progress"], extra["snapshot"]
-                stream.set_state(position["stream"])
-            del params
+            summary_path = self.workdir / SUMMARY_FILE
+            if saved.latest_step == run.steps and summary_path.exists():
+                return json.loads(summary_path.read_text())
+            state, progress, position = self._begin(saved, stream)
             with (
                 MetricsWriter(self.workdir, position.get("metrics_bytes")) as writer,
                 _progress_bar(self, state.step, console) as bar,
@@ -112,8 +123,27 @@ class Session:
                 )
         summary = self._summary(result, earlier_s)
         if result.state.step == run.steps:
-            (self.workdir / SUMMARY_FILE).write_text(dumps(summary))
+            summary_path.write_text(dumps(summary))
         return summary
+
+    def _begin(
+        self, saved: Checkpoints, stream: TrainStream
+    ) -> tuple[TrainState, dict | None, dict]:
+        """State, progress and positions at the newest checkpoint, or at step 0."""
+        key = jax.random.key(self.config.run.seed)
+        params = self.init_params(jax.random.fold_in(key, 0))
+        try:
+            restored = saved.restore(self.program, params)
+            if restored is None:
+                return self.program.init(params, jax.random.fold_in(key, 1)), None, {}
+            state, extra = restored
+            stream.set_state(extra["snapshot"]["stream"])
+        except ValueError as error:
+            raise ResumeError(
+                f"the run in {self.workdir} cannot go on: {error}; restore what was "
+                "changed, or name another workdir"
+            ) from error
+        return state, extra["progress"], extra["snapshot"]
 
     def init_params(self, key: jax.Array) -> models.Params:
         """One region's first parameters; all regions and the outer model begin so."""
@@ -173,11 +203,9 @@ def prepare(
     text = open_text(config.data, run.regions)
     model = dataclasses.replace(config.model, vocab_size=text.vocab_size)
     models.check_divisible(model, run.data_axis, run.model_axis)
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
     twins = [s for s in alike if _program_key(s.config) == _program_key(config)]
-    return Session(
+    session = Session(
         config,
         workdir,
         text,
@@ -186,6 +214,9 @@ def prepare(
         twins[0].program if twins else _build_program(config, model, mesh),
         alike[0].evaluate if alike else _build_evaluate(config, model, mesh, text),
     )
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
+    return session
 
 
 def _program_key(config: TrainConfig) -> tuple:

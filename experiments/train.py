@@ -10,11 +10,10 @@ summary.json.
 import pathlib
 import sys
 
-from cocodc_jax.runtime.trainer import NonFiniteLossError
 from cocodc_jax.sync.methods import defaults
 from experiments import flags
 from experiments.config import LEAVES, TrainConfig, dumps
-from experiments.session import prepare
+from experiments.session import RUN_ERRORS, prepare
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
         session = prepare(config, flags.value("workdir") or default)
     try:
         summary = session.train()
-    except NonFiniteLossError as error:
+    except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     if summary["steps"] < config.run.steps:

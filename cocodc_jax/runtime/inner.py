@@ -78,8 +78,17 @@ class Block:
 
 
 def mean_over_regions(tree: PyTree) -> PyTree:
-    """Mean over all regions of a tree of `[block, ...]` leaves, inside `shard_map`."""
-    return jax.tree.map(lambda x: jax.lax.pmean(x.mean(0), REGION), tree)
+    """Mean over all regions of a tree of `[block, ...]` leaves, inside `shard_map`.
+
+    Summed in at least float32: XLA's CPU backend aborts the process on a bfloat16
+    all-reduce in a partly manual program.
+    """
+
+    def mean(x):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jax.lax.pmean(wide.mean(0), REGION).astype(x.dtype)
+
+    return jax.tree.map(mean, tree)
 
 
 def are_finite(tree: PyTree) -> jax.Array:

@@ -120,7 +120,8 @@ class Result(NamedTuple):
       correction_ratio: mean over all syncs, None where nothing is compensated.
       seconds: wall time in the loop, evaluation and checkpoints included.
       stall_seconds: of it, time in which regions waited for an outer fragment.
-      tokens_per_second: of all regions, over the turns that compiled nothing.
+      tokens_per_second: of all regions, over the turns that compiled nothing; None
+        for a run that was too short to have one.
     """
 
     state: TrainState
@@ -128,7 +129,7 @@ class Result(NamedTuple):
     correction_ratio: float | None
     seconds: float
     stall_seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
 
 
 def train(
@@ -395,7 +396,7 @@ class _Loop:
     def result(self, state: TrainState) -> Result:
         """What the run came to."""
         seconds = time.perf_counter() - self._began_s
-        steady = self._steady_tokens / self._steady_s if self._steady_s else math.nan
+        steady = self._steady_tokens / self._steady_s if self._steady_s else None
         return Result(
             state,
             self._last_eval,

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -12,9 +13,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Flags of a small corpus: this package's own source."""
-    prepared = tmp_path_factory.mktemp("data")
-    return [f"--dataset=text:{ROOT / 'cocodc_jax'}", f"--data_dir={prepared}"]
+    """Flags of a small corpus: a copy of this package's own source."""
+    folder = tmp_path_factory.mktemp("data")
+    shutil.copytree(ROOT / "cocodc_jax", folder / "text")
+    return [f"--dataset=text:{folder / 'text'}", f"--data_dir={folder / 'prepared'}"]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from cocodc_jax.sync import merge, methods, schedule
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
 from experiments.ablation import jobs, lanes, results, rules, simulator
+from experiments.ablation.settings import Settings
 
 REGIONS, LANES, STEPS = 4, 2, 22
 INTERVAL, NUM_FRAGMENTS = 4, 2
@@ -177,6 +178,43 @@ def test_the_two_halves_of_an_overlap():
 TABLE = rules.table(20)
 
 
+@pytest.mark.parametrize("name", ["secant", "gauss_newton", "hutchinson"])
+def test_rules_that_the_region_program_cannot_give_run(name):
+    """They are given what they need: halves of the overlap, outputs, keys."""
+    trainer = make_trainer()
+
+    def model(params, batch):
+        x = jnp.tanh(batch["x"] @ params["embed"])
+        return (x + jnp.tanh(x @ params["blocks"]["w"][1])) @ params["head"]
+
+    trainer.outputs = (model, lambda outputs, b: jnp.mean((outputs - b["y"]) ** 2))
+    rule, delay_steps = TABLE[name], 4
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(LANES)))
+    outcome = simulator.simulate(
+        trainer,
+        trainer.init(stacked, REGIONS),
+        jax.tree.map(jnp.asarray, batches()),
+        [0.4, 0.4],
+        [0.0, 0.1],
+        simulator.Plan(
+            schedule.staggered(INTERVAL, NUM_FRAGMENTS, delay_steps),
+            lanes.make_finish(trainer, rule.make, delay_steps),
+            with_midway=name == "secant",
+        ),
+    )
+    assert outcome.correction_ratio[0] == 0
+    assert 0 < outcome.correction_ratio[1] < 10
+
+
+def test_the_middle_of_an_overlap_is_an_event():
+    plan = simulator.Plan(schedule.staggered(8, 2, 5), lambda: None, with_midway=True)
+    memory, _ = plan.schedule.start(plan.schedule.init(), 4)
+    assert plan.next_step(memory, 4) == 6
+    assert plan.at_middle(memory, 6) == [1]
+    assert plan.at_middle(memory, 7) == []
+    assert plan.next_step(memory, 6) == 8
+
+
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("delay_steps", [2, 20])
 def test_every_rule_is_a_merge(name, delay_steps):
@@ -274,7 +312,7 @@ def test_the_best_at_an_end_of_its_grid_is_marked():
 )
 def test_settings_are_checked(leaves, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(jobs.Settings(), **leaves)
+        dataclasses.replace(Settings(), **leaves)
 
 
 TINY = (

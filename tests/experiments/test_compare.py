@@ -73,7 +73,10 @@ def test_the_same_command_again_trains_nothing(compared, run):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--methods=diloco,dilocoo"], "error: --method='dilocoo' is unknown"),
+        (
+            ["--methods=diloco,dilocoo"],
+            "error: --methods=diloco,dilocoo names 'dilocoo'",
+        ),
         (["--methods="], "error: --methods='' is empty"),
         (["--seeds=0"], "error: --seeds=0 must be at least 1"),
         (["--methods=diloco", "--curvature=none"], "error: --curvature=none has no"),

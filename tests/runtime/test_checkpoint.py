@@ -25,14 +25,22 @@ def save(tiny, folder, state, program, extra=None):
 
 @pytest.mark.parametrize("cut", [5, 6])
 def test_a_restored_run_goes_on_bit_for_bit(tiny, tmp_path, method_name, cut):
-    """Between two events, and at one; by another program, as in a new process."""
+    """Between two events, and at one."""
+    check_restored(tiny, tmp_path, method_name, cut, tiny.shared_program(method_name))
+
+
+def test_another_program_goes_on_bit_for_bit(tiny, tmp_path):
+    """As in a new process, which compiles anew."""
+    check_restored(tiny, tmp_path, "cocodc", 5, tiny.make_program("cocodc"))
+
+
+def check_restored(tiny, tmp_path, method_name, cut, again):
     program = tiny.shared_program(method_name)
     whole, before = tiny.finish(program, tiny.start(program), cut)
     assert bool(whole.in_flight) == (method_name not in ("data_parallel", "diloco"))
     whole = save(tiny, tmp_path, whole, program, {"position": [1, 2]})
     expected, outputs = tiny.finish(program, whole, 12 - cut)
 
-    again = tiny.make_program(method_name) if cut == 5 else program
     with Checkpoints(tmp_path) as checkpoints:
         state, extra = checkpoints.restore(again, tiny.make_params())
     assert extra == {"position": [1, 2]}

@@ -14,7 +14,6 @@ from jax.sharding import SingleDeviceSharding
 from cocodc_jax.runtime import layout
 from cocodc_jax.runtime.mesh import make_mesh, outer_device
 from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram, run
-from cocodc_jax.runtime.stall import StallMeter
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync import fragments, merge, methods
 
@@ -125,6 +124,22 @@ class TestArrays:
         assert {x.dtype for x in jax.tree.leaves(state.outer)} == {np.dtype("float32")}
         # What is sent is the float32 pseudo-gradient: four syncs of half the model.
         assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
+        mean = program.mean_params(state)["head"]
+        assert mean.dtype == jnp.bfloat16
+        each = np.asarray(state.region.params["head"], np.float32)
+        np.testing.assert_array_equal(mean, each.mean(0).astype(jnp.bfloat16))
+
+    def test_bfloat16_gradients_are_averaged(self, tiny):
+        """In float32 on the way: XLA's CPU backend aborts on a bfloat16 all-reduce."""
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params()
+        )
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.1), methods.get("data_parallel"), params, 4
+        )
+        state = program.init(params, jax.random.key(0))
+        _, (output,) = tiny.finish(program, state, 2)
+        assert np.isfinite(output.losses).all()
 
 
 class TestCompilation:
@@ -172,17 +187,19 @@ class TestCompilation:
         for _ in range(4):
             state, _ = program.advance(state, batch)
         slow = make_slowly(batch, jnp.zeros((128, 128)))
-        outputs = []
-        for given in (slow, batch, batch, batch):  # Two of them end with a sync.
+        handed_out = []
+        for given in (slow, batch, batch, batch):
             state, output = program.advance(state, given)
-            outputs.append((output.losses, [sync.norm for sync in output.syncs]))
-        is_ready = [x.is_ready() for x in jax.tree.leaves(outputs)]
+            handed_out.append(output.losses)
+            # The sync at step 5 started at 4, before what is slow; that at 7 after.
+            handed_out += [s.norm for s in output.syncs if s.start_step > 4]
+        is_ready = [x.is_ready() for x in handed_out]
         jax.block_until_ready((state.region, state.outer))
-        assert is_ready == [False] * 6
+        assert is_ready == [False] * 5
 
 
 class TestCuts:
-    @pytest.mark.parametrize("cuts", [(10, 24), (1, 3, 9, 24)])
+    @pytest.mark.parametrize("cuts", [(10, 24), (9, 10, 24)])
     def test_where_a_run_is_cut_changes_no_number(self, tiny, method_name, cuts):
         program = tiny.shared_program(method_name)
         whole = cut_run(tiny, program, (24,))
@@ -240,15 +257,6 @@ class TestMerge:
         draws = np.concatenate(draws)
         assert len(draws) == 8 + 6
         assert len(np.unique(draws)) == draws.size
-
-    def test_a_stall_meter_and_a_merge_read_the_same_arrays(self, tiny):
-        program = tiny.shared_program("streaming_diloco")
-        with StallMeter() as stall:
-            _, outputs = tiny.finish(program, tiny.start(program), 12)
-            for output in outputs:
-                for sync in output.syncs:
-                    stall.watch(output.losses, sync.norm)
-        assert stall.seconds >= 0
 
 
 class TestBadInput:

@@ -19,6 +19,8 @@ from cocodc_jax.sync import methods
 
 NUM_STEPS = 6
 
+FOUR_METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+
 # Sums over regions and over shards are taken in another order, and AdamW divides by
 # the root of what may be small: 6 steps of float32 grow 1e-7 to some 1e-5.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -66,6 +68,7 @@ def assert_close(one, other):
 
 
 @pytest.mark.parametrize(("length", "data", "model"), [(2, 1, 1), (4, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize("method_name", FOUR_METHODS)
 def test_devices_and_axes_do_not_change_the_run(tiny, method_name, length, data, model):
     devices = jax.devices()[: length * data * model]
     mesh = make_mesh(4, data, model, devices)
@@ -156,7 +159,7 @@ spec = importlib.util.spec_from_file_location("problem", sys.argv[1])
 tiny = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tiny)
 means = {}
-for name in tiny.METHODS:
+for name in sys.argv[3:]:
     program = tiny.make_program(name)
     assert program.mesh.devices.size == len(jax.devices()) == 1
     state, outputs = tiny.finish(program, tiny.start(program), int(sys.argv[2]))
@@ -170,7 +173,10 @@ print(json.dumps(means))
 def test_one_device_in_all_is_enough(tiny):
     """In a process of its own: the regions and the outer state share the device."""
     done = subprocess.run(
-        [sys.executable, "-c", ONE_DEVICE, tiny.__file__, str(NUM_STEPS)],
+        [
+            sys.executable,
+            *("-c", ONE_DEVICE, tiny.__file__, str(NUM_STEPS), *FOUR_METHODS),
+        ],
         capture_output=True,
         text=True,
         check=False,
