@@ -16,11 +16,11 @@ from cocodc_jax.report.units import format_bytes, format_count, format_duration
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --quiet: #8881; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto;
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto;
        padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line);
+th, td { text-align: right; padding: .35rem .5rem; border-bottom: 1px solid var(--line);
          white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 td small { display: block; opacity: .7; }
@@ -34,11 +34,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("eval_loss", "loss", lambda x: f"{x:.4f}"),
     ("eval_perplexity", "perplexity", lambda x: f"{x:.3f}"),
     ("eval_loss_outer", "loss, outer", lambda x: f"{x:.4f}"),
-    ("bytes_sent_per_region", "sent per region", format_bytes),
+    ("bytes_sent_per_region", "sent/region", format_bytes),
     ("stall_seconds", "stall", lambda x: f"{x:.2f} s"),
     ("tokens_per_second", "tokens/s", format_count),
     ("seconds", "time", format_duration),
-    ("correction_ratio", "correction ratio", lambda x: f"{x:.1e}"),
+    ("correction_ratio", "correction", lambda x: f"{x:.1e}"),
 )
 
 
@@ -145,7 +145,7 @@ def _note(comparison: Mapping[str, Any], seeds: int) -> str:
         "Loss (nats per token) and perplexity are of the mean of the regions' "
         "parameters on held-out text, the same for every method; loss, outer is of the "
         f"outer parameters. {spread}Steps to target: inner steps to a loss of "
-        f"{comparison['target_loss']:.4f}, the worst method's last. Correction ratio: "
+        f"{comparison['target_loss']:.4f}, the worst method's last. Correction (ratio): "
         "length of the delay compensation's correction over the length of what it "
         "corrects. Methods are not equal in bytes sent: read both columns."
     )

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from cocodc_jax.report.curves import Curve, eval_curve
 from cocodc_jax.report.runs import Run, by_method
@@ -66,7 +66,12 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
         _draw(axes, curve, np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan), index)
         axes.lines[-1].set_label(name)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
+    as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
+    axes.xaxis.set_major_formatter(as_bytes)
+    # Over few decades the powers of ten alone would be too few labels.
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.xaxis.set_minor_formatter(as_bytes)
+    axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
     # Above the axes no legend can cover a curve.

@@ -63,7 +63,9 @@ def _ranking(summary: dict[str, Any], measure: str, label: str, even: float) -> 
 
 def _rank(axes: Axes, rows: list[dict[str, Any]], measure: str, even: float) -> None:
     known = [
-        row for row in rows if row["vs_streaming"] and row["vs_streaming"][measure]
+        row
+        for row in rows
+        if row["vs_streaming"] and row["vs_streaming"]["loss_difference"]
     ]
     known.sort(key=lambda row: -row["vs_streaming"]["loss_difference"]["mean"])
     for place, row in enumerate(known):

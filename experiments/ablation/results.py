@@ -67,6 +67,12 @@ def steps_to(
     return None
 
 
+def final_loss(losses: Sequence[float | None]) -> float | None:
+    """The last loss; None where the run diverged and ends above where it began."""
+    first, last = losses[0], losses[-1]
+    return None if first is None or last is None or last > first else last
+
+
 def summarise(
     jobs: Sequence[dict[str, Any]], steps_per_run: int
 ) -> list[dict[str, Any]]:
@@ -77,16 +83,16 @@ def summarise(
       steps_per_run: inner steps of each run.
 
     Returns:
-      Rows with the job's rule, delay, tuned numbers, final loss and correction ratio
-      as `interval`s, and `vs_streaming` and `vs_diloco` where that reference is
-      among the jobs, see `_against`.
+      Rows with the job's rule, delay, tuned numbers, final loss (None if a seed
+      diverged) and correction ratio as `interval`s, and `vs_streaming` and
+      `vs_diloco` where that reference is among the jobs, see `_against`.
     """
     done = {(job["rule"], job["delay_steps"]): job for job in jobs}
     diloco = done.get((DILOCO, 0))
     rows = []
     for job in jobs:
         streaming = done.get((STREAMING, job["delay_steps"]))
-        finals = [curve[-1] for curve in job["losses"].values()]
+        finals = [final_loss(curve) for curve in job["losses"].values()]
         ratios = [r for r in job["correction_ratio"] if r is not None]
         rows.append(
             {
@@ -110,26 +116,28 @@ def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
 
     Returns:
       "steps" and "ratio" as intervals over the seeds that get there (None if none
-      does), "reached" of "seeds", and the paired "loss_difference" at the end. A seed
-      that falls short counts as `steps_per_run` in "ratio", its least possible value,
-      so that a mean never hides it: "ratio" is then a lower bound.
+      does), "reached" of "seeds", and the paired "loss_difference" at the end (None if
+      a seed diverged). A seed that falls short counts as `steps_per_run` in "ratio",
+      its least possible value, so that a mean never hides it: "ratio" is then a lower
+      bound.
     """
     counts, differences = [], []
     for seed, curve in job["losses"].items():
-        target = reference["losses"][seed][-1]
-        if target is None:
-            return {"steps": None, "ratio": None, "reached": 0, "seeds": 0}
+        final, target = final_loss(curve), final_loss(reference["losses"][seed])
+        if final is None or target is None:
+            counts.append(None)
+            continue
         counts.append(steps_to(job["steps"], curve, target))
-        if curve[-1] is not None:
-            differences.append(curve[-1] - target)
+        differences.append(final - target)
     reached = [count for count in counts if count is not None]
     bounded = [steps_per_run if count is None else count for count in counts]
+    has_all = len(differences) == len(counts)
     return {
         "steps": interval(reached) if reached else None,
         "ratio": interval([count / steps_per_run for count in bounded]),
         "reached": len(reached),
         "seeds": len(counts),
-        "loss_difference": interval(differences) if differences else None,
+        "loss_difference": interval(differences) if has_all else None,
     }
 
 

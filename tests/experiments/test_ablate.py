@@ -291,7 +291,10 @@ def test_a_run_that_diverged_is_no_number():
     ]
     row = results.summarise(done, 20)[1]
     assert row["final_loss"] is None
+    assert row["vs_streaming"]["loss_difference"] is None
+    assert results.final_loss([5.0, 900.0]) is None
     assert row["vs_streaming"]["reached"] == 1
+    assert row["vs_streaming"]["seeds"] == 2
 
 
 def test_the_best_at_an_end_of_its_grid_is_marked():

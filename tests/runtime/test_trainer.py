@@ -62,12 +62,15 @@ class Run:
         return [record for record in self.records if record["kind"] == kind]
 
 
-def make_evaluation(tiny, program):
-    return make_evaluate(tiny.loss_fn, program.mesh, tiny.make_batch(99))
+@pytest.fixture(scope="module")
+def evaluate(tiny):
+    """One for all methods: it holds nothing but compiled code and batches."""
+    mesh = tiny.shared_program("diloco").mesh
+    return make_evaluate(tiny.loss_fn, mesh, tiny.make_batch(99))
 
 
 class TestRecords:
-    def test_order_and_content(self, tiny):
+    def test_order_and_content(self, tiny, evaluate):
         """Streaming, worked by hand: starts at 2 (fragment 1), 4 (0), 6 (1), 8 (0)."""
         program = tiny.shared_program("streaming_diloco")
         run = Run(
@@ -75,7 +78,7 @@ class TestRecords:
             program,
             9,
             cadence={"log_every": 2, "eval_every": 6},
-            evaluate=make_evaluation(tiny, program),
+            evaluate=evaluate,
         )
         assert [(r["kind"], r["step"]) for r in run.records] == [
             ("train", 2),
@@ -105,7 +108,7 @@ class TestRecords:
             16 * step for step in (2, 4, 6, 6, 8, 9)
         ]
 
-    def test_records_are_those_of_the_plain_run(self, tiny, method_name):
+    def test_records_are_those_of_the_plain_run(self, tiny, method_name, evaluate):
         program = tiny.shared_program(method_name)
         _, outputs = tiny.finish(program, tiny.start(program), 12)
         losses = np.concatenate([np.asarray(o.losses) for o in outputs])
@@ -115,7 +118,7 @@ class TestRecords:
             program,
             12,
             cadence={"eval_every": 4},
-            evaluate=make_evaluation(tiny, program),
+            evaluate=evaluate,
         )
         for i, record in enumerate(run.of_kind("train")):
             window = losses[3 * i : 3 * i + 3].astype(np.float64)
@@ -141,9 +144,8 @@ class TestRecords:
             (r["bytes_sent_per_region"], r["tokens"]) for r in run.of_kind("train")
         ] == [(4 * step_bytes, 64), (8 * step_bytes, 128), (12 * step_bytes, 192)]
 
-    def test_evaluation_judges_the_mean_and_the_outer_model(self, tiny):
+    def test_evaluation_judges_the_mean_and_the_outer_model(self, tiny, evaluate):
         program = tiny.shared_program("streaming_diloco")
-        evaluate = make_evaluation(tiny, program)
         run = Run(tiny, program, 8, cadence={"eval_every": 5}, evaluate=evaluate)
         state, _ = tiny.finish(program, tiny.start(program), 5)
         first, last = run.of_kind("eval")
@@ -175,7 +177,7 @@ class TestCadence:
             {"log_every": 100, "checkpoint_every": 1},
         ],
     )
-    def test_it_changes_no_number(self, tiny, tmp_path, method_name, cadence):
+    def test_it_changes_no_number(self, tiny, tmp_path, method_name, cadence, evaluate):
         program = tiny.shared_program(method_name)
         expected, _ = tiny.finish(program, tiny.start(program), 12)
         run = Run(
@@ -184,7 +186,7 @@ class TestCadence:
             12,
             folder=tmp_path,
             cadence=cadence,
-            evaluate=make_evaluation(tiny, program),
+            evaluate=evaluate,
         )
         state = program.settle(expected)
         tiny.assert_same(tiny.numbers(run.result.state), tiny.numbers(state))
@@ -282,11 +284,10 @@ def test_tokens_per_second_leave_compilation_out():
 class TestResuming:
     @pytest.mark.parametrize("stop_after", [1, 3])
     def test_a_stopped_run_goes_on_bit_for_bit(
-        self, tiny, tmp_path, method_name, stop_after
+        self, tiny, tmp_path, evaluate, method_name, stop_after
     ):
         """Stopped between two checkpoints, in the middle of a record's window."""
         program = tiny.shared_program(method_name)
-        evaluate = make_evaluation(tiny, program)
         cadence = {"log_every": 5, "eval_every": 4, "checkpoint_every": 100}
         whole = Run(tiny, program, 12, cadence=cadence, evaluate=evaluate)
 
@@ -337,89 +338,92 @@ class TestResuming:
         assert second.offset < len(killed.records)
         assert killed.records[: second.offset] + second.records == whole.records
 
-    def test_a_finished_run_does_nothing_more(self, tiny, tmp_path):
+    def test_a_finished_run_does_nothing_more(self, tiny, tmp_path, evaluate):
         program = tiny.shared_program("diloco")
-        evaluate = make_evaluation(tiny, program)
         first = Run(tiny, program, 4, folder=tmp_path, evaluate=evaluate)
         second = Run(tiny, program, 4, folder=tmp_path, evaluate=evaluate)
         assert second.records == []
         assert second.result.last_eval == first.result.last_eval
 
 
+def loss_plus_bad(params, batch, key):
+    loss = jnp.mean((batch["x"] @ params["embed"]) ** 2)
+    return loss + batch["bad"], {}
+
+
+def loss_with_bad_gradient(params, batch, key):
+    """Finite, with a gradient that is not where `bad` is: that of the root of 0."""
+    loss = jnp.mean((batch["x"] @ params["embed"]) ** 2)
+    return loss + jnp.sqrt(jnp.where(batch["bad"] != 0, 0.0, 1.0) * loss), {}
+
+
 class TestNotFinite:
     """A loss or a parameter that is not finite ends the run, and is never saved."""
 
-    def bad_loss(self, value):
-        """Nothing can be told from data alone: `bad` marks the step and the region."""
+    @pytest.fixture(scope="class")
+    def programs(self, tiny):
+        return {
+            loss: tiny.make_program("diloco", make_mesh(1), loss=loss)
+            for loss in (loss_plus_bad, loss_with_bad_gradient)
+        }
 
-        def loss_fn(params, batch, key):
-            loss = jnp.mean((batch["x"] @ params["embed"]) ** 2)
-            return loss + jnp.where(batch["bad"] > 0, value, 0.0), {}
-
-        return loss_fn
-
-    def bad_gradient(self, params, batch, key):
-        """Finite, with a gradient that is infinite: the root of zero."""
-        loss = jnp.mean((batch["x"] @ params["embed"]) ** 2)
-        return loss + jnp.sqrt(jnp.where(batch["bad"] > 0, 0.0, 1.0) * loss), {}
-
-    def batches(self, tiny, bad_step, bad_region):
+    def batches(self, tiny, value, bad_step, bad_region):
         for step in itertools.count():
             bad = np.zeros(4, np.float32)
-            bad[bad_region] = step + 1 == bad_step
+            bad[bad_region] = value if step + 1 == bad_step else 0
             yield {"x": tiny.make_batch(step)["x"], "bad": bad}
 
-    def run(self, tiny, loss_fn, folder, bad_step, bad_region, **options):
-        program = tiny.make_program("diloco", make_mesh(1), loss=loss_fn)
-        return Run(
-            tiny,
-            program,
-            12,
-            folder=folder,
-            batches=self.batches(tiny, bad_step, bad_region),
-            **options,
-        )
-
     @pytest.mark.parametrize("value", [np.nan, np.inf])
-    def test_a_loss(self, tiny, tmp_path, value):
+    def test_a_loss(self, tiny, tmp_path, programs, value):
         with pytest.raises(
             NonFiniteLossError,
             match=f"loss is {value} at step 7 in region 2; "
             "last good checkpoint: step 4. Lower",
         ):
-            self.run(
+            Run(
                 tiny,
-                self.bad_loss(value),
-                tmp_path,
-                7,
-                2,
+                programs[loss_plus_bad],
+                12,
+                folder=tmp_path,
+                batches=self.batches(tiny, value, 7, 2),
                 cadence={"checkpoint_every": 4},
             )
         assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
-    def test_a_loss_before_any_checkpoint(self, tiny, tmp_path):
+    def test_a_loss_before_any_checkpoint(self, tiny, tmp_path, programs):
         with pytest.raises(NonFiniteLossError, match="step 3 in .* 1.*there is none"):
-            self.run(tiny, self.bad_loss(np.nan), tmp_path, 3, 1)
+            Run(
+                tiny,
+                programs[loss_plus_bad],
+                12,
+                folder=tmp_path,
+                batches=self.batches(tiny, np.nan, 3, 1),
+            )
         assert not list(tmp_path.iterdir())
 
-    def test_a_parameter(self, tiny, tmp_path):
+    def test_a_parameter(self, tiny, tmp_path, programs):
         """Of the last step before a checkpoint, whose loss was still finite."""
         with pytest.raises(
             NonFiniteLossError,
             match="a parameter is not finite at step 3 in region 1; .*: step 2",
         ):
-            self.run(
-                tiny, self.bad_gradient, tmp_path, 3, 1, cadence={"checkpoint_every": 1}
+            Run(
+                tiny,
+                programs[loss_with_bad_gradient],
+                12,
+                folder=tmp_path,
+                batches=self.batches(tiny, 1, 3, 1),
+                cadence={"checkpoint_every": 1},
             )
         assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
-    def test_a_parameter_of_the_last_step(self, tiny):
+    def test_a_parameter_of_the_last_step(self, tiny, programs):
+        program = programs[loss_with_bad_gradient]
         with pytest.raises(NonFiniteLossError, match="not finite at step 12 in region"):
-            self.run(tiny, self.bad_gradient, None, 12, 1)
+            Run(tiny, program, 12, batches=self.batches(tiny, 1, 12, 1))
 
-    def test_records_before_it_were_written(self, tiny):
-        run = object.__new__(Run)
-        program = tiny.make_program("diloco", make_mesh(1), loss=self.bad_loss(np.nan))
+    def test_records_before_it_were_written(self, tiny, programs):
+        run, batches = object.__new__(Run), self.batches(tiny, np.nan, 7, 0)
         with pytest.raises(NonFiniteLossError):
-            run.__init__(tiny, program, 12, batches=self.batches(tiny, 7, 0))
+            run.__init__(tiny, programs[loss_plus_bad], 12, batches=batches)
         assert [r["step"] for r in run.of_kind("train")] == [3, 6]
