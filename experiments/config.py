@@ -88,7 +88,7 @@ class MethodConfig:
     """Which method, and its numbers; None is the method's own default.
 
     Attributes:
-      method: data_parallel, diloco, streaming_diloco or cocodc.
+      method: data_parallel, diloco, streaming_diloco, cocodc or cocodc_paper.
       sync_interval: H, inner steps within which every fragment is synchronised.
       num_fragments: K, fragments the model is cut into.
       fragment_strategy: strided, sequential or balanced.
@@ -133,6 +133,10 @@ class MethodConfig:
             name: default if given.get(name) is None else given[name]
             for name, default in defaults(self.method).items()
         }
+
+    def resolve(self) -> MethodConfig:
+        """The same with the method's defaults written out: what a run is known by."""
+        return dataclasses.replace(self, **self.arguments)
 
     def build(self) -> Method:
         """The method as a value."""

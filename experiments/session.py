@@ -194,6 +194,8 @@ def prepare(
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
+    # A default may change with the version; a run keeps the one it began with.
+    config = dataclasses.replace(config, method=config.method.resolve())
     run = config.run
     devices = _use_devices(run)
     models.check_divisible(config.model, run.data_axis, run.model_axis)

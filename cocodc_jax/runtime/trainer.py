@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -32,11 +31,11 @@ from cocodc_jax.runtime.program import (
     RegionProgram,
     take_batches,
 )
+from cocodc_jax.runtime.records import Record, Records
 from cocodc_jax.runtime.stall import StallMeter
 from cocodc_jax.runtime.state import TrainState
 
 PyTree = Any
-Record = dict[str, Any]
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -207,9 +206,7 @@ class _Loop:
         self._checkpoints = checkpoints
         self._stall = stall
         self._unread: list[_Turn] = []
-        self._window: list[np.ndarray] = []
-        self._ratios: list[float] = []
-        self._last_eval: Record | None = None
+        self._records = Records(hooks.record, cadence.log_every, tokens_per_step)
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
         self._has_compiled = False
@@ -223,9 +220,7 @@ class _Loop:
         if schedule:  # By then every fragment has been started and merged once.
             self._warm_step = step + schedule.sync_interval + schedule.delay_steps
         if progress:
-            self._window = [np.array(x, np.float32) for x in progress["window"]]
-            self._ratios = list(progress["ratios"])
-            self._last_eval = progress["last_eval"]
+            self._records.continue_from(progress)
 
     def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
         """Hands out the work up to the next cut, and reads the turn before."""
@@ -276,14 +271,12 @@ class _Loop:
         losses = np.asarray(turn.output.losses)
         self._check_losses(turn.first_step, losses)
         for i, loss in enumerate(losses):
-            self._window.append(loss)
+            is_last = i + 1 == len(losses)
+            sent = turn.bytes_before + (i + 1) * self._program.bytes_per_step
             step = turn.first_step + i + 1
-            if step % self._cadence.log_every == 0:
-                is_last = i + 1 == len(losses)
-                sent = turn.bytes_before + (i + 1) * self._program.bytes_per_step
-                self._write_train(step, turn.bytes_after if is_last else sent)
+            self._records.step(step, loss, turn.bytes_after if is_last else sent)
         for sync in turn.output.syncs:
-            self._write_sync(sync)
+            self._records.sync(sync)
         self._tell_clock(turn, losses)
 
     def _check_losses(self, first_step: int, losses: np.ndarray) -> None:
@@ -308,39 +301,6 @@ class _Loop:
         raise NonFiniteLossError(
             f"{what} at step {step} in region {region}; last good checkpoint: "
             f"{last_good}. Lower inner_lr or outer_lr, or clip gradients (grad_clip)"
-        )
-
-    def _write_train(self, step: int, bytes_sent: int) -> None:
-        regions = np.mean(np.stack(self._window), axis=0, dtype=np.float64)
-        self._window = []
-        self._hooks.record(
-            {
-                "kind": "train",
-                "step": step,
-                "tokens": step * self._tokens_per_step,
-                "loss": float(regions.mean()),
-                "loss_regions": regions.tolist(),
-                "bytes_sent_per_region": bytes_sent,
-            }
-        )
-
-    def _write_sync(self, sync) -> None:
-        ratio = None
-        if "correction_ratio" in sync.metrics:
-            ratios = np.asarray(sync.metrics["correction_ratio"])
-            ratio = float(ratios.mean(dtype=np.float64))
-            self._ratios.append(ratio)
-        self._hooks.record(
-            {
-                "kind": "sync",
-                "step": sync.apply_step,
-                "fragment": sync.fragment,
-                "start_step": sync.start_step,
-                "apply_step": sync.apply_step,
-                "bytes": sync.num_bytes,
-                "pseudo_gradient_norm": float(sync.norm),
-                "correction_ratio": ratio,
-            }
         )
 
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
@@ -368,27 +328,18 @@ class _Loop:
         self.settle(state)
         loss = evaluate(self._program.mean_params(state))
         outer = evaluate(self._program.outer_params(state))
-        self._last_eval = {
-            "kind": "eval",
-            "step": state.step,
-            "tokens": state.step * self._tokens_per_step,
-            "bytes_sent_per_region": state.bytes_sent,
-            "eval_loss": float(loss),
-            "eval_perplexity": math.exp(min(float(loss), 700.0)),
-            "eval_loss_outer": float(outer),
-        }
-        self._hooks.record(self._last_eval)
+        self._records.evaluation(
+            state.step, state.bytes_sent, float(loss), float(outer)
+        )
         self._read_s = time.perf_counter()  # Not training time.
 
     def save(self, state: TrainState) -> TrainState:
         """Reads everything, then starts to save."""
         self.settle(state)
-        progress = {
-            "window": [x.tolist() for x in self._window],
-            "ratios": self._ratios,
-            "last_eval": self._last_eval,
+        extra = {
+            "progress": self._records.progress(),
+            "snapshot": self._hooks.snapshot(),
         }
-        extra = {"progress": progress, "snapshot": self._hooks.snapshot()}
         state = self._checkpoints.save(self._program, state, extra)
         self._read_s = time.perf_counter()
         return state
@@ -399,8 +350,8 @@ class _Loop:
         steady = self._steady_tokens / self._steady_s if self._steady_s else None
         return Result(
             state,
-            self._last_eval,
-            float(np.mean(self._ratios)) if self._ratios else None,
+            self._records.last_eval,
+            self._records.correction_ratio,
             seconds,
             self._stall.seconds,
             steady,

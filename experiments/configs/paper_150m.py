@@ -22,6 +22,7 @@ PAPER_150M = TrainConfig(
     model=models.get("paper_150m"),
     data=DataConfig(sequence_length=1024, batch_per_region=256, tokenizer="bpe:32000"),
     method=MethodConfig(
+        method="cocodc_paper",
         sync_interval=100,
         num_fragments=4,
         delay_steps=5,

@@ -76,8 +76,10 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
     }
-    streaming = MethodConfig(method="streaming_diloco", outer_lr=0.2).arguments
-    assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.2, 0.5)
+    streaming = MethodConfig(method="streaming_diloco", outer_lr=0.2).resolve()
+    assert (streaming.outer_lr, streaming.mixing_alpha) == (0.2, 0.5)
+    assert streaming.curvature is None
+    assert streaming.build().schedule == streaming.resolve().build().schedule
 
 
 @pytest.mark.parametrize(

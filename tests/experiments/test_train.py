@@ -169,7 +169,7 @@ def test_a_workdir_of_another_configuration_is_refused(unbroken, run, corpus):
     )
     assert code == 2
     assert err.startswith(f"error: --workdir='{workdir}' holds a run of another")
-    assert "outer_lr: None, not 0.3" in err
+    assert "outer_lr: 0.4, not 0.3" in err
     assert err.count("\n") == 1
     assert (workdir / "config.json").read_text() == before
 

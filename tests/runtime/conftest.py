@@ -107,6 +107,16 @@ def shared_program(name):
     return make_program(name)
 
 
+@functools.cache
+def sharded_program(name, length, data, model):
+    """As `shared_program`, on a mesh of these axes."""
+    devices = jax.devices()[: length * data * model]
+    mesh = make_mesh(NUM_REGIONS, data, model, devices)
+    assert mesh.shape["region"] == length
+    specs = SPECS if data * model > 1 else None
+    return make_program(name, mesh, param_specs=specs)
+
+
 def start(program, seed=0):
     return program.init(make_params(), jax.random.key(seed))
 

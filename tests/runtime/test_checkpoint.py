@@ -9,7 +9,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from cocodc_jax.runtime.checkpoint import CheckpointError, Checkpoints
-from cocodc_jax.runtime.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync import methods
 
@@ -109,8 +108,7 @@ def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tmp_path):
 
 
 def test_arrays_come_back_where_they_were(tiny, tmp_path):
-    mesh = make_mesh(2, data=2, model=2)
-    program = tiny.make_program("streaming_diloco", mesh, param_specs=tiny.SPECS)
+    program = tiny.sharded_program("streaming_diloco", 2, 2, 2)
     state, _ = tiny.finish(program, tiny.start(program), 2)
     save(tiny, tmp_path, state, program)
     with Checkpoints(tmp_path) as checkpoints:

@@ -219,8 +219,8 @@ METHODS = {
         {"sync_interval": 4, "num_fragments": 2, "delay_steps": 1, **OUTER},
         {
             "interval": 4, "slot": 1, "tau": 1, "merge": "compensate",
-            "score": "pseudo_gradient", "curvature": reference.outer_product,
-            "strength": 0.5,
+            "score": "pseudo_gradient", "curvature": reference.isotropic(1),
+            "strength": 0.3,
         },
     ),
 }  # fmt: skip

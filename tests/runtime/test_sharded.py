@@ -70,11 +70,7 @@ def assert_close(one, other):
 @pytest.mark.parametrize(("length", "data", "model"), [(2, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("method_name", FOUR_METHODS)
 def test_devices_and_axes_do_not_change_the_run(tiny, method_name, length, data, model):
-    devices = jax.devices()[: length * data * model]
-    mesh = make_mesh(4, data, model, devices)
-    assert mesh.shape["region"] == length
-    specs = tiny.SPECS if data * model > 1 else None
-    program = tiny.make_program(method_name, mesh, param_specs=specs)
+    program = tiny.sharded_program(method_name, length, data, model)
     assert_close(result(tiny, program), four_devices(Hashable(tiny), method_name))
 
 
@@ -101,8 +97,8 @@ def test_regions_mapped_all_at_once_make_the_same_run(tiny, monkeypatch):
 
 class TestLayout:
     def test_optimizer_state_lies_as_its_parameters(self, tiny):
-        mesh = make_mesh(2, data=2, model=2)
-        program = tiny.make_program("cocodc", mesh, param_specs=tiny.SPECS)
+        program = tiny.sharded_program("cocodc", 2, 2, 2)
+        mesh = program.mesh
         state, _ = tiny.finish(program, tiny.start(program), 2)
         adam = state.region.opt_state[0]
         for tree in (state.region.params, adam.mu, adam.nu):
@@ -125,9 +121,8 @@ class TestLayout:
         [
             optax.adafactor(0.01, min_dim_size_to_factor=2),
             optax.contrib.muon(0.01),
-            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)),
         ],
-        ids=["adafactor", "muon", "clip_sgd"],
+        ids=["adafactor", "muon"],
     )
     def test_any_optax_optimizer_can_be_sharded(self, tiny, optimizer):
         """Factored states are not of their parameter's shape: these are replicated."""
@@ -140,11 +135,12 @@ class TestLayout:
             mesh=make_mesh(2, data=2, model=2),
             param_specs=tiny.SPECS,
         )
-        state, outputs = tiny.finish(program, tiny.start(program), 2)
-        assert np.isfinite(outputs[-1].losses).all()
-        assert state.region.params["embed"].sharding.spec == P(
-            "region", "data", "model"
-        )
+        region = tiny.start(program).region
+        assert region.params["embed"].sharding.spec == P("region", "data", "model")
+        batches = jax.tree.map(lambda x: x[None], tiny.make_batch(0))
+        # Traced only: that the scan takes the state back is what can go wrong.
+        after, _ = jax.eval_shape(program._steps, region, batches)
+        assert jax.tree.structure(after) == jax.tree.structure(region)
 
 
 ONE_DEVICE = """

@@ -6,6 +6,7 @@ import math
 import time
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -357,15 +358,17 @@ def loss_with_bad_gradient(params, batch, key):
     return loss + jnp.sqrt(jnp.where(batch["bad"] != 0, 0.0, 1.0) * loss), {}
 
 
+@pytest.fixture(scope="module")
+def programs(tiny):
+    mesh = make_mesh(4, devices=jax.devices()[:1])
+    return {
+        loss: tiny.make_program("diloco", mesh, loss=loss)
+        for loss in (loss_plus_bad, loss_with_bad_gradient)
+    }
+
+
 class TestNotFinite:
     """A loss or a parameter that is not finite ends the run, and is never saved."""
-
-    @pytest.fixture(scope="class")
-    def programs(self, tiny):
-        return {
-            loss: tiny.make_program("diloco", make_mesh(1), loss=loss)
-            for loss in (loss_plus_bad, loss_with_bad_gradient)
-        }
 
     def batches(self, tiny, value, bad_step, bad_region):
         for step in itertools.count():

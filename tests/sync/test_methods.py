@@ -31,10 +31,10 @@ def test_defaults_are_the_papers():
     streaming = methods.defaults("streaming_diloco")
     assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)
     cocodc = methods.defaults("cocodc")
-    assert (cocodc["curvature"], cocodc["compensation_strength"]) == (
-        "outer_product",
-        0.5,
-    )
+    assert (cocodc["curvature"], cocodc["compensation_strength"]) == ("isotropic", 0.3)
+    paper = methods.defaults("cocodc_paper")
+    assert paper["compensation_strength"] == 0.5
+    assert methods.get("cocodc_paper").schedule == adaptive(100, 4, 5, 8)
     assert methods.get("cocodc").schedule == adaptive(100, 4, 5, 8)
 
 
@@ -82,8 +82,12 @@ def test_the_outer_optimizer_is_nesterov(name):
 @pytest.mark.parametrize(
     ("options", "needs"),
     [
-        ({}, set()),
-        ({"curvature_units": "gradient"}, {"learning_rate"}),
+        ({}, {"delay_steps"}),
+        ({"curvature": "outer_product"}, set()),
+        (
+            {"curvature": "outer_product", "curvature_units": "gradient"},
+            {"learning_rate"},
+        ),
         ({"curvature": "none"}, set()),
         ({"curvature": "isotropic"}, {"delay_steps"}),
         ({"curvature": "adam_second_moment"}, {"learning_rate", "second_moment"}),
@@ -107,7 +111,9 @@ def test_curvature_tells_the_runtime_what_it_needs(options, needs):
 
 def test_the_papers_curvature_is_divided_by_the_interval():
     """g = 1, D = 2, lambda 0.5, H 10: g~ = 1 + 0.5 * 1 * 2 / 10 = 1.1; 2 - 1.1."""
-    made = methods.get("cocodc", sync_interval=10, num_fragments=1, delay_steps=1)
+    made = methods.get(
+        "cocodc_paper", sync_interval=10, num_fragments=1, delay_steps=1
+    )
     one = lambda x: {"w": np.full(1, x, np.float32)}  # noqa: E731
     merged, _ = made.merge.apply(one(-1.0), one(0.0), one(2.0), delay_steps=1)
     np.testing.assert_allclose(merged["w"], [0.9], rtol=1e-6)
@@ -116,7 +122,7 @@ def test_the_papers_curvature_is_divided_by_the_interval():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("adaloco", {}, r"method='adaloco' is unknown; use one of \['cocodc', 'data_"),
+        ("adaloco", {}, r"method='adaloco' is unknown; use one of \['cocodc', 'cocodc_"),
         ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes none"),
         (
             "diloco",
@@ -140,7 +146,7 @@ def test_the_papers_curvature_is_divided_by_the_interval():
         ),
         (
             "cocodc",
-            {"curvature_units": "furlong"},
+            {"curvature": "outer_product", "curvature_units": "furlong"},
             "units='furlong' is unknown; use one of",
         ),
         (
