@@ -8,6 +8,14 @@
 
 from cocodc_jax.runtime.mesh import make_mesh, use_cpu_devices
 from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.second_moment import adam_second_moment
 from cocodc_jax.sync import methods
 
-__all__ = ["RegionProgram", "make_mesh", "methods", "run", "use_cpu_devices"]
+__all__ = [
+    "RegionProgram",
+    "adam_second_moment",
+    "make_mesh",
+    "methods",
+    "run",
+    "use_cpu_devices",
+]

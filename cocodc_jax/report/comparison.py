@@ -1,4 +1,4 @@
-"""Several runs side by side: one row a method, means over seeds, ratios to the first."""
+"""Several runs side by side: a row for each method, means over seeds, ratios."""
 
 import dataclasses
 import statistics

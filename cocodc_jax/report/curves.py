@@ -37,7 +37,9 @@ def eval_curve(runs: Sequence[Run]) -> Curve:
     Raises:
       ValueError: no step was evaluated in all of the runs.
     """
-    by_step = [{record["step"]: record for record in run.of_kind("eval")} for run in runs]
+    by_step = [
+        {record["step"]: record for record in run.of_kind("eval")} for run in runs
+    ]
     steps = sorted(set.intersection(*(set(evals) for evals in by_step)))
     if not steps:
         raise ValueError(
@@ -46,9 +48,7 @@ def eval_curve(runs: Sequence[Run]) -> Curve:
         )
     loss = _table(by_step, steps, "eval_loss")
     sent = _table(by_step, steps, "bytes_sent_per_region")
-    return Curve(
-        np.array(steps), sent.mean(0), loss.mean(0), loss.min(0), loss.max(0)
-    )
+    return Curve(np.array(steps), sent.mean(0), loss.mean(0), loss.min(0), loss.max(0))
 
 
 def steps_to_loss(run: Run, target: float) -> float | None:

@@ -73,7 +73,9 @@ def _draw_panel(axes: Axes, name: str, events: Sequence[Record], color: str) -> 
         )
         # A blocking exchange takes no step: its bar has no width, a mark shows it.
         marks = [start for start, delay_steps in spans if delay_steps == 0]
-        axes.plot(marks, [fragment] * len(marks), "|", color=color, markersize=11, mew=2)
+        axes.plot(
+            marks, [fragment] * len(marks), "|", color=color, markersize=11, mew=2
+        )
     axes.set_title(name, loc="left", fontsize="medium")
     axes.set_ylabel("fragment")
     axes.set_yticks(range(num_fragments))

@@ -145,9 +145,9 @@ def _note(comparison: Mapping[str, Any], seeds: int) -> str:
         "Loss (nats per token) and perplexity are of the mean of the regions' "
         "parameters on held-out text, the same for every method; loss, outer is of the "
         f"outer parameters. {spread}Steps to target: inner steps to a loss of "
-        f"{comparison['target_loss']:.4f}, the worst method's last. Correction (ratio): "
-        "length of the delay compensation's correction over the length of what it "
-        "corrects. Methods are not equal in bytes sent: read both columns."
+        f"{comparison['target_loss']:.4f}, the worst method's last. Correction "
+        "(ratio): length of the delay compensation's correction over the length of "
+        "what it corrects. Methods are not equal in bytes sent: read both columns."
     )
 
 

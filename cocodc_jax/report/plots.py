@@ -63,7 +63,9 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     axes = figure.subplots()
     for index, (name, group) in enumerate(by_method(runs).items()):
         curve = eval_curve(group)
-        _draw(axes, curve, np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan), index)
+        _draw(
+            axes, curve, np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan), index
+        )
         axes.lines[-1].set_label(name)
     axes.set_xscale("log")
     as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
@@ -122,14 +124,16 @@ def _zoom_on_second_half(axes: Axes, curves: Sequence[Curve]) -> None:
     half = max(curve.steps[-1] for curve in curves) / 2
     shown = [curve.steps >= half for curve in curves]
     low = min(curve.low[part].min() for curve, part in zip(curves, shown, strict=True))
-    high = max(curve.high[part].max() for curve, part in zip(curves, shown, strict=True))
+    high = max(
+        curve.high[part].max() for curve, part in zip(curves, shown, strict=True)
+    )
     margin = 0.05 * (high - low) or 0.05
     axes.set_xlim(half, 2 * half)
     axes.set_ylim(low - margin, high + margin)
 
 
 def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
-    """Write each line's name and last value in the right margin, spread if they meet."""
+    """Write each line's name and last value in the right margin, spread out."""
     low, high = axes.get_ylim()
     ends = [(curve.mean[-1] - low) / (high - low) for curve in curves.values()]
     heights = spread(ends, gap=0.06)

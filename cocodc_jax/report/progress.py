@@ -51,7 +51,10 @@ class RunProgress:
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task(
-                self._label, total=self._num_steps, completed=self._start_step, status=""
+                self._label,
+                total=self._num_steps,
+                completed=self._start_step,
+                status="",
             )
         return self
 
@@ -89,7 +92,9 @@ class RunProgress:
 
     def _is_line_due(self, step: int) -> bool:
         now_s = self._clock()
-        is_due = now_s - self._last_line_s >= PLAIN_INTERVAL_S or step >= self._num_steps
+        is_due = (
+            now_s - self._last_line_s >= PLAIN_INTERVAL_S or step >= self._num_steps
+        )
         if is_due:
             self._last_line_s = now_s
         return is_due

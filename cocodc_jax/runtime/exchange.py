@@ -81,7 +81,7 @@ def make_merge(
     rule: Merge,
     delay_steps: int,
     loss_fn: LossFn,
-    second_moment: Callable[[PyTree], PyTree],
+    second_moment: Callable[[PyTree], PyTree] | None,
     block: Block,
 ) -> Callable:
     """`merge(params, rest, staged, outer, batch, learning_rate) -> (params, metrics)`.
@@ -113,6 +113,7 @@ def make_merge(
     def merge(params: PyTree, rest: RegionState, staged, outer, batch, rate):
         moment = None
         if "second_moment" in rule.needs:
+            assert second_moment is not None
             moment = fragments.take(second_moment(rest.opt_state), fragment, lead=1)
         with_batch = "gradient_fn" in rule.needs
         with_key = with_batch or "key" in rule.needs

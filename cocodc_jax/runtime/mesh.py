@@ -76,7 +76,10 @@ def make_mesh(
 def outer_device(mesh: Mesh) -> Any:
     """The device that keeps the outer state: a CPU device outside of `mesh` if any."""
     used = set(mesh.devices.flat)
-    spare = [d for d in jax.local_devices(backend="cpu") if d not in used]
+    try:
+        spare = [d for d in jax.local_devices(backend="cpu") if d not in used]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out.
+        spare = []
     return spare[-1] if spare else next(iter(mesh.devices.flat))
 
 

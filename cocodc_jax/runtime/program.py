@@ -22,7 +22,6 @@ from cocodc_jax.runtime import exchange, inner
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh
-from cocodc_jax.runtime.second_moment import adam_second_moment
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
 from cocodc_jax.runtime.syncs import Sync, SyncPrograms
 from cocodc_jax.sync.fragments import Fragments, cut
@@ -85,7 +84,7 @@ class RegionProgram:
           learning_rate: of the inner optimizer, a constant or a schedule of the step,
             for merges that need it.
           second_moment: takes the regional inner optimizer state to a tree like the
-            parameters, for merges that need it; `adam_second_moment()` by default.
+            parameters, for merges that need it; see `adam_second_moment`.
           param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
             inside a region; replicated by default.
 
@@ -146,7 +145,7 @@ class RegionProgram:
             loss_fn,
             Block.of(self.mesh, num_regions),
             learning_rate,
-            second_moment or adam_second_moment(),
+            second_moment,
         )
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:

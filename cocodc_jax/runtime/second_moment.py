@@ -12,7 +12,7 @@ import optax
 PyTree = Any
 
 
-def adam_second_moment(b2: float = 0.999) -> Callable[[PyTree], PyTree]:
+def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
     """Finds Adam's second moment in an optimizer state, and corrects its bias.
 
     Args:

@@ -76,14 +76,14 @@ class SyncPrograms:
         loss_fn: LossFn,
         block: Block,
         learning_rate: float | Callable[[int], Any] | None,
-        second_moment: Callable[[PyTree], PyTree],
+        second_moment: Callable[[PyTree], PyTree] | None,
     ):
         """Wraps every program in one jit; see `RegionProgram` for the arguments.
 
         Raises:
           ValueError: if the merge needs what is not given.
         """
-        _check_needs(method, learning_rate)
+        _check_needs(method, learning_rate, second_moment)
         assert method.schedule is not None
         self._merge_rule, self._schedule = method.merge, method.schedule
         self._fragments, self._layout = fragments, layout
@@ -225,16 +225,21 @@ class SyncPrograms:
     def _rate(self, step: int) -> jax.Array | None:
         if "learning_rate" not in self._merge_rule.needs:
             return None
-        rate = self._learning_rate
+        rate, step = self._learning_rate, max(step - 1, 0)  # Of the step just done.
         return jnp.asarray(rate(step) if callable(rate) else rate, float)
 
 
-def _check_needs(method: Method, learning_rate: Any) -> None:
+def _check_needs(method: Method, learning_rate: Any, second_moment: Any) -> None:
     needs = method.merge.needs
     if "learning_rate" in needs and learning_rate is None:
         raise ValueError(
             f"method={method.name!r} compensates in units that need the inner "
             "optimizer's learning_rate; pass it"
+        )
+    if "second_moment" in needs and second_moment is None:
+        raise ValueError(
+            f"method={method.name!r} takes the inner Adam's second moment: pass "
+            "second_moment=adam_second_moment(b2) with the optimizer's b2"
         )
     if needs - SUPPORTED_NEEDS:
         raise ValueError(

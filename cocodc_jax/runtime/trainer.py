@@ -327,7 +327,9 @@ class _Loop:
         """Judges the regions' mean and the outer parameters, and records it."""
         self.settle(state)
         loss = evaluate(self._program.mean_params(state))
-        outer = evaluate(self._program.outer_params(state))
+        outer = loss
+        if self._program.method.schedule is not None:
+            outer = evaluate(self._program.outer_params(state))
         self._records.evaluation(
             state.step, state.bytes_sent, float(loss), float(outer)
         )

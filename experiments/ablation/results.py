@@ -92,7 +92,8 @@ def summarise(
     rows = []
     for job in jobs:
         streaming = done.get((STREAMING, job["delay_steps"]))
-        finals = [final_loss(curve) for curve in job["losses"].values()]
+        curves = job["losses"].values()
+        finals = [x for x in map(final_loss, curves) if x is not None]
         ratios = [r for r in job["correction_ratio"] if r is not None]
         rows.append(
             {
@@ -101,7 +102,7 @@ def summarise(
             }
             | {
                 "bytes_sent_per_region": job["bytes_sent_per_region"],
-                "final_loss": None if None in finals else interval(finals),
+                "final_loss": interval(finals) if len(finals) == len(curves) else None,
                 "correction_ratio": interval(ratios) if ratios else None,
                 "at_edge": at_edge(job),
                 "vs_streaming": streaming and _against(job, streaming, steps_per_run),

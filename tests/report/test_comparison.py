@@ -4,12 +4,12 @@ import html.parser
 import re
 
 import pytest
-from tests.report.made_up import run
 
 from cocodc_jax.report import page
 from cocodc_jax.report.comparison import compare, spread
 from cocodc_jax.report.curves import eval_curve, steps_to_loss
 from cocodc_jax.report.runs import Run
+from tests.report.made_up import run
 
 
 def evaluated(method, seed, points, **summary):
@@ -115,7 +115,9 @@ def render(runs):
 def test_page_is_sound_and_fetches_nothing():
     runs = [run(m, s) for m in ("data_parallel", "diloco", "cocodc") for s in (0, 1)]
     text, checker = render(runs)
-    assert all(source.startswith("data:image/png;base64,") for source in checker.sources)
+    assert all(
+        source.startswith("data:image/png;base64,") for source in checker.sources
+    )
     assert "<script" not in text
     assert not re.search(r"https?://", text)
     assert "cocodc" in checker.cells

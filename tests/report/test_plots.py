@@ -5,11 +5,11 @@ import itertools
 
 import matplotlib
 import pytest
-from tests.report.made_up import run
 from rich.console import Console
 
 from cocodc_jax.report import gantt, plots
 from cocodc_jax.report.progress import RunProgress
+from tests.report.made_up import run
 
 METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 RUNS = [run(m, s, 1.5 + 0.1 * i) for i, m in enumerate(METHODS) for s in range(3)]

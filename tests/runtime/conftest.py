@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.second_moment import adam_second_moment
 from cocodc_jax.sync import methods
 
 NUM_REGIONS = 4
@@ -97,6 +98,7 @@ def make_program(name, mesh=None, loss=loss_fn, **options):
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS) if mesh is None else mesh,
         learning_rate=LEARNING_RATE,
+        second_moment=adam_second_moment(0.999),  # The b2 of `optax.adam`.
         **options,
     )
 

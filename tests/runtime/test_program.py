@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from cocodc_jax.runtime import layout
 from cocodc_jax.runtime.mesh import make_mesh, outer_device
 from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram, run
+from cocodc_jax.runtime.second_moment import adam_second_moment
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync import fragments, merge, methods
 
@@ -293,17 +294,25 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"needs \['model_fn'\]"):
             self.make(tiny, value=method)
 
+    def test_a_second_moment_that_is_not_given(self, tiny):
+        with pytest.raises(ValueError, match=r"second_moment=adam_second_moment\(b2\)"):
+            self.without_adam(tiny, None)
+
     def test_an_optimizer_without_adams_second_moment(self, tiny):
-        program = RegionProgram(
+        program = self.without_adam(tiny, adam_second_moment(0.9))
+        with pytest.raises(ValueError, match="holds 0 Adam states"):
+            tiny.finish(program, tiny.start(program), 5)
+
+    def without_adam(self, tiny, second_moment):
+        return RegionProgram(
             tiny.loss_fn,
             optax.sgd(0.1),
             tiny.METHODS["cocodc"],
             tiny.make_params(),
             4,
             learning_rate=0.1,
+            second_moment=second_moment,
         )
-        with pytest.raises(ValueError, match="holds 0 Adam states"):
-            tiny.finish(program, tiny.start(program), 5)
 
     def test_steps_past_an_event(self, tiny):
         program = tiny.shared_program("diloco")

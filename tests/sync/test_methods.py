@@ -111,9 +111,7 @@ def test_curvature_tells_the_runtime_what_it_needs(options, needs):
 
 def test_the_papers_curvature_is_divided_by_the_interval():
     """g = 1, D = 2, lambda 0.5, H 10: g~ = 1 + 0.5 * 1 * 2 / 10 = 1.1; 2 - 1.1."""
-    made = methods.get(
-        "cocodc_paper", sync_interval=10, num_fragments=1, delay_steps=1
-    )
+    made = methods.get("cocodc_paper", sync_interval=10, num_fragments=1, delay_steps=1)
     one = lambda x: {"w": np.full(1, x, np.float32)}  # noqa: E731
     merged, _ = made.merge.apply(one(-1.0), one(0.0), one(2.0), delay_steps=1)
     np.testing.assert_allclose(merged["w"], [0.9], rtol=1e-6)
@@ -122,7 +120,11 @@ def test_the_papers_curvature_is_divided_by_the_interval():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("adaloco", {}, r"method='adaloco' is unknown; use one of \['cocodc', 'cocodc_"),
+        (
+            "adaloco",
+            {},
+            r"method='adaloco' is unknown; use one of \['cocodc',",
+        ),
         ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes none"),
         (
             "diloco",
