@@ -241,6 +241,7 @@ def _build_program(
         mesh=mesh,
         learning_rate=config.optimizer.learning_rate(steps),
         second_moment=adam_second_moment(config.optimizer.beta2),
+        outputs=models.make_outputs(model),
         param_specs=models.partition_specs(shapes),
     )
 

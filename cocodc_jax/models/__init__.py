@@ -10,6 +10,7 @@ from cocodc_jax.models.transformer import (
     flops_per_token,
     init_params,
     make_loss_fn,
+    make_outputs,
     num_params,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "get",
     "init_params",
     "make_loss_fn",
+    "make_outputs",
     "num_params",
     "partition_specs",
 ]

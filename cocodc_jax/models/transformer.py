@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from cocodc_jax.models.config import TransformerConfig
@@ -244,6 +245,26 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
         return loss, {"num_tokens": num_tokens, "accuracy": accuracy}
 
     return loss_fn
+
+
+def make_outputs(config: TransformerConfig) -> tuple[Callable, Callable]:
+    """The loss in two parts, for Gauss-Newton products: logits, and their loss.
+
+    Returns:
+      `model(params, tokens) -> float32 logits [B, L, V]` and
+      `loss(logits, tokens) -> float32 scalar`, convex in the logits; tokens are
+      int32 `[B, L + 1]`. Their composition is `make_loss_fn`'s loss, unchunked.
+    """
+
+    def model(params: Params, tokens: jax.Array) -> jax.Array:
+        return apply(config, params, tokens[:, :-1])
+
+    def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
+
+    return model, loss
 
 
 def num_params(config: TransformerConfig) -> int:

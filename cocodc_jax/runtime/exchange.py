@@ -12,6 +12,7 @@ Pseudo-gradients are old minus new and at least float32, whatever the parameters
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,9 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.inner import Block, LossFn, mean_over_regions
+from cocodc_jax.runtime.inner import Block, mean_over_regions
 from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime.sources import Sources, needs_batch
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.merge import Merge
@@ -80,8 +82,7 @@ def make_merge(
     fragment: int,
     rule: Merge,
     delay_steps: int,
-    loss_fn: LossFn,
-    second_moment: Callable[[PyTree], PyTree] | None,
+    sources: Sources,
     block: Block,
 ) -> Callable:
     """`merge(params, rest, staged, outer, batch, learning_rate) -> (params, metrics)`.
@@ -102,20 +103,18 @@ def make_merge(
             # A key of its own: 0 and 1 would give the two that the next step splits.
             key = jax.random.wrap_key_data(key_data)
             extra["key"] = jax.random.fold_in(key, 2)
-        if "gradient_fn" in rule.needs:
-            extra["gradient_fn"] = jax.grad(
-                lambda part: loss_fn(
-                    fragments.put(params, fragment, part), batch, extra["key"]
-                )[0]
-            )
+        if batch is not None:
+            whole = functools.partial(fragments.put, params, fragment)
+            extra |= sources.of_batch(rule.needs, whole, batch, extra["key"])
         return rule.apply(local, staged, outer, delay_steps=delay_steps, **extra)
 
     def merge(params: PyTree, rest: RegionState, staged, outer, batch, rate):
         moment = None
         if "second_moment" in rule.needs:
-            assert second_moment is not None
-            moment = fragments.take(second_moment(rest.opt_state), fragment, lead=1)
-        with_batch = "gradient_fn" in rule.needs
+            assert sources.second_moment is not None
+            moments = sources.second_moment(rest.opt_state)
+            moment = fragments.take(moments, fragment, lead=1)
+        with_batch = needs_batch(rule.needs)
         with_key = with_batch or "key" in rule.needs
         outer, rate = jax.tree.map(
             lambda x: jax.lax.pcast(x, REGION, to="varying"), (outer, rate)

@@ -22,6 +22,7 @@ from cocodc_jax.runtime import exchange, inner
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh
+from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
 from cocodc_jax.runtime.syncs import Sync, SyncPrograms
 from cocodc_jax.sync.fragments import Fragments, cut
@@ -67,6 +68,7 @@ class RegionProgram:
         fragments: Fragments | None = None,
         learning_rate: float | Callable[[int], Any] | None = None,
         second_moment: Callable[[PyTree], PyTree] | None = None,
+        outputs: tuple[Callable, Callable] | None = None,
         param_specs: PyTree | None = None,
     ):
         """Prepares the programs; nothing is compiled before the first call.
@@ -85,6 +87,8 @@ class RegionProgram:
             for merges that need it.
           second_moment: takes the regional inner optimizer state to a tree like the
             parameters, for merges that need it; see `adam_second_moment`.
+          outputs: the loss in two parts, `model(params, batch) -> outputs` and
+            `loss(outputs, batch) -> scalar`, for merges by Gauss-Newton products.
           param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
             inside a region; replicated by default.
 
@@ -142,10 +146,8 @@ class RegionProgram:
             self.mesh,
             self.fragments,
             self.layout,
-            loss_fn,
             Block.of(self.mesh, num_regions),
-            learning_rate,
-            second_moment,
+            Sources(loss_fn, learning_rate, second_moment, outputs),
         )
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:

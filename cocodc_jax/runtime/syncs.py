@@ -14,34 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from cocodc_jax.runtime import exchange
-from cocodc_jax.runtime.inner import Block, LossFn
+from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.layout import Layout, place
+from cocodc_jax.runtime.sources import Sources, needs_batch
 from cocodc_jax.runtime.state import InFlight, Observation, OuterState, TrainState
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.methods import Method
 
 PyTree = Any
-
-# What a merge may ask of the runtime; the first two it is always given.
-SUPPORTED_NEEDS = frozenset(
-    {
-        "delay_steps",
-        "stale_params",
-        "learning_rate",
-        "second_moment",
-        "gradient_fn",
-        "key",
-    }
-)
 
 
 class Sync(NamedTuple):
@@ -73,21 +60,19 @@ class SyncPrograms:
         mesh: Mesh,
         fragments: Fragments,
         layout: Layout,
-        loss_fn: LossFn,
         block: Block,
-        learning_rate: float | Callable[[int], Any] | None,
-        second_moment: Callable[[PyTree], PyTree] | None,
+        sources: Sources,
     ):
         """Wraps every program in one jit; see `RegionProgram` for the arguments.
 
         Raises:
           ValueError: if the merge needs what is not given.
         """
-        _check_needs(method, learning_rate, second_moment)
+        sources.check(method)
         assert method.schedule is not None
         self._merge_rule, self._schedule = method.merge, method.schedule
         self._fragments, self._layout = fragments, layout
-        self._learning_rate = learning_rate
+        self._sources = sources
         each = range(len(fragments))
         self._start = [
             jax.jit(
@@ -108,8 +93,7 @@ class SyncPrograms:
                     k,
                     method.merge,
                     method.schedule.delay_steps,
-                    loss_fn,
-                    second_moment,
+                    sources,
                     block,
                 ),
                 donate_argnums=0,
@@ -137,7 +121,7 @@ class SyncPrograms:
           batches: of the steps just done, `[T, R, ...]`.
         """
         last = None
-        if "gradient_fn" in self._merge_rule.needs:
+        if needs_batch(self._merge_rule.needs):
             last = jax.tree.map(lambda x: x[-1], batches)
         state, early = self._finish_due(state, last)
         state, has_started = self._start_due(state)
@@ -225,27 +209,7 @@ class SyncPrograms:
     def _rate(self, step: int) -> jax.Array | None:
         if "learning_rate" not in self._merge_rule.needs:
             return None
-        rate, step = self._learning_rate, max(step - 1, 0)  # Of the step just done.
-        return jnp.asarray(rate(step) if callable(rate) else rate, float)
-
-
-def _check_needs(method: Method, learning_rate: Any, second_moment: Any) -> None:
-    needs = method.merge.needs
-    if "learning_rate" in needs and learning_rate is None:
-        raise ValueError(
-            f"method={method.name!r} compensates in units that need the inner "
-            "optimizer's learning_rate; pass it"
-        )
-    if "second_moment" in needs and second_moment is None:
-        raise ValueError(
-            f"method={method.name!r} takes the inner Adam's second moment: pass "
-            "second_moment=adam_second_moment(b2) with the optimizer's b2"
-        )
-    if needs - SUPPORTED_NEEDS:
-        raise ValueError(
-            f"method={method.name!r} needs {sorted(needs - SUPPORTED_NEEDS)}, which "
-            f"the region program cannot give; it gives {sorted(SUPPORTED_NEEDS)}"
-        )
+        return self._sources.rate(step)
 
 
 def _num_bytes(message: PyTree) -> int:

@@ -41,9 +41,17 @@ def _quick_compiles():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def gap_fn(params, target):
+    return jnp.concatenate([params[n] for n in SIZES]) - target
+
+
+def square_fn(gap, target):
+    del target
+    return gap @ jnp.asarray(HESSIAN, gap.dtype) @ gap / 2
+
+
 def loss_fn(params, target, key):
-    gap = jnp.concatenate([params[n] for n in SIZES]) - target
-    return gap @ jnp.asarray(HESSIAN, gap.dtype) @ gap / 2, {}
+    return square_fn(gap_fn(params, target), target), {}
 
 
 def make(method, num_regions=NUM_REGIONS, patterns=None):
@@ -56,6 +64,7 @@ def make(method, num_regions=NUM_REGIONS, patterns=None):
         mesh=make_mesh(num_regions),
         fragments=patterns and cut_by_patterns(PARAMS, patterns),
         learning_rate=LR,
+        outputs=(gap_fn, square_fn),
     )
 
 
@@ -224,6 +233,23 @@ METHODS = {
         },
     ),
 }  # fmt: skip
+
+
+def test_gauss_newton_of_a_linear_model_is_the_hessian():
+    options = {
+        "sync_interval": 4, "num_fragments": 2, "delay_steps": 2,
+        "curvature_units": "parameter", "compensation_strength": 1.0,
+    }  # fmt: skip
+    ours, exact, none = (
+        train(make(methods.get("cocodc", curvature=name, **options | more)))[0]
+        for name, more in (
+            ("gauss_newton", {}),
+            ("hessian_vector", {}),
+            ("none", {"curvature_units": None}),
+        )
+    )
+    assert_close(ours, exact)
+    assert max(np.abs(ours[n] - none[n]).max() for n in SIZES) > 1e-3
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -285,13 +285,21 @@ class TestBadInput:
             self.make(tiny, "streaming_diloco")
 
     def test_a_learning_rate_that_is_missing(self, tiny):
-        with pytest.raises(ValueError, match="learning_rate; pass it"):
+        with pytest.raises(ValueError, match="needs .learning_rate.: pass learning_rate"):
             self.make(tiny, value=tiny.METHODS["cocodc"])
 
     def test_a_merge_that_wants_what_there_is_not(self, tiny):
-        rule = merge.Merge("odd", lambda *_: None, needs=frozenset({"model_fn"}))
+        rule = merge.Merge("odd", lambda *_: None, needs=frozenset({"moon_phase"}))
         method = dataclasses.replace(methods.get("diloco"), merge=rule)
-        with pytest.raises(ValueError, match=r"needs \['model_fn'\]"):
+        with pytest.raises(ValueError, match=r"needs \['moon_phase'\]"):
+            self.make(tiny, value=method)
+
+    def test_gauss_newton_without_the_loss_in_two_parts(self, tiny):
+        method = methods.get(
+            "cocodc", curvature="gauss_newton", curvature_units="gradient",
+            num_fragments=2,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=r"needs 'model_fn': pass outputs"):
             self.make(tiny, value=method)
 
     def test_a_second_moment_that_is_not_given(self, tiny):
