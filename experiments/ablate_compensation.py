@@ -41,12 +41,15 @@ from experiments.config import dumps
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
 
+# Columns that the table needs, also where the output is no terminal.
+WIDTH = 90
+
 Job = tuple[str, int]
 
 
 def main() -> None:
     """Reads the flags, runs what is not yet done, writes and prints the results."""
-    console = Console()
+    console = Console(width=max(WIDTH, Console().width))
     with flags.usage_errors():
         settings = _settings()
         jobs = _jobs(settings)
@@ -56,7 +59,7 @@ def main() -> None:
             raise ValueError(f"workers={flags.value('workers')} must be at least 1")
     begin_s = time.perf_counter()
     _run(settings, [job for job in jobs if not _path(parts, job).exists()], parts)
-    done = [json.loads(_path(parts, job).read_text()) for job in jobs]
+    done = _finished(parts, settings)
     summary = {
         "command": " ".join(
             ["python -m experiments.ablate_compensation", *sys.argv[1:]]
@@ -136,6 +139,13 @@ def _path(parts: pathlib.Path, job: Job) -> pathlib.Path:
     return parts / f"{job[0]}_delay{job[1]}.json"
 
 
+def _finished(parts: pathlib.Path, settings: Settings) -> list[dict[str, Any]]:
+    """What this call and earlier ones did, references first."""
+    order = [*REFERENCES, *rules.table(settings.sync_interval)]
+    done = [json.loads(path.read_text()) for path in parts.glob("*_delay*.json")]
+    return sorted(done, key=lambda job: (job["delay_steps"], order.index(job["rule"])))
+
+
 def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
     """Runs jobs in worker processes: small programs do not fill several cores."""
     # Read by XLA when a worker starts JAX: one thread each, no waiting for another.
@@ -161,8 +171,9 @@ def _print(summary: dict[str, Any], console: Console) -> None:
         title = (
             f"tau/H = {delay / settings['sync_interval']:g}" if delay else "references"
         )
-        table = Table("rule", title=title, box=box.SIMPLE, pad_edge=False)
-        for head in ("lr", "strength", "loss", "/streaming", "/DiLoCo", "corr."):
+        table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("rule", no_wrap=True)
+        for head in ("lr", "str.", "loss", "/streaming", "/DiLoCo", "corr."):
             table.add_column(head, justify="right")
         for row in summary["rows"]:
             if row["delay_steps"] == delay:
@@ -171,7 +182,7 @@ def _print(summary: dict[str, Any], console: Console) -> None:
     console.print(
         f"{len(settings['test_seeds'])} test seeds, mean and 95 % interval (Student), "
         "paired by seed. /X: steps to the loss that tuned X ends with, over the steps "
-        "of X; >= where some seeds never reach it. * best at an end of the grid. "
+        "of X; ≥ where some seeds never reach it. * best at an end of the grid. "
         f"Aim: at most {1 - AIM:.2f} in both columns from tau/H 0.2.",
         highlight=False,
     )
@@ -200,13 +211,13 @@ def _tuned(row: dict[str, Any], name: str) -> str:
 def _with_interval(value: dict[str, float] | None, digits: int) -> str:
     if value is None:
         return "diverged"
-    return f"{value['mean']:.{digits}f} +-{value['half']:.{digits}f}"
+    return f"{value['mean']:.{digits}f}±{value['half']:.{digits}f}"
 
 
 def _ratio(against: dict[str, Any] | None) -> str:
     if against is None or against["ratio"] is None:
         return "-"
-    bound = ">=" * (against["reached"] < against["seeds"])
+    bound = "≥" * (against["reached"] < against["seeds"])
     return bound + _with_interval(against["ratio"], 2)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import jax
 from absl import flags as absl_flags
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -121,7 +120,7 @@ def _write_report(
 
 
 def _print_table(comparison: dict, console: Console) -> None:
-    table = Table("method", box=box.SIMPLE, pad_edge=False)
+    table = Table("method", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for head in ("loss", "perplexity", "sent/region", "stall", "tokens/s", "to target"):
         table.add_column(head, justify="right")
     for name, row in comparison["methods"].items():

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from cocodc_jax import models
 from cocodc_jax.data import load
+from cocodc_jax.runtime.second_moment import adam_second_moment
+from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.sync import fragments, merge, schedule
 from experiments.ablation import rules
 from experiments.ablation.lanes import Trainer, make_finish
@@ -170,23 +171,15 @@ def _trainer(settings: Settings, num_fragments: int) -> Trainer:
     shapes = jax.eval_shape(
         functools.partial(models.init_params, model), jax.random.key(0)
     )
-    return Trainer(
+    sources = Sources(
         models.make_loss_fn(model),
-        optimizer.build(settings.steps),
         optimizer.learning_rate(settings.steps),
-        fragments.cut(shapes, num_fragments),
-        b2=optimizer.beta2,
-        outputs=(
-            lambda params, tokens: models.apply(model, params, tokens[:, :-1]),
-            _cross_entropy,
-        ),
+        adam_second_moment(optimizer.beta2),
+        models.make_outputs(model),
     )
-
-
-def _cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The model's loss as a function of its logits: convex, as Gauss-Newton wants."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return losses.mean()
+    return Trainer(
+        sources, optimizer.build(settings.steps), fragments.cut(shapes, num_fragments)
+    )
 
 
 @functools.lru_cache(maxsize=1)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.runtime.second_moment import adam_second_moment
+from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.merge import Merge
 
@@ -61,30 +61,22 @@ class Trainer:
 
     def __init__(
         self,
-        loss_fn: Callable,
+        sources: Sources,
         optimizer: optax.GradientTransformation,
-        learning_rate: optax.Schedule,
         fragments: Fragments,
         outer_momentum: float = 0.9,
-        b2: float = 0.999,
-        outputs: tuple[Callable, Callable] | None = None,
     ):
         """Wraps everything in jit.
 
         Args:
-          loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+          sources: the loss of one region and what merges may ask for; its second
+            moment must be given.
           optimizer: the inner optimizer.
-          learning_rate: its schedule, for merges that ask for it.
           fragments: how the parameters are cut.
           outer_momentum: of the outer Nesterov optimizer.
-          b2: decay of the inner Adam's second moment.
-          outputs: `model(params, batch) -> outputs` and `loss(outputs, batch)`, for
-            Gauss-Newton products.
         """
-        self.loss_fn, self.learning_rate, self.outputs = loss_fn, learning_rate, outputs
-        self.fragments, self.outer_momentum = fragments, outer_momentum
-        self.second_moment = adam_second_moment(b2)
-        self._optimizer = optimizer
+        self.sources, self.fragments = sources, fragments
+        self._outer_momentum, self._optimizer = outer_momentum, optimizer
         self.start = jax.jit(self._start, static_argnums=2)
         self.take = jax.jit(functools.partial(fragments.take, lead=2), static_argnums=1)
         self.evaluate = jax.jit(self._evaluate)
@@ -111,7 +103,7 @@ class Trainer:
         )
 
     def _nesterov(self, outer_lr) -> optax.GradientTransformation:
-        return optax.sgd(outer_lr, self.outer_momentum, nesterov=True)
+        return optax.sgd(outer_lr, self._outer_momentum, nesterov=True)
 
     def _advance(self, params, opt_state, tokens, first, last, reduce_gradients):
         """Steps `first` to `last` of all regions; tokens leaves `[T, E, R, ...]`."""
@@ -125,7 +117,9 @@ class Trainer:
         )
 
         def gradient(params, batch):
-            return jax.grad(self.loss_fn, has_aux=True)(params, batch, None)[0]
+            return jax.grad(self.sources.loss_fn, has_aux=True)(
+                params, batch, jax.random.key(0)
+            )[0]
 
         def update(grads, opt_state, params):
             updates, opt_state = self._optimizer.update(grads, opt_state, params)
@@ -153,7 +147,7 @@ class Trainer:
 
         def one(params):
             mean = jax.tree.map(lambda x: x.mean(0), params)
-            return self.loss_fn(mean, tokens, None)[0]
+            return self.sources.loss_fn(mean, tokens, jax.random.key(0))[0]
 
         return jax.lax.map(one, params)
 
@@ -196,15 +190,7 @@ def make_finish(
             return fragments.put(params, k, part)
 
         extra = {"learning_rate": rate, "second_moment": moment, "key": key}
-        if "gradient_fn" in needs:
-            extra["gradient_fn"] = jax.grad(
-                lambda part: trainer.loss_fn(with_fragment(part), batch, key)[0]
-            )
-        if "model_fn" in needs:
-            assert trainer.outputs is not None
-            model, loss = trainer.outputs
-            extra["model_fn"] = lambda part: model(with_fragment(part), batch)
-            extra["output_loss_fn"] = lambda outputs: loss(outputs, batch)
+        extra |= trainer.sources.of_batch(needs, with_fragment, batch, key)
         if "later_gradient" in needs:
             extra |= _two_halves(staged, midway, local, delay_steps)
         rule = make(strength, delay_steps)
@@ -244,12 +230,10 @@ def make_finish(
     return jax.jit(finish, static_argnums=7)
 
 
-def _moment(trainer, opt_state):
-    merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), opt_state)
-    shape = jax.tree.leaves(opt_state)[0].shape[:2]
-    return jax.tree.map(
-        lambda x: x.reshape(*shape, *x.shape[1:]), trainer.second_moment(merged)
-    )
+def _moment(trainer: Trainer, opt_state: PyTree) -> PyTree:
+    """The second moment of all regions of all lanes, `[E, R, ...]`."""
+    assert trainer.sources.second_moment is not None
+    return jax.vmap(trainer.sources.second_moment)(opt_state)
 
 
 def _two_halves(staged, midway, local, delay_steps: int) -> dict[str, PyTree]:

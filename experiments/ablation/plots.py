@@ -82,9 +82,29 @@ def _rank(axes: Axes, rows: list[dict[str, Any]], measure: str, even: float) -> 
             markerfacecolor=None if is_whole else "white",
         )
     axes.axvline(even, color="#999999", linewidth=0.8)
+    _cut_off_outliers(
+        axes, [row["vs_streaming"][measure]["mean"] for row in known], even
+    )
     axes.set_yticks(range(len(known)), [row["rule"] for row in known], fontsize="small")
     axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _cut_off_outliers(axes: Axes, values: list[float], even: float) -> None:
+    """Leaves what is very far off outside, its value in words, so that others show."""
+    usual = 8 * float(np.median(np.abs(np.array(values) - even)))
+    far = [place for place, value in enumerate(values) if value - even > usual > 0]
+    if not far:
+        return
+    axes.set_xlim(right=even + usual)
+    for place in far:
+        axes.annotate(
+            f"{values[place]:+.2f}, off the scale",
+            xy=(even + usual, place),
+            horizontalalignment="right",
+            verticalalignment="center",
+            fontsize="small",
+        )
 
 
 def _curves(summary: dict[str, Any]) -> Figure:

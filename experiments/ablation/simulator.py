@@ -182,7 +182,7 @@ class _Run:
                 self._flights.pop(k),
                 batch,
                 jax.random.fold_in(self._key, draw),
-                jnp.asarray(self._trainer.learning_rate(self.step), jnp.float32),
+                self._trainer.sources.rate(self.step),
                 self._outer_lr,
                 self._strength,
                 k,

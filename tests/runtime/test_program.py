@@ -285,7 +285,9 @@ class TestBadInput:
             self.make(tiny, "streaming_diloco")
 
     def test_a_learning_rate_that_is_missing(self, tiny):
-        with pytest.raises(ValueError, match="needs .learning_rate.: pass learning_rate"):
+        with pytest.raises(
+            ValueError, match="needs .learning_rate.: pass learning_rate"
+        ):
             self.make(tiny, value=tiny.METHODS["cocodc"])
 
     def test_a_merge_that_wants_what_there_is_not(self, tiny):
