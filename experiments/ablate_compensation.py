@@ -35,8 +35,7 @@ from experiments.ablation.jobs import (
     Settings,
     run_job,
 )
-from experiments.config import _attribute_notes as attribute_notes
-from experiments.config import dumps
+from experiments.config import attribute_notes, dumps
 
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21

@@ -327,7 +327,7 @@ class Leaf:
 def _leaves() -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for section, cls in SECTIONS.items():
-        notes = _attribute_notes(cls)
+        notes = attribute_notes(cls)
         for field in dataclasses.fields(cls):
             if field.name in DERIVED.get(section, ()):
                 continue
@@ -337,7 +337,7 @@ def _leaves() -> dict[str, Leaf]:
     return leaves
 
 
-def _attribute_notes(cls: type) -> dict[str, str]:
+def attribute_notes(cls: type) -> dict[str, str]:
     """Reads the "Attributes" of a Google-style docstring: one source for the help."""
     text = inspect.cleandoc(cls.__doc__ or "").split("Attributes:\n", 1)[1]
     notes: dict[str, list[str]] = {}

@@ -95,7 +95,12 @@ def make_trainer():
     )
 
 
-CASES = [(name, 4) for name in MERGES] + [("streaming", 1), ("isotropic", 1)]
+QUICK = [("streaming", 4), ("isotropic", 4), ("hessian", 4)]
+CASES = [*QUICK] + [
+    pytest.param(name, delay, marks=pytest.mark.slow)  # Each compiles for seconds.
+    for name, delay in [*((name, 4) for name in MERGES), ("streaming", 1)]
+    if (name, delay) not in QUICK
+]
 
 
 @pytest.mark.parametrize(("name", "delay_steps"), CASES)
