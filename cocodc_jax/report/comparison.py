@@ -72,8 +72,8 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
 def spread(values: Sequence[float | None]) -> Spread | None:
     """Mean and half range; None if any value is missing.
 
-    >>> spread([1.0, 2.0, 1.2])
-    Spread(mean=1.4, half_range=0.5)
+    >>> spread([1.0, 2.0, 1.5])
+    Spread(mean=1.5, half_range=0.5)
     """
     known = [value for value in values if value is not None]
     if len(known) < len(values) or not known:

@@ -182,6 +182,7 @@ def test_a_corpus_that_changed_under_a_run_is_refused(run, corpus, tmp_path):
         f"--workdir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert run(MODULE, *flags)[0] == 0
+    (tmp_path / "run" / "summary.json").unlink()  # As if it had not come to its end.
     (text / "new.txt").write_text("one more document\n" * 100)
     code, _, err = run(MODULE, *flags)
     assert code == 1
