@@ -5,6 +5,8 @@
 - `mix`: a merge with a weight per parameter.
 - `outer`: outer optimizers that optax lacks.
 - `compression`: encode and decode pairs with real bytes, error feedback, `parse`.
+- `decoupled`, `lion`: how messages of all regions become one update (DeMo, Lion).
+- `muon`: an inner optimizer for a transformer's tree.
 
 Sign, everywhere: updates are gradient-like, old minus new, and descent is minus.
 """

@@ -75,8 +75,8 @@ class StalenessGapState(NamedTuple):
     """State of `scale_by_staleness_gap`.
 
     Attributes:
-      num_rounds: int32 scalar, rounds seen.
-      mean_move: float32 scalar, mean length of a round's move, in parameter units.
+      num_rounds: int32 scalar, rounds that moved the parameters.
+      mean_move: float32 scalar, mean length of their moves, in parameter units.
       gap: float32 scalar, the last Lambda, at least 1.
     """
 
@@ -90,6 +90,9 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
 
         move   = ||params - stale_params||
         Lambda = max(1, move / mean of the moves of earlier rounds);   g <- g / Lambda
+
+    A round without any move (the first of a run whose message in flight is zero) is
+    not counted into the mean, which would be too small ever after.
 
     The source gives no exact formula that could be checked (its public code holds
     Lambda at 1): this one is from memory and from Gap-Aware (arXiv 1909.10802).
@@ -122,8 +125,10 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
             state.mean_move > 0, state.mean_move, jnp.maximum(move, 1e-30)
         )
         gap = jnp.maximum(1.0, move / usual)
-        num_rounds = state.num_rounds + 1
-        mean_move = state.mean_move + (move - state.mean_move) / num_rounds
+        num_rounds = state.num_rounds + (move > 0)
+        # Without a move nothing changes: the mean is 0 or num_rounds is positive.
+        surplus = jnp.where(move > 0, move - state.mean_move, 0.0)
+        mean_move = state.mean_move + surplus / jnp.maximum(num_rounds, 1)
         shrunk = jax.tree.map(lambda u: (widen(u) / gap).astype(u.dtype), updates)
         return shrunk, StalenessGapState(num_rounds, mean_move, gap)
 

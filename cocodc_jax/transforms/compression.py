@@ -1,12 +1,16 @@
 """All compressors in one place, and their names on a command line.
 
 `parse` reads an expression of the factories below, so every composition can be written
-in a flag or a configuration:
+in a flag or a configuration, and for the usual ones a short form (`short_form.py`):
 
-    fp4
-    int4(block_size=128, stochastic=True)
-    error_feedback(low_rank(rank=64, factors=int4()))                       DiLoCoX
-    error_feedback(chunked_top_k(values=int2(block_size=32)), decay=0.95)   SparseLoCo
+    fp4                       fp4
+    none                      identity
+    ef+topk:0.01              error_feedback(top_k(density=0.01))
+    ef+lowrank:64+int4        error_feedback(low_rank(64, factors=int4()))    DiLoCoX
+    ef:0.95+chunked:32+int2:32
+        error_feedback(
+            chunked_top_k(k=32, values=int2(block_size=32)), decay=0.95)      SparseLoCo
+    (long form only)          int4(block_size=128, stochastic=True)
 """
 
 import ast
@@ -29,7 +33,9 @@ from cocodc_jax.transforms.quantize import (
     int8,
     sign,
 )
+from cocodc_jax.transforms.short_form import expand
 from cocodc_jax.transforms.sparsify import chunked_top_k, dct_top_k, top_k
+from cocodc_jax.transforms.threshold import threshold
 
 __all__ = [
     "FACTORIES",
@@ -49,6 +55,7 @@ __all__ = [
     "message_bytes",
     "parse",
     "sign",
+    "threshold",
     "top_k",
 ]
 
@@ -66,6 +73,7 @@ FACTORIES = {
         top_k,
         chunked_top_k,
         dct_top_k,
+        threshold,
         low_rank,
         error_feedback,
     )
@@ -74,24 +82,33 @@ FACTORIES = {
 
 
 def parse(text: str) -> Compressor:
-    """Build a compressor from an expression of names, calls and numbers.
+    """Build a compressor from its short form, or an expression of calls and numbers.
 
     Args:
-      text: a name of `FACTORIES`, or a call of one with numbers, booleans, strings or
-        further compressors as arguments.
+      text: value of the flag `compress`: a name of `FACTORIES`; a call of one with
+        numbers, booleans, strings or further compressors as arguments; or parts
+        `name:number` joined by `+`, each handing what it sends to the next, with
+        the names and numbers of `short_form`.
 
     Raises:
-      ValueError: if the text is not such an expression or an argument is wrong.
+      ValueError: naming `compress` and the text, if it is neither of these or an
+        argument is wrong.
 
     >>> parse("error_feedback(top_k(density=0.1))").name
     'error_feedback(top_k)'
+    >>> parse("ef:0.95+chunked:32+int2").name
+    'error_feedback(chunked_top_k(int2))'
+    >>> parse("none").name
+    'identity'
     """
     try:
-        built = _build(ast.parse(text, mode="eval").body)
+        is_long = "(" in text or text in FACTORIES
+        expression = text if is_long else expand(text)
+        built = _build(ast.parse(expression, mode="eval").body)
     except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"compressor {text!r}: {error}") from error
+        raise ValueError(f"compress={text!r}: {error}") from error
     if not isinstance(built, Compressor):
-        raise ValueError(f"compressor {text!r} is not one of {tuple(FACTORIES)}")
+        raise ValueError(f"compress={text!r} is not a call of {tuple(FACTORIES)}")
     return built
 
 

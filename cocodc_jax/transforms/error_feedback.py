@@ -9,6 +9,7 @@ sum of what was meant, so if the residual stays bounded the means agree. Decay b
 Source: Karimireddy et al., arXiv 1901.09847; algorithms.md sections 7, 10 and 11.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -67,4 +68,7 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
         )
         return message, ErrorFeedbackState(residual, inner_state)
 
-    return Compressor(f"error_feedback({inner.name})", init, encode, inner.decode)
+    # Of the kind of the inner one: its messages can be read as before.
+    return dataclasses.replace(
+        inner, name=f"error_feedback({inner.name})", init=init, encode=encode
+    )

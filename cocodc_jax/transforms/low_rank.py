@@ -10,6 +10,8 @@ rank * (rows + columns) numbers would not shrink is sent whole.
 Both factors go through another compressor: `low_rank(rank, factors=int4())` is
 DiLoCoX's. Wrap it in `error_feedback`.
 
+`resize` and `effective_rank` are for a rank that changes between rounds.
+
 Source: Vogels et al., arXiv 1905.13727, algorithm 1, with the factors of one region
 alone; DiLoCoX (arXiv 2506.21263, from memory); algorithms.md sections 7 and 11.
 """
@@ -86,6 +88,75 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
 
     name = f"low_rank({factors.name})" if factors else "low_rank"
     return Compressor(name, init, encode, lambda m: map_packed(decode_leaf, m))
+
+
+def resize(state: LowRankState, tree, rank: int) -> LowRankState:
+    """Carry the warm start over to `low_rank(rank)`: crop columns or add random ones.
+
+    The new columns are those a fresh start would have there, the same in all regions.
+
+    Args:
+      state: of `low_rank` with any rank; in `error_feedback` its `inner`.
+      tree: what is compressed, or its shapes (`jax.ShapeDtypeStruct`).
+      rank: the new rank, static.
+
+    Returns:
+      A state with the shapes of `low_rank(rank).init(tree)`; a tensor sent whole at
+      one rank and not at the other starts afresh.
+
+    Raises:
+      ValueError: if `rank` is not positive.
+    """
+    check_positive("rank", rank)
+
+    def resized(index, shape, old):
+        fresh = _start(index, shape, rank)
+        if isinstance(fresh, tuple) or isinstance(old, tuple):
+            return fresh
+        kept = old[:, :rank]
+        return jnp.concatenate([kept, fresh[:, kept.shape[1] :]], axis=1)
+
+    pairs = zip(jax.tree.leaves(tree), state.right, strict=True)
+    return LowRankState(tuple(resized(i, x.shape, q) for i, (x, q) in enumerate(pairs)))
+
+
+def effective_rank(tree) -> jax.Array:
+    """Return how many singular values matter: exp of their entropy (DiLoCoX's r).
+
+        p = s / sum(s);   exp(-sum(p log p))      n for n equal values, 1 for one
+
+    The values of a product P Q' whose P is orthonormal are those of Q, so of
+    the last message it costs next to nothing: `effective_rank(state.right)` with the
+    state that `encode` returned (not one of `init` or `resize`, which hold random
+    columns). Such a rank is at most the message's. Of whole matrices it costs their
+    singular values.
+
+    Args:
+      tree: matrices, or tensors folded as `low_rank` folds them; vectors have rank 1.
+
+    Returns:
+      float32 scalar, the mean over the leaves; 1 for zeros. Regions differ in it: to
+      agree on a rank they have to average it.
+
+    Raises:
+      ValueError: if the tree has no leaves, as when all are sent whole.
+
+    >>> import jax.numpy as jnp
+    >>> print(effective_rank(jnp.diag(jnp.array([2.0, 2.0, 0.0]))))
+    2.0
+    """
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        raise ValueError("effective_rank of a tree without leaves is undefined")
+    return jnp.mean(jnp.stack([_effective_rank(x) for x in leaves]))
+
+
+def _effective_rank(x):
+    matrix = x.astype(jnp.float32).reshape(matrix_shape(x.shape))
+    values = jnp.linalg.svd(matrix, compute_uv=False)
+    total = jnp.sum(values)
+    shares = values / jnp.where(total > 0, total, 1.0)
+    return jnp.exp(jnp.sum(jax.scipy.special.entr(shares)))
 
 
 def _start(index, shape, rank):

@@ -6,8 +6,8 @@ return a descent direction, the recipes without that prefix a step to add.
 
 Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135; algorithms.md section 10) and
 `group_heavy_ball` (NoLoCo, arXiv 2506.10911; section 8). The rest is
-made in `co2.py` (clipped momentum, staleness penalty) and `snoo.py` (a wrapper around
-an inner optimizer) and can be had from here.
+made in `co2.py` (clipped momentum, staleness penalty), `heloco.py` (correction by the
+momentum) and `snoo.py` (a wrapper around an inner optimizer) and can be had from here.
 """
 
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from cocodc_jax.transforms.co2 import (
     scale_by_clipped_momentum,
     scale_by_staleness_gap,
 )
+from cocodc_jax.transforms.heloco import heloco, scale_by_heloco
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_positive,
@@ -34,8 +35,10 @@ __all__ = [
     "co2",
     "delayed_nesterov",
     "group_heavy_ball",
+    "heloco",
     "scale_by_clipped_momentum",
     "scale_by_delayed_nesterov",
+    "scale_by_heloco",
     "scale_by_staleness_gap",
     "snoo",
 ]

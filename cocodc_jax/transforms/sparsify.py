@@ -20,8 +20,11 @@ for chunks without it, whose rule is `error_feedback(chunked_top_k(k=32,
 values=int2(block_size=32)), decay=0.95)`; algorithms.md sections 9 to 11.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +40,25 @@ from cocodc_jax.transforms.numerics import check_positive
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
-def top_k(density: float = 0.01, values: Compressor | None = None) -> Compressor:
+@dataclasses.dataclass(frozen=True)
+class SparseCompressor(Compressor):
+    """A compressor whose messages tell which coefficients of a leaf they carry.
+
+    The coefficients of a leaf are [rows, size]: a row is a chunk, or the whole leaf.
+
+    Attributes:
+      row_size: `row_size(shape) -> size` for a leaf of that shape.
+      read: `read(arrays, shape) -> (places, coefficients)`, both [rows, k], from the
+        arrays of one `Packed`; the places of a row are distinct.
+      invert: `invert(coefficients [rows, size], shape) -> leaf`.
+    """
+
+    row_size: Callable[[tuple[int, ...]], int]
+    read: Callable[[Any, tuple[int, ...]], tuple[jax.Array, jax.Array]]
+    invert: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+def top_k(density: float = 0.01, values: Compressor | None = None) -> SparseCompressor:
     """Send the largest values of each tensor.
 
     Args:
@@ -55,21 +76,17 @@ def top_k(density: float = 0.01, values: Compressor | None = None) -> Compressor
     """
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be above 0 and at most 1")
-    name, values = _name("top_k", values), stateless("values", values)
-
-    def encode_leaf(x, key):
-        k = max(1, round(density * x.size))
-        return _select(x.reshape(1, -1), k, values, key)
-
-    def decode_leaf(arrays, shape):
-        return _scatter(arrays, math.prod(shape), values)
-
-    return per_leaf(name, encode_leaf, decode_leaf)
+    rows = _Rows(
+        split=lambda x: x.reshape(1, -1),
+        join=lambda coefficients, shape: coefficients.reshape(shape),
+        size=math.prod,
+    )
+    return _sparse("top_k", lambda size: max(1, round(density * size)), rows, values)
 
 
 def chunked_top_k(
     k: int = 32, chunk_side: int = 64, values: Compressor | None = None
-) -> Compressor:
+) -> SparseCompressor:
     """Send the k largest values of each chunk.
 
     Args:
@@ -86,7 +103,7 @@ def chunked_top_k(
 
 def dct_top_k(
     k: int = 32, chunk_side: int = 64, values: Compressor | None = None
-) -> Compressor:
+) -> SparseCompressor:
     """Send the k largest cosine coefficients of each chunk.
 
     Args:
@@ -104,38 +121,71 @@ def _chunked(name, k, chunk_side, values, transform):
     """Build a compressor of chunks; `transform(chunks, is_inverse)`."""
     check_positive("k", k)
     check_positive("chunk_side", chunk_side)
-    name, values = _name(name, values), stateless("values", values)
+
+    def split(x):
+        chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
+        return transform(chunks, False).reshape(chunks.shape[0], -1)
+
+    def sides(shape):
+        rows, columns = matrix_shape(shape)
+        return min(chunk_side, rows), min(chunk_side, columns)
+
+    def join(coefficients, shape):
+        chunks = transform(coefficients.reshape(-1, *sides(shape)), True)
+        return _from_chunks(chunks, *matrix_shape(shape)).reshape(shape)
+
+    rows = _Rows(split, join, lambda shape: math.prod(sides(shape)))
+    return _sparse(name, lambda size: min(k, size), rows, values)
+
+
+class _Rows(NamedTuple):
+    """A leaf to its coefficients [rows, size], back, and that size from its shape."""
+
+    split: Callable[[jax.Array], jax.Array]
+    join: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    size: Callable[[tuple[int, ...]], int]
+
+
+def _sparse(name, count, rows, values):
+    """Build the compressor that sends the `count(size)` largest of each row."""
+    name = name if values is None else f"{name}({values.name})"
+    values = stateless("values", values)
 
     def encode_leaf(x, key):
-        chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
-        chunks = transform(chunks, False)
-        return _select(chunks.reshape(chunks.shape[0], -1), k, values, key)
+        coefficients = rows.split(x)
+        return _select(coefficients, count(coefficients.shape[1]), values, key)
+
+    def read(arrays, shape):
+        return _read(arrays, rows.size(shape), values)
 
     def decode_leaf(arrays, shape):
-        rows, columns = matrix_shape(shape)
-        height, width = min(chunk_side, rows), min(chunk_side, columns)
-        flat = _scatter(arrays, height * width, values)
-        chunks = transform(flat.reshape(-1, height, width), True)
-        return _from_chunks(chunks, rows, columns)
+        return rows.join(_scatter(*read(arrays, shape), rows.size(shape)), shape)
 
-    return per_leaf(name, encode_leaf, decode_leaf)
+    plain = per_leaf(name, encode_leaf, decode_leaf)
+    return SparseCompressor(
+        **vars(plain), row_size=rows.size, read=read, invert=rows.join
+    )
 
 
 def _select(rows, k, values, key):
     """Keep the k largest of each row: indices [rows * k] packed, values encoded."""
-    size = rows.shape[1]
-    _, indices = jax.lax.top_k(jnp.abs(rows), min(k, size))
+    _, indices = jax.lax.top_k(jnp.abs(rows), k)
     chosen = jnp.take_along_axis(rows, indices, axis=1)
     message, _ = values.encode(chosen, (), key)
-    return {"indices": pack(indices.reshape(-1), index_bits(size)), "values": message}
+    bits = index_bits(rows.shape[1])
+    return {"indices": pack(indices.reshape(-1), bits), "values": message}
 
 
-def _scatter(arrays, size, values):
-    """Undo `_select`: rows of `size` with zeros where nothing was sent."""
+def _read(arrays, size, values):
+    """Undo `_select` but for the zeros: places and values, both [rows, k]."""
     chosen = values.decode(arrays["values"])
-    num_rows, k = chosen.shape
-    indices = unpack(arrays["indices"], index_bits(size), num_rows * k)
-    places = indices.reshape(num_rows, k).astype(jnp.int32)
+    places = unpack(arrays["indices"], index_bits(size), chosen.size)
+    return places.reshape(chosen.shape).astype(jnp.int32), chosen
+
+
+def _scatter(places, chosen, size):
+    """Write rows of `size` with zeros where nothing was sent."""
+    num_rows = len(chosen)
     rows = np.arange(num_rows)[:, None]
     return jnp.zeros((num_rows, size), chosen.dtype).at[rows, places].set(chosen)
 
@@ -172,7 +222,3 @@ def _cosine_matrix(n):
     matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * n)) * np.sqrt(2 / n)
     matrix[0] /= np.sqrt(2)
     return matrix
-
-
-def _name(name, values):
-    return name if values is None else f"{name}({values.name})"

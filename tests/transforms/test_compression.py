@@ -37,9 +37,12 @@ EXPRESSIONS = [
     "top_k(0.2, int8())",
     "chunked_top_k(k=3, chunk_side=4, values=int2(block_size=3))",
     "dct_top_k(k=3, chunk_side=4)",
+    "threshold(density=0.2, every=2)",
+    "threshold(density=0.2, values=int8())",
     "low_rank(rank=1)",
     "low_rank(rank=1, factors=int4())",
     "error_feedback(sign)",
+    "error_feedback(threshold(density=0.2))",
     "error_feedback(low_rank(rank=1, factors=int4()), decay=0.9)",
 ]
 
@@ -346,6 +349,8 @@ def test_matrix_shape(shape, matrix):
         # 2 chunks of 32 values of 2 bits with a scale, and 12-bit indices
         ("chunked_top_k(values=int2(block_size=32))", 2 * (8 + 4 + 48)),
         ("dct_top_k", 2 * (32 * 4 + 48)),
+        # room for 123 of 8192, whose indices need 14 bits with the padding's
+        ("threshold(0.01)", 123 * 4 + -(-123 * 14 // 8)),
         ("low_rank(4)", 4 * (64 + 128) * 4),
         # 256 and 512 codes of 4 bits, 1 and 2 scales
         ("low_rank(4, int4())", 128 + 4 + 256 + 8),
@@ -363,7 +368,15 @@ def test_bytes_by_hand(text, nbytes):
 
 @pytest.mark.parametrize(
     "inner",
-    ["sign", "int2", "fp4", "top_k(0.1)", "dct_top_k(2, 4)", "low_rank(1, int4())"],
+    [
+        "sign",
+        "int2",
+        "fp4",
+        "top_k(0.1)",
+        "dct_top_k(2, 4)",
+        "threshold(0.1, every=4)",
+        "low_rank(1, int4())",
+    ],
 )
 def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
     text = f"error_feedback({inner})"
@@ -440,6 +453,7 @@ def test_one_message_per_region_under_vmap(text):
         "int4(stochastic=True)",
         "error_feedback(fp4)",
         "dct_top_k(3, 4)",
+        "error_feedback(threshold(0.2))",
         "error_feedback(low_rank(1, sign()))",
     ],
 )
@@ -470,7 +484,7 @@ def test_gathered_messages_decode_to_the_mean_under_shard_map(text):
     ("text", "message"),
     [
         ("int3", "'int3' is not one of"),
-        ("int4(", "compressor 'int4\\('"),
+        ("int4(", "compress='int4\\('"),
         ("int4(blocks=3)", "unexpected keyword argument 'blocks'"),
         ("int4(block_size=0)", "block_size=0 must be positive"),
         ("os.system('true')", r"'os\.system' is not one of"),
@@ -482,7 +496,12 @@ def test_gathered_messages_decode_to_the_mean_under_shard_map(text):
         ("error_feedback", "missing 1 required positional argument: 'inner'"),
         ("top_k(values=error_feedback(int4))", "keeps a state"),
         ("low_rank(factors=low_rank())", "keeps a state"),
-        ("0.5", r"compressor '0\.5' is not one of"),
+        ("threshold(density=0)", "density=0 must be"),
+        ("threshold(slack=0.5)", r"slack=0\.5 must be at least 1"),
+        ("threshold(every=0)", "every=0 must be positive"),
+        ("threshold(values=low_rank())", "keeps a state"),
+        ("0.5", r"compress='0\.5': '0\.5' is not one of"),
+        ("(0.5)", r"compress='\(0\.5\)' is not a call of"),
     ],
 )
 def test_wrong_expressions_are_named(text, message):

@@ -114,6 +114,18 @@ def test_staleness_gap_of_parameters_that_stand_still_is_one():
     assert state.gap == 1
 
 
+def test_rounds_without_a_move_do_not_count_into_the_usual_move():
+    moves, gaps = [0.0, 1.0, 3.0, 0.0, 4.0], [1.0, 1.0, 3.0, 1.0, 2.0]  # means 1, 2
+    transform = co2.scale_by_staleness_gap()
+    state = transform.init(jnp.zeros(2))
+    for move, gap in zip(moves, gaps, strict=True):
+        now, stale = jnp.array([0.6, 0.8]) * move, jnp.zeros(2)
+        _, state = transform.update(jnp.ones(2), state, now, stale_params=stale)
+        np.testing.assert_allclose(state.gap, gap, rtol=1e-6)
+    assert state.num_rounds == 3
+    assert state.num_rounds.dtype == jnp.int32
+
+
 def test_co2_is_penalty_then_clip_then_step():
     optimizer = co2.co2(learning_rate=0.5, momentum=0.5, max_abs=1.5)
     moved = iter([1.0, 2.0])

@@ -1,0 +1,70 @@
+"""Decoupled momentum: what was sent twice is averaged over those who sent it.
+
+DeMo, every step, in region i with d_i from zero:
+
+    d_i <- b d_i + x_i;   q_i = top-k of the chunked 2-D DCT of d_i;   d_i <- d_i - q_i
+    Q = mean over the senders of each coefficient of q_1 .. q_M, transformed back
+
+The two steps of the region are
+`error_feedback(dct_top_k(k=32, chunk_side=64), decay=b)`, whose residual is d_i; the
+combination of all regions' messages is `average_duplicates`. Parameters then move by
+the sign of Q. DiLoCo with decoupled momentum takes x_i = the pseudo-gradient and the
+mean over all regions (of the decoded messages), which it adds to its residual.
+
+Source: DeMo (arXiv 2411.19870) and arXiv 2510.03371; algorithms.md section 9.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.transforms.compressor import Compressor, map_packed
+from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.sparsify import SparseCompressor
+
+
+def average_duplicates(messages, compressor: Compressor):
+    """Average each coefficient over the regions that sent it, and transform back.
+
+    A coefficient that one region sent keeps its size, where the mean over all M would
+    divide it by M. A region that sent a zero counts as a sender.
+
+    Args:
+      messages: messages of M regions as one tree, a region axis M before every array:
+        what `jax.lax.all_gather` or `jax.vmap(compressor.encode)` gives.
+      compressor: what encoded them: `top_k`, `chunked_top_k` or `dct_top_k` with any
+        `values`, bare or in `error_feedback`.
+
+    Returns:
+      The tree, in the shapes and dtypes encoded; sums are in float32 or wider.
+
+    Raises:
+      ValueError: if the compressor's messages do not tell what they carry.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from cocodc_jax.transforms.sparsify import top_k
+    >>> compressor = top_k(density=0.5)
+    >>> regions = jnp.array([[4.0, 2.0, 0.0, 1.0], [6.0, 0.0, 3.0, 1.0]])
+    >>> messages = jax.vmap(lambda x: compressor.encode(x, ())[0])(regions)
+    >>> print(average_duplicates(messages, compressor))
+    [5. 2. 3. 0.]
+    """
+    if not isinstance(compressor, SparseCompressor):
+        raise ValueError(
+            f"average_duplicates cannot read messages of {compressor.name}; use top_k, "
+            "chunked_top_k or dct_top_k, bare or in error_feedback"
+        )
+
+    def combine(packed):
+        read = jax.vmap(lambda arrays: compressor.read(arrays, packed.shape))
+        places, coefficients = read(packed.arrays)
+        coefficients = widen(coefficients)
+        num_rows = places.shape[1]
+        where = (np.arange(num_rows)[None, :, None], places)
+        size = compressor.row_size(packed.shape)
+        nothing = jnp.zeros((num_rows, size), coefficients.dtype)
+        total = nothing.at[where].add(coefficients)
+        num_senders = nothing.at[where].add(1.0)
+        return compressor.invert(total / jnp.maximum(num_senders, 1), packed.shape)
+
+    return map_packed(combine, messages)

@@ -1,0 +1,123 @@
+"""Distributed Lion: regions send the signs of their updates, one bit a value.
+
+In region i, with its gradient g_i and its own momentum m_i (from zero),
+
+    d_i = sign(b1 m_i + (1 - b1) g_i), sign(0) = +1;    m_i <- b2 m_i + (1 - b2) g_i
+
+and of the d_i of all M regions
+
+    average    d = sum(d_i) / M
+    majority   d = sign(sum(d_i)), sign(0) = 0
+
+then everywhere theta <- theta - eta (d + wd theta), which is
+`optax.chain(optax.add_decayed_weights(wd), optax.scale_by_learning_rate(eta))`.
+
+One bit has no room for a zero, so a zero is sent as +1 (Lion itself has 0 there), and
+a nan as -1. A tie is possible with an even M only; it moves nothing.
+
+Source: Distributed Lion, arXiv 2404.00438; algorithms.md section 10.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.transforms.compressor import Compressor, per_leaf
+from cocodc_jax.transforms.numerics import cast_like, check_unit_interval, widen
+from cocodc_jax.transforms.packing import pack, unpack
+
+RULES = ("average", "majority")
+
+
+class LionState(NamedTuple):
+    """State of one region: `momentum`, tree like the parameters, float32 or wider."""
+
+    momentum: optax.Updates
+
+
+def sign_bits() -> Compressor:
+    """Send one bit a value and no scale: decoded to +1 for x >= 0, else -1.
+
+    >>> import jax.numpy as jnp
+    >>> message, _ = sign_bits().encode(jnp.array([0.5, -3.0, 0.0]), ())
+    >>> message.arrays.nbytes
+    1
+    >>> print(sign_bits().decode(message))
+    [ 1. -1.  1.]
+    """
+
+    def decode_leaf(arrays, shape):
+        return 2.0 * unpack(arrays, 1, math.prod(shape)) - 1.0
+
+    return per_leaf(
+        "sign_bits", lambda x, key: pack((x >= 0).reshape(-1), 1), decode_leaf
+    )
+
+
+def init(params) -> LionState:
+    """Return the state of a region whose parameters are `params`."""
+    return LionState(jax.tree.map(lambda p: 0 * widen(p), params))
+
+
+def send(
+    gradients,
+    state: LionState,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.99,
+):
+    """Encode the signs of a region's update and advance its momentum.
+
+    Args:
+      gradients: tree like the parameters, *regional*.
+      state: *regional*.
+      b1: weight of the momentum in what is sent, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+
+    Returns:
+      `(message, state)`; the message holds ceil(n / 8) bytes for a tensor of n values.
+
+    Raises:
+      ValueError: if `b1` or `b2` is a number out of range.
+    """
+    check_unit_interval("b1", b1)
+    check_unit_interval("b2", b2)
+
+    def interpolate(weight):
+        return jax.tree.map(
+            lambda m, g: weight * m + (1 - weight) * widen(g), state.momentum, gradients
+        )
+
+    # A cast keeps signs, and decode restores the dtype that was encoded.
+    message, _ = sign_bits().encode(cast_like(interpolate(b1), gradients), ())
+    return message, LionState(interpolate(b2))
+
+
+def combine(messages, rule: str = "average"):
+    """Combine the signs of all regions to one direction.
+
+    Args:
+      messages: messages of M regions as one tree, a region axis M before every array:
+        what `jax.lax.all_gather` or `jax.vmap(send)` gives.
+      rule: "average", in [-1, 1], or "majority": -1, 1, or 0 for a tie.
+
+    Returns:
+      The direction, minus which is descent, in the shapes and dtypes of the gradients.
+
+    Raises:
+      ValueError: if `rule` is unknown.
+
+    >>> import jax, jax.numpy as jnp
+    >>> gradients = jnp.array([[1.0, 2.0], [3.0, -1.0], [-1.0, -9.0]])
+    >>> messages, _ = jax.vmap(send)(gradients, jax.vmap(init)(gradients))
+    >>> print(combine(messages, "majority"))
+    [ 1. -1.]
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is not one of {RULES}")
+    signs = jax.vmap(sign_bits().decode)(messages)
+    if rule == "average":
+        return jax.tree.map(lambda d: jnp.mean(d, axis=0), signs)
+    return jax.tree.map(lambda d: jnp.sign(jnp.sum(d, axis=0)), signs)

@@ -1,0 +1,179 @@
+"""Dynamic communication thresholding: top-k without a sort at every call.
+
+    every `every`-th call:   t = the k-th largest |x| of the tensor, k = density * size
+    every call:              send the entries with |x| >= t, at most capacity of them
+
+Between two sorts a call costs one comparison and counts. As the number of
+entries above an old threshold varies and the message's size must not, a message has
+room for `capacity = slack * k` entries, taken in order of position; unused room is
+sent as padding. Entries beyond the capacity are not sent: wrap the compressor in
+`error_feedback`, whose residual grows until the next sort finds them.
+
+Source: arXiv 2010.08899 (thresholds per tensor, kept for L iterations, error feedback);
+algorithms.md section 10. The fixed capacity is ours.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.transforms.compressor import (
+    Compressor,
+    Packed,
+    map_packed,
+    stateless,
+)
+from cocodc_jax.transforms.numerics import check_positive, vary_like
+from cocodc_jax.transforms.packing import index_bits, pack, unpack
+
+
+_BEYOND = np.iinfo(np.int32).max
+
+
+class ThresholdState(NamedTuple):
+    """State of `threshold`.
+
+    Attributes:
+      num_calls: int32 scalar, calls since the thresholds were taken; 0 before a sort.
+      thresholds: a float32 scalar for each leaf.
+    """
+
+    num_calls: jax.Array
+    thresholds: tuple
+
+
+def threshold(
+    density: float = 0.01,
+    every: int = 10,
+    slack: float = 1.5,
+    values: Compressor | None = None,
+) -> Compressor:
+    """Send the values of each tensor that reach a threshold kept for some calls.
+
+    A message's size is static: `capacity = round(slack * density * size)` values and
+    as many packed indices a tensor (at least one, at most all), however many values
+    reach the threshold. Zeros are never chosen. Under `jax.vmap` the sort
+    runs at every call; under `jax.lax.map` and in `jax.shard_map` only when due.
+
+    Args:
+      density: share of a tensor's values that reach a fresh threshold, in (0, 1].
+      every: calls per sort. (The paper has about a thousand training steps, from
+        memory; a call is a sync here, which is rarer.)
+      slack: room of a message in multiples of `density`, at least 1.
+      values: stateless compressor for the values, `identity()` if None.
+
+    Raises:
+      ValueError: if an argument is out of range or `values` keeps a state.
+
+    >>> import jax.numpy as jnp
+    >>> compressor = threshold(density=0.25, every=2, slack=2.0)
+    >>> x = jnp.array([1.0, -3.0, 0.0, 2.0])
+    >>> message, state = compressor.encode(x, compressor.init(x))
+    >>> print(compressor.decode(message), *state.thresholds)
+    [ 0. -3.  0.  0.] 3.0
+    >>> message, state = compressor.encode(2 * x, state)  # two places, threshold 3
+    >>> print(compressor.decode(message))
+    [ 0. -6.  0.  4.]
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"density={density} must be above 0 and at most 1")
+    if not slack >= 1:
+        raise ValueError(f"slack={slack} must be at least 1")
+    check_positive("every", every)
+    name = f"threshold({values.name})" if values else "threshold"
+    inner = stateless("values", values)
+
+    def init(tree):
+        zeros = tuple(jnp.zeros([], jnp.float32) for _ in jax.tree.leaves(tree))
+        return ThresholdState(jnp.zeros([], jnp.int32), zeros)
+
+    def encode(tree, state, key=None):
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+        thresholds = jax.lax.cond(
+            state.num_calls == 0,
+            lambda: tuple(_kth_largest(x, density) for x in leaves),
+            lambda: vary_like(state.thresholds, tuple(x.sum() for x in leaves)),
+        )
+        places = [
+            _places(x, t, _capacity(x.size, density, slack))
+            for x, t in zip(leaves, thresholds, strict=True)
+        ]
+        chosen = [
+            x.reshape(-1).at[i].get(mode="fill", fill_value=0)
+            for x, i in zip(leaves, places, strict=True)
+        ]
+        encoded, _ = inner.encode(chosen, (), key)
+        packed = [
+            Packed({"indices": _pack(i, x.size), "values": v}, x.shape, x.dtype)
+            for x, i, v in zip(leaves, places, encoded, strict=True)
+        ]
+        num_calls = (state.num_calls + 1) % every
+        message = jax.tree.unflatten(structure, packed)
+        return message, ThresholdState(num_calls, thresholds)
+
+    def decode_leaf(packed):
+        size = math.prod(packed.shape)
+        chosen = inner.decode(packed.arrays["values"])
+        places = unpack(packed.arrays["indices"], index_bits(size + 1), chosen.size)
+        return jnp.zeros(size, chosen.dtype).at[places].set(chosen, mode="drop")
+
+    return Compressor(name, init, encode, lambda m: map_packed(decode_leaf, m))
+
+
+def _capacity(size, density, slack):
+    return min(size, max(1, round(slack * density * size)))
+
+
+def _kth_largest(x, density):
+    k = max(1, round(density * x.size))
+    return jax.lax.top_k(_size(x), k)[0][-1]
+
+
+def _places(x, threshold, capacity):
+    """Positions of the entries to send, in order, then x.size as padding."""
+    size = _size(x)
+    # Not "size >= threshold": a nan reaches every threshold, so it is not hidden.
+    is_sent = ~(size < threshold) & (size != 0)
+    return _first_true(is_sent, capacity)
+
+
+def _first_true(mask, count, width=32):
+    """Positions of the first `count` True, in order, then mask.size.
+
+    As `jnp.nonzero(mask, size=count, fill_value=mask.size)`, which scatters all of the
+    mask: here the j-th is looked up, first its block of `width`, then its place there.
+    """
+    blocks = jnp.pad(mask, (0, -mask.size % width)).reshape(-1, width)
+    reached = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
+    nth = jnp.arange(1, count + 1, dtype=jnp.int32)
+    block = _num_below(reached, nth)
+    nth_inside = nth - jnp.pad(reached, (1, 0))[block]
+    chosen = blocks.at[block].get(mode="fill", fill_value=False)
+    inside = jnp.cumsum(chosen, axis=1, dtype=jnp.int32) >= nth_inside[:, None]
+    return jnp.minimum(block * width + jnp.argmax(inside, axis=1), mask.size)
+
+
+def _num_below(ascending, values):
+    """How many of `ascending` are below each of `values`, all int32.
+
+    As `jnp.searchsorted`, which JAX 0.10.2 cannot trace in a scan under a partly manual
+    `shard_map`, where the region programs are.
+    """
+    count = jnp.zeros_like(values)
+    for bit in reversed(range(ascending.size.bit_length())):
+        more = count + (1 << bit)
+        last = ascending.at[more - 1].get(mode="fill", fill_value=_BEYOND)
+        count = jnp.where(last < values, more, count)
+    return count
+
+
+def _size(x):
+    # float32 as the state is: rounding keeps the order, so the k-th reaches itself.
+    return jnp.abs(x).astype(jnp.float32).reshape(-1)
+
+
+def _pack(places, size):
+    return pack(places, index_bits(size + 1))

@@ -1,0 +1,98 @@
+"""Distributed Lion against NumPy and, with one region, against optax.lion."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.transforms import lion
+from cocodc_jax.transforms.compressor import message_bytes
+
+B1, B2 = 0.9, 0.99
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("rule", lion.RULES)
+@pytest.mark.parametrize("num_regions", [3, 4])
+def test_against_numpy(rule, num_regions):
+    gradients = np.random.default_rng(0).normal(size=(6, num_regions, 5, 3))
+    states = jax.vmap(lion.init)(gradients[0])
+    send = jax.jit(jax.vmap(lambda g, s: lion.send(g, s, B1, B2)))
+    m, ties = np.zeros((num_regions, 5, 3)), 0
+    for g in gradients:
+        messages, states = send(g, states)
+        d = np.where(B1 * m + (1 - B1) * g >= 0, 1, -1)
+        m = B2 * m + (1 - B2) * g
+        wanted = d.mean(0) if rule == "average" else np.sign(d.sum(0))
+        ties += np.sum(d.sum(0) == 0)
+        actual = lion.combine(messages, rule)
+        np.testing.assert_allclose(actual, wanted, atol=1e-10)
+        np.testing.assert_allclose(states.momentum, m, atol=1e-10)
+    assert (ties > 0) == (num_regions == 4)
+
+
+@pytest.mark.parametrize("rule", lion.RULES)
+def test_one_region_is_lion(rule):
+    optimizer = optax.lion(0.1, b1=B1, b2=B2, weight_decay=0.2)
+    decay = optax.chain(
+        optax.add_decayed_weights(0.2), optax.scale_by_learning_rate(0.1)
+    )
+    params = wanted = jnp.ones(7)
+    state, theirs, ours = lion.init(params), optimizer.init(params), decay.init(params)
+    for g in np.random.default_rng(0).normal(size=(5, 7)):
+        message, state = lion.send(jnp.asarray(g), state, B1, B2)
+        direction = lion.combine(jax.tree.map(lambda x: x[None], message), rule)
+        step, ours = decay.update(direction, ours, params)
+        params = params + step
+        step, theirs = optimizer.update(jnp.asarray(g), theirs, wanted)
+        wanted = wanted + step
+        np.testing.assert_allclose(params, wanted, rtol=1e-10)
+
+
+def test_one_bit_a_value_exactly():
+    params = {"w": jnp.ones((3, 8)), "b": [jnp.ones(9, jnp.bfloat16), None]}
+    message, state = lion.send(params, lion.init(params))
+    assert message_bytes(message) == 3 + 2
+    assert state.momentum["b"][0].dtype == jnp.float32
+    back = lion.sign_bits().decode(message)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(
+        lambda x: x.dtype, params
+    )
+
+
+def test_zeros_are_sent_as_plus_one():
+    zeros = jnp.array([0.0, -0.0])
+    message, _ = lion.send(zeros, lion.init(zeros))
+    np.testing.assert_array_equal(lion.sign_bits().decode(message), [1, 1])
+
+
+def test_gathered_in_shard_map():
+    gradients = np.random.default_rng(0).normal(size=(4, 11))
+    mesh = jax.make_mesh((4,), ("region",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(g):
+        message, _ = lion.send(g[0], lion.init(g[0]))
+        return lion.combine(jax.lax.all_gather(message, "region"))[None]
+
+    specs = P("region")
+    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
+    wanted = np.sign(gradients).mean(0)
+    np.testing.assert_allclose(go(gradients), np.tile(wanted, (4, 1)), atol=1e-10)
+
+
+def test_wrong_arguments_are_named():
+    x = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"b1=1\.0 must be"):
+        lion.send(x, lion.init(x), b1=1.0)
+    with pytest.raises(ValueError, match="b2=-1 must be"):
+        lion.send(x, lion.init(x), b2=-1)
+    with pytest.raises(ValueError, match="rule='vote' is not one of"):
+        lion.combine((), "vote")

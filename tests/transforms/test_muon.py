@@ -1,0 +1,130 @@
+"""Muon on a transformer's tree: each layer by itself, Adam where it belongs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.transforms.muon import matrix_axes, muon
+
+LAYERS, WIDTH, MLP, VOCAB = 3, 4, 6, 11
+
+
+def params(seed=0, is_scanned=True):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    blocks = {
+        "attention": {"query": draw(LAYERS, WIDTH, WIDTH)},
+        "mlp": {"up": draw(LAYERS, WIDTH, MLP), "down": draw(LAYERS, MLP, WIDTH)},
+        "mlp_norm": {"scale": draw(LAYERS, WIDTH)},
+    }
+    if not is_scanned:
+        cut = lambda i: jax.tree.map(lambda x: x[i], blocks)  # noqa: E731
+        blocks = {i: cut(i) for i in range(LAYERS)}
+    ends = {"embedding": draw(VOCAB, WIDTH), "head": draw(WIDTH, VOCAB)}
+    return ends | {"blocks": blocks, "norm": {"scale": draw(WIDTH)}}
+
+
+def run(optimizer, x, steps=3):
+    """Return the last step and the state; gradients change with the step."""
+    state, step, update = optimizer.init(x), x, jax.jit(optimizer.update)
+    for i in range(steps):
+        gradients = jax.tree.map(lambda p, i=i: jnp.cos(3 * p + i), x)
+        step, state = update(gradients, state, x)
+        x = optax.apply_updates(x, step)
+    return step, state
+
+
+def newton_schulz(x):
+    """Jordan's quintic iteration in NumPy, on matrices with fewer rows than columns."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def test_a_stacked_leaf_is_separate_matrices():
+    with jax.enable_x64(True):
+        x = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params())
+        optimizer = muon(0.1, weight_decay=0.2)
+        step, _ = optimizer.update(x, optimizer.init(x), x)
+    for name in ("up", "down"):
+        for layer in range(LAYERS):
+            weight = np.asarray(x["blocks"]["mlp"][name][layer])
+            # The first momentum is the gradient times a number, which the norm drops.
+            size = 0.2 * np.sqrt(MLP)
+            wanted = -0.1 * (size * newton_schulz(weight) + 0.2 * weight)
+            actual = step["blocks"]["mlp"][name][layer]
+            np.testing.assert_allclose(actual, wanted, atol=1e-7)
+
+
+def test_scanned_and_unscanned_blocks_move_alike():
+    scanned, _ = run(muon(0.1), params())
+    unscanned, _ = run(muon(0.1), params(is_scanned=False))
+    for i, block in unscanned["blocks"].items():
+        for a, b in zip(
+            jax.tree.leaves(block), jax.tree.leaves(scanned["blocks"]), strict=True
+        ):
+            np.testing.assert_allclose(a, b[i], atol=1e-5)
+    np.testing.assert_allclose(unscanned["head"], scanned["head"], atol=1e-6)
+
+
+def test_the_rest_takes_adam():
+    x = params()
+    step, _ = run(muon(0.1, weight_decay=0.2, b1=0.8, b2=0.9), x)
+    adam = optax.adamw(0.1, 0.8, 0.9, weight_decay=0.2, nesterov=True)
+    wanted, _ = run(adam, x)
+    for pick in (
+        lambda t: t["embedding"],
+        lambda t: t["head"],
+        lambda t: t["norm"]["scale"],
+        lambda t: t["blocks"]["mlp_norm"]["scale"],
+    ):
+        np.testing.assert_allclose(pick(step), pick(wanted), atol=1e-6)
+    up = (step["blocks"]["mlp"]["up"], wanted["blocks"]["mlp"]["up"])
+    assert np.max(np.abs(up[0] - up[1])) > 0.01
+
+
+def test_a_schedule_scales_every_leaf():
+    schedule = optax.piecewise_constant_schedule(0.1, {2: 0.0})
+    moving, _ = run(muon(schedule), params(), steps=2)
+    still, _ = run(muon(schedule), params(), steps=3)
+    assert all(np.all(x != 0) for x in jax.tree.leaves(moving))
+    assert all(np.all(x == 0) for x in jax.tree.leaves(still))
+
+
+def stack(trees):
+    return jax.tree.map(lambda *x: np.stack(x), *trees)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "map"])
+def test_mapped_over_regions_in_shard_map(mapping):
+    regions = [params(seed) for seed in range(4)]
+    step_of = lambda x: run(muon(0.1), x)  # noqa: E731
+    mesh = jax.make_mesh((2,), ("region",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x):
+        if mapping == "vmap":
+            return jax.vmap(step_of)(x)
+        return jax.lax.map(step_of, x)
+
+    specs = P("region")
+    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
+    step, state = go(stack(regions))
+    for r, x in enumerate(regions):
+        wanted = jax.jit(step_of)(x)
+        mine = jax.tree.map(lambda leaf, r=r: leaf[r], (step, state))
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_matrix_axes_of_lists_and_partial_trees():
+    assert matrix_axes({"head": jnp.ones((3, 4))}) == {"head": None}
+    axes = matrix_axes({"blocks": [{"up": jnp.ones((2, 3)), "norm": jnp.ones(2)}]})
+    assert axes["blocks"][0]["norm"] is None
+    assert axes["blocks"][0]["up"].output_axis == -1

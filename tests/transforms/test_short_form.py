@@ -1,0 +1,92 @@
+"""The short form names the same compressors as the long one, and its errors say why."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cocodc_jax.transforms import compression, short_form
+
+PAIRS = {
+    "none": "identity",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp4": "fp4",
+    "int8": "int8",
+    "int4:128": "int4(block_size=128)",
+    "int2": "int2",
+    "sign": "sign",
+    "topk:0.25": "top_k(density=0.25)",
+    "topk:0.25+fp4": "top_k(density=0.25, values=fp4())",
+    "threshold:0.25": "threshold(density=0.25)",
+    "chunked:3+int2": "chunked_top_k(k=3, values=int2())",
+    "dct:3": "dct_top_k(k=3)",
+    "lowrank:2+int4": "low_rank(rank=2, factors=int4())",
+    "ef+topk:0.25": "error_feedback(top_k(density=0.25))",
+    "ef:0.5+chunked:3+int2:8": (
+        "error_feedback(chunked_top_k(k=3, values=int2(block_size=8)), decay=0.5)"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_short_and_long_form_send_the_same(text):
+    x = np.random.default_rng(0).normal(size=(10, 12)).astype(np.float32)
+    sent = []
+    for form in (text, PAIRS[text]):
+        built = compression.parse(form)
+        # Twice, so that a decay shows.
+        _, state = built.encode(x, built.init(x))
+        message, _ = built.encode(x[::-1], state)
+        sent.append((built.name, message))
+    (name, message), (long_name, long_message) = sent
+    assert name == long_name
+    assert jax.tree.structure(message) == jax.tree.structure(long_message)
+    jax.tree.map(np.testing.assert_array_equal, message, long_message)
+
+
+def test_every_name_and_every_factory_is_covered():
+    used = {part.partition(":")[0] for text in PAIRS for part in text.split("+")}
+    assert used == set(short_form._PARTS)
+    factories = {part.factory for part in short_form._PARTS.values()}
+    assert factories == set(compression.FACTORIES)
+
+
+def test_factory_names_are_a_form_too():
+    assert compression.parse("dct_top_k").name == "dct_top_k"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int3", r"compress='int3': 'int3' is not one of \('none', 'float16'"),
+        ("top_k:0.1", "'top_k' is not one of .*'topk'"),
+        ("topk:ten", "'topk:ten': density='ten' must be a number"),
+        ("topk:nan", "density='nan' must be a number"),
+        ("lowrank:0.5", r"rank='0\.5' must be a whole number"),
+        ("lowrank:", "rank='' must be a whole number"),
+        ("none:3", "'none:3' takes no number"),
+        ("fp4+int4", "'fp4' takes nothing after it, but has 'int4'"),
+        ("lowrank:4+", "compress='lowrank:4\\+': '' is not one of"),
+        ("ef", r"'ef' needs what it wraps, as in 'ef\+topk:0\.01'"),
+        ("topk:2", "compress='topk:2': density=2.0 must be above 0 and at most 1"),
+        ("ef:1.5+fp4", r"decay=1\.5 must be between 0 and 1"),
+        ("dct:-1", "k=-1 must be positive"),
+        ("topk:0.1+ef+int4", r"error_feedback\(int4\) keeps a state"),
+        ("", "compress='': '' is not one of"),
+    ],
+)
+def test_wrong_forms_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        compression.parse(text)
+
+
+def test_a_short_form_runs_under_jit():
+    built = compression.parse("ef+lowrank:1+int8")
+    x = jnp.outer(jnp.arange(6.0), jnp.ones(7))
+
+    @jax.jit
+    def go(x):
+        return built.decode(built.encode(x, built.init(x))[0])
+
+    np.testing.assert_allclose(go(x), x, atol=0.05)

@@ -1,0 +1,115 @@
+"""Thresholding against a loop in NumPy: what is sent, what overflows, when it sorts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.packing import index_bits, unpack
+from cocodc_jax.transforms.threshold import threshold
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def run(compressor, calls):
+    """Return what is decoded and the state after every call."""
+    step = jax.jit(lambda x, s: compressor.encode(x, s))
+    state, decoded, states = compressor.init(calls[0]), [], []
+    for x in calls:
+        message, state = step(x, state)
+        decoded.append(jax.tree.map(np.asarray, compressor.decode(message)))
+        states.append(state)
+    return decoded, states
+
+
+def test_against_numpy():
+    rng = np.random.default_rng(0)
+    # Lengths that change make some calls overflow and others leave room.
+    calls = [s * rng.normal(size=(5, 8)) for s in [1, 1, 5, 0.3, 2, 0.1, 3]]
+    decoded, states = run(threshold(density=0.1, every=3, slack=1.5), calls)
+    num_sent = []
+    for i, x in enumerate(calls):
+        flat = np.abs(x).ravel()
+        if i % 3 == 0:
+            limit = np.sort(flat)[-4]
+        wanted = np.zeros(40)
+        places = [j for j in range(40) if flat[j] >= np.float32(limit) * (1 - 1e-7)][:6]
+        wanted[places] = x.ravel()[places]
+        np.testing.assert_allclose(decoded[i].ravel(), wanted, rtol=1e-10)
+        np.testing.assert_allclose(states[i].thresholds[0], limit, rtol=1e-6)
+        assert states[i].num_calls == (i + 1) % 3
+        num_sent.append(len(places))
+    assert num_sent[0] == 4
+    assert {0, 6} < set(num_sent)
+
+
+def test_state_and_message_dtypes_and_shapes():
+    x = {"a": np.ones((4, 4), jnp.bfloat16), "b": np.float64(2)}
+    compressor = threshold(density=0.25)
+    message, state = compressor.encode(x, compressor.init(x))
+    assert state.num_calls.dtype == jnp.int32
+    assert [t.dtype for t in state.thresholds] == [jnp.float32] * 2
+    assert message["a"].arrays["values"].shape == (6,)
+    assert message["b"].arrays["values"].shape == (1,)
+    back = compressor.decode(message)
+    assert back["a"].dtype == jnp.bfloat16
+    assert back["b"] == 2
+
+
+def test_the_kth_value_reaches_its_own_threshold_in_float64():
+    # float32 rounds the threshold up, above the value it was taken from.
+    x = np.array([0.1, 1 / 3 - 1e-9])
+    decoded, _ = run(threshold(density=0.5), [x])
+    np.testing.assert_array_equal(decoded[0], [0, x[1]])
+
+
+def test_zeros_leave_room_for_what_is_not():
+    x = np.zeros(20)
+    x[-1] = 3.0
+    decoded, states = run(threshold(density=0.1), [x])
+    assert states[0].thresholds[0] == 0
+    np.testing.assert_array_equal(decoded[0], x)
+
+
+def test_a_nan_is_not_hidden():
+    x = np.array([5.0, 1.0, np.nan, 1.0])
+    for i, back in enumerate(run(threshold(density=0.5), [np.ones(4), x])[0]):
+        assert np.any(np.isnan(back)) == (i == 1)
+
+
+def test_error_feedback_sends_what_overflowed():
+    compressor = compression.parse("error_feedback(threshold(0.25, every=2, slack=1))")
+    x = np.array([1.0, 1.0, 0.1, 0.1])
+    decoded, _ = run(compressor, [x] + [0 * x] * 7)
+    np.testing.assert_allclose(np.sum(decoded, axis=0), x, rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_positions_come_in_order_and_then_padding(size, share):
+    x = np.where(np.random.default_rng(size).random(size) < share, 1.0, 0.1)
+    compressor = threshold(density=0.3, slack=2.0)
+    state = compressor.init(x)._replace(
+        num_calls=jnp.int32(1), thresholds=(jnp.float32(0.5),)
+    )
+    message, _ = compressor.encode(x, state)
+    capacity = max(1, round(0.6 * size))
+    wanted = np.flatnonzero(x > 0.5)[:capacity]
+    places = unpack(message.arrays["indices"], index_bits(size + 1), capacity)
+    np.testing.assert_array_equal(places[: len(wanted)], wanted)
+    np.testing.assert_array_equal(places[len(wanted) :], size)
+
+
+def test_between_sorts_nothing_is_sorted():
+    compressor = threshold()
+    x = np.ones(1000)
+    program = str(jax.make_jaxpr(compressor.encode)(x, compressor.init(x)))
+    before, _, inside = program.partition("cond[")
+    assert "top_k" in inside
+    assert "top_k" not in before
+    assert " sort" not in program
