@@ -1,0 +1,1 @@
+"""The network lab: an emulated wide-area network under unmodified programs."""

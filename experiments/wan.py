@@ -1,0 +1,209 @@
+r"""Runs a command once per region, in network namespaces joined by a slow network.
+
+    python -m experiments.wan --regions=4 --bandwidth_mbit=100 --latency_ms=50 \
+        -- python -m experiments.train --process_id={region} ...
+
+The command knows nothing of it: it sees one interface, over which TCP and UDP reach the
+other regions late, slowly, and with losses. `{region}` in it becomes the region's
+number; it also finds COCODC_PROCESS_ID, COCODC_NUM_PROCESSES,
+COCODC_COORDINATOR_ADDRESS (region 0, a free port) and COCODC_LOCAL_ADDRESS in its
+environment, the host's own name resolves to the region's address, and region0, region1,
+... to everybody's.
+
+Region 0 writes to the terminal, region N to LOGDIR/region_N.log; LOGDIR/traffic.json
+counts bytes and packets of every ordered pair of regions. Exit code: the command's in
+the region that failed first, the others are then ended; 2 and one line on standard
+error for bad flags or missing permissions; 1 if the lab itself failed.
+
+The network is a relay in user space over TUN devices. `netem` would do the same inside
+the kernel, but there is no machine here to test it on, so the lab does not use it.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from absl import flags
+
+from cocodc_jax.network import world
+from cocodc_jax.network.links import Link, Topology, uniform
+from experiments.lab import kernel, launch, schedule
+from experiments.lab.plan import Plan
+
+_DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
+_LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns this program's flags, apart from those of other programs."""
+    values = flags.FlagValues()
+    number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
+    count = functools.partial(flags.DEFINE_integer, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    count("regions", 2, "regions", lower_bound=1, upper_bound=kernel.MAX_REGIONS)
+    number(
+        "bandwidth_mbit",
+        None,
+        "Mbit/s of each ordered pair, and of all that a region sends, and of all that "
+        f"it receives; default {_DEFAULT_MBIT:g}. With --links the pairs are as in the "
+        "file, and this caps regions, by default not at all",
+    )
+    number("latency_ms", _DEFAULT_LATENCY_MS, "milliseconds one way")
+    number("jitter_ms", 0.0, "milliseconds either way; packets keep their order")
+    number("loss", 0.0, "share of packets lost, in [0, 1)")
+    known = ", ".join(world.world_regions())
+    text("world", None, f"cloud regions by name, with commas: {known}")
+    text("links", None, "YAML file with regions, links, changes (network/world.py)")
+    text("schedule", None, "YAML list of changes of the links (lab/schedule.py)")
+    text("logdir", None, "folder for logs and counters; default: a new one in /tmp")
+    count(
+        "mtu",
+        None,
+        "bytes; default: what the slowest link passes in 1 ms, 1500 to "
+        "65000, and 1500 on lossy links",
+        lower_bound=576,
+        upper_bound=65000,
+    )
+    number(
+        "buffer_ms",
+        None,
+        "longest wait in a queue before packets are dropped; "
+        "default: two of the longest round trip, at least 200",
+    )
+    count("seed", 0, "of loss and jitter")
+    number("grace_s", 5.0, "seconds between asking a command to end and killing it")
+    return values
+
+
+def build_topology(values: flags.FlagValues) -> Topology:
+    """Returns the network the flags describe."""
+    topology = _links(values)
+    if topology.num_regions > kernel.MAX_REGIONS:
+        raise ValueError(
+            f"--links={values.links} has {topology.num_regions} regions; at most "
+            f"{kernel.MAX_REGIONS} are possible"
+        )
+    if not values.schedule:
+        return topology
+    try:
+        changes = schedule.load_changes(values.schedule, topology.regions)
+    except OSError as error:
+        raise ValueError(f"--schedule={values.schedule}: {error.strerror}") from error
+    return dataclasses.replace(topology, changes=topology.changes + changes)
+
+
+def _links(values: flags.FlagValues) -> Topology:
+    for source in ("links", "world"):
+        others = (*_LINK_FLAGS, *({"links", "world"} - {source}))
+        given = [name for name in others if values[name].present]
+        if values[source].value and given:
+            raise ValueError(
+                f"--{given[0]}={values[given[0]].value} does not go with --{source}, "
+                "which says it already"
+            )
+    if values.links:
+        try:
+            return world.load_topology(values.links)
+        except OSError as error:
+            raise ValueError(f"--links={values.links}: {error.strerror}") from error
+    gbps = (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000
+    if values.world:
+        try:
+            return world.world(tuple(values.world.split(",")), gbps)
+        except ValueError as error:
+            raise ValueError(f"--world={values.world}: {error}") from error
+    numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
+    return uniform(values.regions, Link(gbps, *numbers))
+
+
+def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
+    """Returns what the lab is to do."""
+    if not command:
+        raise ValueError("no command given; write it after --")
+    if values.bandwidth_mbit == 0:
+        raise ValueError("bandwidth_mbit=0 must be positive")
+    topology = build_topology(values)
+    mbit = values.bandwidth_mbit
+    if mbit is None:
+        mbit = math.inf if values.links else _DEFAULT_MBIT
+    conditions = schedule.conditions_over_time(topology, mbit * 1e6)
+    undisturbed = dataclasses.replace(topology, changes=())
+    usual = schedule.conditions_over_time(undisturbed, mbit * 1e6)[0]
+    buffer_s = schedule.usual_buffer_s(usual)
+    if values.buffer_ms is not None:
+        buffer_s = values.buffer_ms / 1000
+    return Plan(
+        regions=topology.regions,
+        command=tuple(command),
+        logdir=pathlib.Path(values.logdir or tempfile.mkdtemp(prefix="cocodc_wan_")),
+        conditions=conditions,
+        mtu_bytes=values.mtu or schedule.usual_mtu_bytes(usual),
+        buffer_s=buffer_s,
+        window_bytes=schedule.usual_window_bytes(usual, buffer_s),
+        seed=values.seed,
+        grace_s=values.grace_s,
+    )
+
+
+def summary(plan: Plan) -> str:
+    """Returns what the relay has counted, on one line."""
+    try:
+        traffic = json.loads(plan.traffic_path.read_text())
+    except FileNotFoundError:
+        return "wan: nothing was counted"
+    sent, delivered = (
+        sum(map(sum, traffic[name])) for name in ("sent_bytes", "delivered_bytes")
+    )
+    return (
+        f"wan: {traffic['wall_s']:.1f} s, {sent / 1e6:.3f} MB sent, "
+        f"{delivered / 1e6:.3f} MB delivered, relay busy "
+        f"{traffic['relay_cpu_s'] / traffic['wall_s']:.0%} of a core, packets late by "
+        f"{traffic['mean_late_s'] * 1000:.1f} ms, at most "
+        f"{traffic['max_late_s'] * 1000:.1f}"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program; returns its exit code."""
+    values = define_flags()
+    try:
+        command = values(argv)[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if lacks := kernel.missing():
+            raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
+        plan = build_plan(values, command)
+    except (ValueError, PermissionError, flags.Error) as error:
+        print(f"error: {_one_line(str(error), values)}", file=sys.stderr)
+        return 2
+    print(
+        f"wan: {len(plan.regions)} regions, packets of {plan.mtu_bytes} bytes, queues "
+        f"of {plan.buffer_s * 1000:g} ms; logs in {plan.logdir}",
+        file=sys.stderr,
+    )
+    try:
+        code = launch.run(plan)
+    except (launch.LabError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(summary(plan), file=sys.stderr)
+    return code
+
+
+def _one_line(message: str, values: flags.FlagValues) -> str:
+    """The message on one line; the argument it begins with is most often a flag."""
+    line = " ".join(message.split())
+    name = re.match(r"[a-z_]+(?==)", line)
+    return f"--{line}" if name and name[0] in values else line
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
