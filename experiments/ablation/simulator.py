@@ -174,7 +174,7 @@ class _Run:
         schedule = self._plan.schedule
         self._memory, events = schedule.finishes(self._memory, self.step)
         batch = jax.tree.map(lambda x: x[self.step - 1], self._tokens)
-        for _, k, _ in events:
+        for k in (event.fragment for event in events):
             # Another key for every sync of the run.
             draw = self.step * schedule.num_fragments + k
             self.lanes, ratio = self._plan.finish(
