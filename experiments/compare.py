@@ -37,7 +37,8 @@ def main() -> None:
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
         base = flags.config(WITHOUT)
-        methods = _method_names()
+        methods = _method_names(base.run.regions)
+        _check_target(methods)
         check_method_flags(base, methods)
         workdir = pathlib.Path(flags.value("workdir") or f"runs/compare_{base.preset}")
         configs = {
@@ -53,7 +54,9 @@ def main() -> None:
     _write_report(runs, base, workdir, console)
 
 
-def _method_names() -> list[str]:
+def _method_names(num_regions: int) -> list[str]:
+    if flags.value("methods") == "all":
+        return [name for name in METHODS if _is_for(name, num_regions)]
     names = [name.strip() for name in flags.value("methods").split(",") if name.strip()]
     if not names:
         raise ValueError(f"methods='' is empty; use some of {sorted(METHODS)}")
@@ -66,6 +69,18 @@ def _method_names() -> list[str]:
     if len(set(names)) < len(names):
         raise ValueError(f"methods={','.join(names)} names one twice")
     return names
+
+
+def _check_target(methods: list[str]) -> None:
+    target = flags.value("target_method")
+    if target is not None and target not in methods:
+        raise ValueError(
+            f"target_method={target!r} is none of methods={','.join(methods)}"
+        )
+
+
+def _is_for(method: str, num_regions: int) -> bool:
+    return METHODS[method]().num_regions in (None, num_regions)
 
 
 def _num_seeds() -> int:
@@ -92,7 +107,7 @@ def _train(session: Session, console: Console) -> Run:
 def _write_report(
     runs: Sequence[Run], base: TrainConfig, workdir: pathlib.Path, console: Console
 ) -> None:
-    comparison = compare(runs)
+    comparison = compare(runs, flags.value("target_method"))
     (workdir / "comparison.json").write_text(dumps(comparison))
     figures = {
         "loss_by_steps": (plots.loss_by_steps(runs), "Loss against inner steps."),
@@ -121,23 +136,29 @@ def _write_report(
 
 def _print_table(comparison: dict, console: Console) -> None:
     table = Table("method", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("loss", "perplexity", "sent/region", "stall", "tokens/s", "to target"):
+    heads = ("loss", "outer", "sent/region", "kept", "drift", "stall", "tokens/s")
+    for head in (*heads, "to target"):
         table.add_column(head, justify="right")
     for name, row in comparison["methods"].items():
         steps, speed = row["steps_to_target"], row["tokens_per_second"]
         table.add_row(
             name,
             f"{row['eval_loss']['mean']:.4f}",
-            f"{row['eval_perplexity']['mean']:.3f}",
+            f"{row['eval_loss_outer']['mean']:.4f}",
             format_bytes(row["bytes_sent_per_region"]["mean"]),
+            format_bytes(row["outer_bytes"]["mean"]),
+            f"{row['region_drift']['mean']:.1e}",
             f"{row['stall_seconds']['mean']:.2f} s",
             format_count(speed["mean"]) if speed else "-",
             "-" if steps is None else f"{steps:.0f} steps",
         )
     console.print(table)
+    whose = flags.value("target_method") or "the worst"
     console.print(
-        f"Loss of the regions' mean on held-out text; target: the worst loss, "
-        f"{comparison['target_loss']:.4f}.",
+        "Loss of the regions' mean, and of the outer model, on held-out text. Kept: "
+        "outer state, messages in flight and their memory, all regions. Drift: RMS "
+        "distance of the regions from their mean, over its length. Target: the loss "
+        f"{comparison['target_loss']:.4f} of {whose}.",
         highlight=False,
     )
 
@@ -147,7 +168,10 @@ if __name__ == "__main__":
     absl_flags.DEFINE_string(
         "methods",
         "data_parallel,diloco,streaming_diloco,cocodc",
-        "Methods to compare, separated by commas.",
+        "Methods to compare, separated by commas; all that --regions allows: all.",
+    )
+    absl_flags.DEFINE_string(
+        "target_method", None, "Whose final loss is the target. Default: the worst."
     )
     absl_flags.DEFINE_integer("seeds", 1, "Seeds of each method: 0, 1, ...")
     flags.run_main(main)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+from collections.abc import Callable
 from typing import Any
 
-import optax
-
-import cocodc_jax as cc
 from cocodc_jax.data import DataConfig
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.runtime.trainer import Cadence
-from cocodc_jax.sync.methods import Method, defaults
+from cocodc_jax.sync.regions import Regions
+from experiments.method_config import MethodConfig
+from experiments.optimizer_config import OptimizerConfig
 
 # Fields that other sections decide: the tokenizer and the run's own seed.
 DERIVED = {"model": ("vocab_size",), "data": ("seed",)}
@@ -31,9 +31,19 @@ class RunConfig:
       steps: inner steps of the whole run.
       seed: of parameters, data order and dropout keys.
       regions: regions that train, M.
+      step_times: time of one inner step of each region, in steps of the fastest, as
+        1,1,2,4; empty is regions of one speed.
+      batch_sizes: sequences per step of each region, as 8,8,4,4, each a divisor of
+        batch_per_region; empty is batch_per_region for all.
       devices: devices to use for the regions; 0 takes all that help.
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
+      exchange: program averages messages in a program of the inner mesh, outer on the
+        outer mesh beside the inner steps; auto is outer with several processes.
+      stages: devices along each region's stage axis (a pipeline's stages).
+      microbatches: parts that a pipeline cuts each region's batch into.
+      random_routing: whether a pipeline hands activations on to the next stage of a
+        random region (NoLoCo).
       log_every: steps that one training record averages over.
       eval_every: steps between evaluations; 0 is at the end only.
       eval_batches: validation batches in one evaluation, a multiple of `regions`.
@@ -44,9 +54,15 @@ class RunConfig:
     steps: int = 480
     seed: int = 0
     regions: int = 4
+    step_times: str = ""
+    batch_sizes: str = ""
     devices: int = 0
     data_axis: int = 1
     model_axis: int = 1
+    exchange: str = "auto"
+    stages: int = 1
+    microbatches: int = 1
+    random_routing: bool = False
     log_every: int = 10
     eval_every: int = 0
     eval_batches: int = 32
@@ -64,6 +80,8 @@ class RunConfig:
             "regions",
             "data_axis",
             "model_axis",
+            "stages",
+            "microbatches",
             "eval_batches",
             "keep_checkpoints",
         ):
@@ -76,135 +94,38 @@ class RunConfig:
                 f"{self.regions}, which share them out"
             )
         self.cadence  # noqa: B018  (its own checks)
+        self.unequal(1)
+
+    def unequal(self, batch_per_region: int) -> Regions:
+        """The regions as a value.
+
+        Args:
+          batch_per_region: sequences per step of a region that `batch_sizes` does not
+            tell of.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        times = _numbers("step_times", self.step_times, self.regions, float)
+        sizes = _numbers("batch_sizes", self.batch_sizes, self.regions, int)
+        return Regions(
+            times or (1.0,) * self.regions, sizes or (batch_per_region,) * self.regions
+        )
+
+    @property
+    def devices_per_region(self) -> int:
+        """Devices that share one region."""
+        return self.stages * self.data_axis * self.model_axis
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a region's step is computed by a pipeline."""
+        return self.stages > 1 or self.microbatches > 1 or self.random_routing
 
     @property
     def cadence(self) -> Cadence:
         """The loop's part of the run."""
         return Cadence(self.log_every, self.eval_every, self.checkpoint_every)
-
-
-@dataclasses.dataclass(frozen=True)
-class MethodConfig:
-    """Which method, and its numbers; None is the method's own default.
-
-    Attributes:
-      method: data_parallel, diloco, streaming_diloco, cocodc or cocodc_paper.
-      sync_interval: H, inner steps within which every fragment is synchronised.
-      num_fragments: K, fragments the model is cut into.
-      fragment_strategy: strided, sequential or balanced.
-      delay_steps: tau, inner steps from a sync's start to its application.
-      syncs_per_interval: N, syncs in one interval of adaptive transmission.
-      transmission_score: pseudo_gradient, aged or drift.
-      outer_lr: learning rate of the outer Nesterov optimizer.
-      outer_momentum: momentum of the outer optimizer.
-      mixing_alpha: weight on the local fragment when a mean arrives.
-      curvature: Hessian-vector approximation of the delay compensation.
-      curvature_units: units the curvature is taken in.
-      compensation_strength: lambda, weight of the compensation's correction.
-    """
-
-    method: str = "cocodc"
-    sync_interval: int | None = None
-    num_fragments: int | None = None
-    fragment_strategy: str | None = None
-    delay_steps: int | None = None
-    syncs_per_interval: int | None = None
-    transmission_score: str | None = None
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    mixing_alpha: float | None = None
-    curvature: str | None = None
-    curvature_units: str | None = None
-    compensation_strength: float | None = None
-
-    def __post_init__(self):
-        """Builds the method once, so that its own checks run.
-
-        Raises:
-          ValueError: for an unknown method or a number it refuses.
-        """
-        self.build()
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that this method takes, defaults filled in, others left out."""
-        given = dataclasses.asdict(self)
-        return {
-            name: default if given.get(name) is None else given[name]
-            for name, default in defaults(self.method).items()
-        }
-
-    def resolve(self) -> MethodConfig:
-        """The same with the method's defaults written out: what a run is known by."""
-        return dataclasses.replace(self, **self.arguments)
-
-    def build(self) -> Method:
-        """The method as a value."""
-        return cc.methods.get(self.method, **self.arguments)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """The inner optimizer: clip, AdamW, warm-up and cosine.
-
-    Attributes:
-      inner_lr: peak learning rate of the inner AdamW.
-      weight_decay: decoupled weight decay of the inner AdamW.
-      beta1: decay of the first moment.
-      beta2: decay of the second moment.
-      grad_clip: largest global norm of a gradient; 0 does not clip.
-      warmup_steps: inner steps of linear warm-up from 0.
-      final_lr_fraction: learning rate at the last step as a fraction of inner_lr.
-    """
-
-    inner_lr: float = 4e-4
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
-    grad_clip: float = 1.0
-    warmup_steps: int = 1000
-    final_lr_fraction: float = 0.1
-
-    def __post_init__(self):
-        """Checks the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
-        if self.inner_lr <= 0:
-            raise ValueError(f"inner_lr={self.inner_lr} must be positive")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-        for name in ("weight_decay", "grad_clip", "warmup_steps"):
-            _check_at_least(name, getattr(self, name), 0)
-        if not 0 <= self.final_lr_fraction <= 1:
-            raise ValueError(
-                f"final_lr_fraction={self.final_lr_fraction} must be in [0, 1]"
-            )
-
-    def learning_rate(self, steps: int) -> optax.Schedule:
-        """Linear warm-up, then cosine down to `final_lr_fraction` at `steps`."""
-        return optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
-            peak_value=self.inner_lr,
-            warmup_steps=self.warmup_steps,
-            decay_steps=steps,
-            end_value=self.inner_lr * self.final_lr_fraction,
-        )
-
-    def build(self, steps: int) -> optax.GradientTransformation:
-        """The optimizer of a run of so many steps."""
-        clip = optax.clip_by_global_norm(self.grad_clip)
-        return optax.chain(
-            clip if self.grad_clip else optax.identity(),
-            optax.adamw(
-                self.learning_rate(steps),
-                self.beta1,
-                self.beta2,
-                weight_decay=self.weight_decay,
-            ),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +159,12 @@ class TrainConfig:
                 f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="
                 f"{self.run.steps}"
             )
+        for size in self.run.unequal(self.data.batch_per_region).batch_sizes:
+            if self.data.batch_per_region % size:
+                raise ValueError(
+                    f"batch_sizes={self.run.batch_sizes} must be divisors of "
+                    f"batch_per_region={self.data.batch_per_region}"
+                )
         if self.data.batch_per_region % self.run.data_axis:
             raise ValueError(
                 f"batch_per_region={self.data.batch_per_region} must be a multiple of "
@@ -368,6 +295,22 @@ def _from_dict(name: str, cls: Any, value: Any) -> Any:
         odd = sorted(set(value or ()) ^ fields)
         raise ValueError(f"section {name!r} has missing or unknown fields: {odd}")
     return cls(**value)
+
+
+def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
+    """Reads "1,1,2,4"; empty is ()."""
+    if not text:
+        return ()
+    try:
+        values = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) != count:
+        raise ValueError(
+            f"{name}={text!r} must be {count} numbers separated by commas, one for "
+            "each region"
+        )
+    return values
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:

@@ -7,6 +7,7 @@ that were given; it is rebuilt from them, so its own checks always run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,10 @@ from absl import app, flags, logging
 
 from experiments.config import LEAVES, TrainConfig
 from experiments.configs import PRESETS
+from experiments.processes import Processes
 
 USAGE_ERROR = 2
+PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
 _DEFINE = {
     int: flags.DEFINE_integer,
@@ -38,11 +41,30 @@ def define(without: Sequence[str] = ()) -> None:
     flags.DEFINE_string(
         "workdir", None, "Folder of the run; an interrupted run goes on there."
     )
+    flags.DEFINE_string(
+        "coordinator_address", None, "host:port of process 0, for several processes."
+    )
+    flags.DEFINE_integer(
+        "num_processes",
+        None,
+        "Processes that share the regions; 0 asks the cluster (SLURM, GKE, TPU, MPI). "
+        "Default: a launcher's, or 1.",
+    )
+    flags.DEFINE_integer("process_id", None, "Which of the processes this one is.")
+    flags.DEFINE_integer(
+        "start_timeout_s", None, "Seconds to wait until all processes have started."
+    )
+    flags.DEFINE_integer(
+        "heartbeat_timeout_s",
+        None,
+        "Seconds of silence after which a process is taken for dead and all others "
+        "end; more than the longest outage of the network. Default: 30.",
+    )
     for name, leaf in LEAVES.items():
         if name not in without:
             text = leaf.help[:1].upper() + leaf.help[1:]
             _DEFINE[leaf.type](name, None, f"{text} Default: the preset's.")
-    for name in ("preset", "workdir", *LEAVES):
+    for name in ("preset", "workdir", *PROCESSES, *LEAVES):
         if name not in without:  # `--help` shows the key flags of the program.
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
@@ -55,6 +77,17 @@ def given(name: str) -> bool:
 def value(name: str) -> Any:
     """The flag's value."""
     return flags.FLAGS[name].value
+
+
+def processes() -> Processes:
+    """Who takes part: the flags, over what a launcher has set.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    return Processes.from_environment(
+        **{name: value(name) for name in PROCESSES if given(name)}
+    )
 
 
 def config(without: Sequence[str] = ()) -> TrainConfig:
@@ -96,8 +129,19 @@ def usage_errors() -> Iterator[None]:
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, flags.Error) as error:
         _exit(str(error))
+
+
+def parse(argv: Sequence[str]) -> None:
+    """Reads the flags of a command line that may have nothing else.
+
+    Args:
+      argv: the program's name, and flags.
+    """
+    rest = _parse(argv)
+    if len(rest) > 1:
+        _exit(f"unexpected argument {rest[1]!r}; flags begin with --")
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

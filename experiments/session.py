@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import signal
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 import cocodc_jax as cc
@@ -25,9 +28,7 @@ from cocodc_jax.data.text_data import TextData
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.runtime.checkpoint import Checkpoints
-from cocodc_jax.runtime.evaluate import make_evaluate
-from cocodc_jax.runtime.mesh import Mesh
-from cocodc_jax.runtime.second_moment import adam_second_moment
+from cocodc_jax.runtime.mesh import REGION, Mesh
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.runtime.trainer import (
     Clock,
@@ -36,7 +37,15 @@ from cocodc_jax.runtime.trainer import (
     Result,
     train,
 )
-from experiments.config import RunConfig, TrainConfig, dumps
+from experiments.build import (
+    build_evaluate,
+    build_program,
+    check_model,
+    program_key,
+    use_devices,
+)
+from experiments.config import TrainConfig, dumps
+from experiments.processes import ONE_PROCESS, Processes, check_alike, gather
 
 CONFIG_FILE, SUMMARY_FILE, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
 
@@ -89,12 +98,12 @@ class Session:
             contextlib.closing(stream),
             Checkpoints(self.workdir / CHECKPOINTS, run.keep_checkpoints) as saved,
         ):
-            summary_path = self.workdir / SUMMARY_FILE
+            summary_path = self.own_dir / SUMMARY_FILE
             if saved.latest_step == run.steps and summary_path.exists():
                 return json.loads(summary_path.read_text())
-            state, progress, position = self._begin(saved, stream)
+            state, progress, position = self.begin(saved, stream)
             with (
-                MetricsWriter(self.workdir, position.get("metrics_bytes")) as writer,
+                MetricsWriter(self.own_dir, position.get("metrics_bytes")) as writer,
                 _progress_bar(self, state.step, console) as bar,
                 _stop_signal() as should_stop,
             ):
@@ -103,17 +112,21 @@ class Session:
                 result = train(
                     self.program,
                     state,
-                    stream,
+                    self._batches(stream),
                     run.steps,
-                    self.tokens_per_step,
+                    self.tokens_at,
                     cadence=run.cadence,
                     hooks=Hooks(
                         record=writer.write,
                         clock=watch,
                         snapshot=lambda: {
-                            "stream": stream.get_state(),
-                            "metrics_bytes": writer.offset,
-                            "seconds": watch.seconds,
+                            "processes": gather(
+                                {
+                                    "stream": stream.get_state(),
+                                    "metrics_bytes": writer.offset,
+                                    "seconds": watch.seconds,
+                                }
+                            )
                         },
                         should_stop=should_stop,
                     ),
@@ -126,7 +139,21 @@ class Session:
             summary_path.write_text(dumps(summary))
         return summary
 
-    def _begin(
+    def _batches(self, stream: TrainStream) -> Iterator[np.ndarray]:
+        """The stream, with each region's batch cut to its own size.
+
+        Shapes stay as they are: a smaller batch is repeated, which leaves the mean of
+        its losses and gradients what it is.
+        """
+        sizes = self.program.regions.batch_sizes
+        full = self.config.data.batch_per_region
+        if set(sizes) == {full}:
+            return stream
+        rows = np.stack([np.tile(np.arange(n), full // n) for n in sizes])
+        which = np.arange(len(sizes))[:, None]
+        return (batch[which, rows] for batch in stream)
+
+    def begin(
         self, saved: Checkpoints, stream: TrainStream
     ) -> tuple[TrainState, dict | None, dict]:
         """State, progress and positions at the newest checkpoint, or at step 0."""
@@ -137,23 +164,30 @@ class Session:
             if restored is None:
                 return self.program.init(params, jax.random.fold_in(key, 1)), None, {}
             state, extra = restored
-            stream.set_state(extra["snapshot"]["stream"])
+            position = _position(extra["snapshot"]["processes"])
+            stream.set_state(position["stream"])
         except ValueError as error:
             raise ResumeError(
                 f"the run in {self.workdir} cannot go on: {error}; restore what was "
                 "changed, or name another workdir"
             ) from error
-        return state, extra["progress"], extra["snapshot"]
+        return state, extra["progress"], position
+
+    @property
+    def own_dir(self) -> pathlib.Path:
+        """Where this process writes what is its own: the workdir for process 0."""
+        process = jax.process_index()
+        return self.workdir / f"process_{process}" if process else self.workdir
 
     def init_params(self, key: jax.Array) -> models.Params:
         """One region's first parameters; all regions and the outer model begin so."""
         return models.init_params(self.model, key)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that all regions together read in one step."""
+    def tokens_at(self, step: int) -> int:
+        """Tokens that all regions together have trained on by `step`."""
         data = self.config.data
-        return self.config.run.regions * data.batch_per_region * data.sequence_length
+        sequences = self.program.regions.sequences_done(step).sum()
+        return int(sequences) * data.sequence_length
 
     def _summary(self, result: Result, earlier_s: float) -> dict[str, Any]:
         evaluated = result.last_eval or {}
@@ -165,10 +199,12 @@ class Session:
             "regions": run.regions,
             "parameters": models.num_params(self.model),
             "steps": result.state.step,
-            "tokens": result.state.step * self.tokens_per_step,
+            "tokens": self.tokens_at(result.state.step),
             "eval_loss": evaluated.get("eval_loss"),
             "eval_perplexity": evaluated.get("eval_perplexity"),
             "eval_loss_outer": evaluated.get("eval_loss_outer"),
+            "region_drift": evaluated.get("region_drift"),
+            "outer_bytes": self.program.outer_bytes(result.state),
             "bytes_sent_per_region": result.state.bytes_sent,
             "seconds": earlier_s + result.seconds,
             "stall_seconds": result.stall_seconds,
@@ -182,6 +218,7 @@ def prepare(
     workdir: str | pathlib.Path,
     open_text: Callable[..., TextData] = load,
     earlier: Sequence[Session] = (),
+    processes: Processes = ONE_PROCESS,
 ) -> Session:
     """Opens the data, lays out the devices and builds the program; compiles nothing.
 
@@ -190,6 +227,7 @@ def prepare(
       workdir: its folder; made if missing.
       open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
       earlier: sessions whose compiled programs to use again where they are the same.
+      processes: who takes part; started already.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
@@ -197,78 +235,53 @@ def prepare(
     # A default may change with the version; a run keeps the one it began with.
     config = dataclasses.replace(config, method=config.method.resolve())
     run = config.run
-    devices = _use_devices(run)
-    models.check_divisible(config.model, run.data_axis, run.model_axis)
-    mesh = cc.make_mesh(run.regions, run.data_axis, run.model_axis, devices)
+    devices = use_devices(run, processes.num_processes)
+    check_model(config, config.model)
+    mesh = cc.make_mesh(
+        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
+    )
+    check_alike(config.to_json())
     workdir = pathlib.Path(workdir)
     _check_workdir(config, workdir)
-    text = open_text(config.data, run.regions)
+    text = _open(open_text, config, mesh)
     model = dataclasses.replace(config.model, vocab_size=text.vocab_size)
-    models.check_divisible(model, run.data_axis, run.model_axis)
+    check_model(config, model)
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
-    twins = [s for s in alike if _program_key(s.config) == _program_key(config)]
+    twins = [s for s in alike if program_key(s.config) == program_key(config)]
     session = Session(
         config,
         workdir,
         text,
         model,
         mesh,
-        twins[0].program if twins else _build_program(config, model, mesh),
-        alike[0].evaluate if alike else _build_evaluate(config, model, mesh, text),
+        twins[0].program if twins else build_program(config, model, mesh),
+        alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
     )
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
+    if jax.process_index() == 0:
+        (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
     return session
 
 
-def _program_key(config: TrainConfig) -> tuple:
-    return (config.method, config.optimizer, config.run.steps, config.run.regions)
-
-
-def _build_program(
-    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
-) -> cc.RegionProgram:
-    steps = config.run.steps
-    shapes = jax.eval_shape(
-        lambda key: models.init_params(model, key), jax.random.key(0)
-    )
-    return cc.RegionProgram(
-        models.make_loss_fn(model),
-        config.optimizer.build(steps),
-        config.method.build(),
-        shapes,
-        config.run.regions,
-        mesh=mesh,
-        learning_rate=config.optimizer.learning_rate(steps),
-        second_moment=adam_second_moment(config.optimizer.beta2),
-        outputs=models.make_outputs(model),
-        param_specs=models.partition_specs(shapes),
-    )
-
-
-def _build_evaluate(
-    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
-) -> Callable[[models.Params], jax.Array]:
-    # The same batches whatever the method and the seed.
-    tokens = text.eval_tokens(config.run.eval_batches)
-    return make_evaluate(models.make_loss_fn(model), mesh, tokens)
-
-
-def _use_devices(run: RunConfig) -> list[Any]:
-    """The devices regions may use; on a CPU, virtual ones, and one more outside."""
-    wanted = run.regions * run.data_axis * run.model_axis
-    # Ignored by other platforms, where it gives the outer state a device of its own.
-    with contextlib.suppress(RuntimeError):  # JAX has started: what it has must do.
-        cc.use_cpu_devices(max(wanted, run.devices) + 1)
-    devices = jax.devices()
-    is_cpu = devices[0].platform == "cpu"
-    there = wanted if is_cpu else len(devices)
-    if run.devices > there:
-        reason = " (regions * data_axis * model_axis virtual ones)" if is_cpu else ""
-        raise ValueError(
-            f"devices={run.devices} asks for more than there are: {there}{reason}"
-        )
-    return devices[: run.devices or there]
+def _open(open_text: Callable, config: TrainConfig, mesh: Mesh) -> TextData:
+    """The corpus, for the regions of this process; process 0 prepares it for all."""
+    regions = config.run.regions
+    if jax.process_count() == 1:
+        return open_text(config.data, regions)
+    size = regions // mesh.shape[REGION]
+    places = [place.flat[0].process_index for place in mesh.devices]
+    own = [
+        place * size + i
+        for place, process in enumerate(places)
+        if process == jax.process_index()
+        for i in range(size)
+    ]
+    if jax.process_index() != 0:
+        gather("process 0 has prepared it")
+        return open_text(config.data, regions, own)
+    text = open_text(config.data, regions, own)
+    gather("process 0 has prepared it")
+    return text
 
 
 def _check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
@@ -290,6 +303,17 @@ def _check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
             f"workdir={str(workdir)!r} holds a run of another configuration "
             f"({differences}); name another folder or delete it"
         )
+
+
+def _position(saved: list[dict]) -> dict:
+    """Where this process goes on: its own files, and whatever regions it reads now."""
+    process = jax.process_index()
+    own = saved[process] if len(saved) == jax.process_count() else {"seconds": 0.0}
+    regions: dict = {}
+    for each in saved:
+        regions |= each["stream"]["regions"]
+    stream = {**saved[0]["stream"], "regions": regions}
+    return {**own, "stream": stream}
 
 
 class _Watch:
@@ -319,13 +343,23 @@ class _Watch:
 
 
 def _progress_bar(session: Session, step: int, console: Console | None) -> RunProgress:
+    if jax.process_index() > 0:  # Process 0 reports.
+        console = Console(quiet=True)
     run, method = session.config.run, session.config.method.method
     return RunProgress(run.steps, step, f"{method} seed {run.seed}", console)
 
 
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[Callable[[], bool]]:
-    """SIGTERM, as schedulers send before they kill, ends the run after a checkpoint."""
+    """SIGTERM, as schedulers send before they kill, ends the run after a checkpoint.
+
+    With several processes, JAX catches it in any of them, and has all say yes at the
+    same call: the first that none of them has come to yet.
+    """
+    if jax.process_count() > 1:
+        calls = itertools.count(1)
+        yield lambda: multihost_utils.reached_preemption_sync_point(next(calls))
+        return
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:

@@ -1,8 +1,13 @@
 """The transformer: configurations, presets, pure functions and sharding."""
 
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.pipeline import make_pipelined_loss_fn
 from cocodc_jax.models.presets import PRESETS, get
-from cocodc_jax.models.sharding import check_divisible, partition_specs
+from cocodc_jax.models.sharding import (
+    check_divisible,
+    check_pipeline,
+    partition_specs,
+)
 from cocodc_jax.models.transformer import (
     LossFn,
     Params,
@@ -21,11 +26,13 @@ __all__ = [
     "TransformerConfig",
     "apply",
     "check_divisible",
+    "check_pipeline",
     "flops_per_token",
     "get",
     "init_params",
     "make_loss_fn",
     "make_outputs",
+    "make_pipelined_loss_fn",
     "num_params",
     "partition_specs",
 ]

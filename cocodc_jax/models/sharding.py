@@ -9,6 +9,9 @@ are on every device, and the embedding is divided over "model" only: a lookup wh
 table and token ids share the "data" axis, inside a `shard_map` that is manual over
 regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU). The compiler
 derives the rest, activations included.
+
+A third axis, where asked for, divides the layers of scanned blocks between the
+stages of a pipeline (`pipeline.py`).
 """
 
 from typing import Any
@@ -23,7 +26,11 @@ _READS_WIDTH = ("query", "key", "value", "gate", "up", "head")
 _WRITES_WIDTH = ("output", "down")
 
 
-def partition_specs(params: Any, axes: tuple[str, str] = ("data", "model")) -> Any:
+def partition_specs(
+    params: Any,
+    axes: tuple[str, str] = ("data", "model"),
+    stage: str | None = None,
+) -> Any:
     """Returns a `PartitionSpec` per parameter over the axes inside a region.
 
     Args:
@@ -32,30 +39,43 @@ def partition_specs(params: Any, axes: tuple[str, str] = ("data", "model")) -> A
         region axis before each spec.
       axes: names of the mesh axes that shard the width and that shard heads,
         feed-forward features and vocabulary.
+      stage: name of the mesh axis that divides the layers of scanned blocks, for a
+        pipeline; None leaves every layer on all devices.
 
     Returns:
       A tree of the same structure.
 
     Raises:
-      ValueError: a leaf is not a parameter of the transformer.
+      ValueError: a leaf is not a parameter of the transformer, or there are stages
+        and blocks that are not scanned.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(path, leaf.ndim, *axes), params
+        lambda path, leaf: _leaf_spec(path, leaf.ndim, *axes, stage), params
     )
 
 
-def check_divisible(config: TransformerConfig, data: int, model: int):
-    """Checks that a `(data, model)` mesh divides the model's dimensions.
+def check_divisible(config: TransformerConfig, data: int, model: int, stages: int = 1):
+    """Checks that a `(stage, data, model)` mesh divides the model's dimensions.
 
     Args:
       config: the model.
       data: devices along the axis that shards the width.
       model: devices along the axis that shards heads, features and vocabulary.
+      stages: devices along the axis that shards layers.
 
     Raises:
-      ValueError: names what does not divide, and what would.
+      ValueError: names what does not divide, and what would; or stages of blocks
+        that are not scanned, which have no layer axis.
     """
-    needs = {"width": ("data", data)} | dict.fromkeys(
+    for axis, devices in {"data": data, "model": model, "stages": stages}.items():
+        if devices < 1:
+            raise ValueError(f"{axis}={devices} must be at least 1")
+    if stages > 1 and not config.scan_layers:
+        raise ValueError(
+            f"stages={stages} divides the layer axis of scanned blocks, and "
+            "scan_layers=False has none; use scan_layers=True or stages=1"
+        )
+    needs = {"num_layers": ("stages", stages), "width": ("data", data)} | dict.fromkeys(
         ("num_heads", "num_kv_heads", "mlp_width", "vocab_size"), ("model", model)
     )
     for name, (axis, devices) in needs.items():
@@ -68,11 +88,49 @@ def check_divisible(config: TransformerConfig, data: int, model: int):
             )
 
 
-def _leaf_spec(path, ndim: int, data: str, model: str) -> PartitionSpec:
+def check_pipeline(
+    config: TransformerConfig,
+    stages: int,
+    microbatches: int,
+    batch: int | None = None,
+    data: int = 1,
+):
+    """Checks that a pipeline divides the model and a region's batch.
+
+    Args:
+      config: the model.
+      stages: devices that share the layers.
+      microbatches: parts a batch is cut into.
+      batch: sequences of one region and step; None leaves it unchecked.
+      data: devices that share each microbatch.
+
+    Raises:
+      ValueError: names what does not divide, and what would.
+    """
+    check_divisible(config, data=1, model=1, stages=stages)
+    if not config.scan_layers:
+        raise ValueError(
+            "scan_layers=False has no layer axis for a pipeline to divide; use "
+            "scan_layers=True"
+        )
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches} must be at least 1")
+    parts = microbatches * data
+    if batch is not None and batch % parts:
+        raise ValueError(
+            f"batch_per_region={batch} is not a multiple of microbatches * data_axis "
+            f"= {microbatches} * {data}; use batch_per_region="
+            f"{-(-batch // parts) * parts} or other microbatches"
+        )
+
+
+def _leaf_spec(
+    path, ndim: int, data: str, model: str, stage: str | None
+) -> PartitionSpec:
     name = path[-1].key
     if name == "scale":
-        return PartitionSpec()
-    if name == "embedding":
+        sides = (None,)
+    elif name == "embedding":
         sides = (model, None)
     elif name in _READS_WIDTH:
         sides = (data, model)
@@ -83,5 +141,13 @@ def _leaf_spec(path, ndim: int, data: str, model: str) -> PartitionSpec:
             f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
             "its sharding has to be given by hand"
         )
-    # Scanned blocks have a layer axis in front, which no device divides.
-    return PartitionSpec(*(None,) * (ndim - 2), *sides)
+    has_layers = ndim > len(sides)
+    if stage is not None and path[0].key == "blocks" and not has_layers:
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} has no layer axis for stage={stage!r} to "
+            "divide; use scan_layers=True"
+        )
+    if name == "scale" and not (stage and has_layers):
+        return PartitionSpec()
+    # Scanned blocks have a layer axis in front, which only stages divide.
+    return PartitionSpec(*(stage,) * has_layers, *sides)

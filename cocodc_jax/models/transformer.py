@@ -142,13 +142,13 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         """Returns the normed hidden states [B, L, D] in the compute dtype."""
-        rotation = rotary_tables(
-            tokens_BL.shape[1], self.config.head_width, self.config.rope_theta
-        )
+        return self.norm(self.run_blocks(self.embed(tokens_BL)))
+
+    def embed(self, tokens_BL: jax.Array) -> jax.Array:
+        """Returns what enters the first block, [B, L, D] in the compute dtype."""
         # Gathered, then cast: rows of one token repeat, and their gradients are
         # summed in float32.
-        x_BLD = self.embedding[...][tokens_BL].astype(self.config.compute_dtype)
-        return self.norm(self._run_blocks(x_BLD, rotation))
+        return self.embedding[...][tokens_BL].astype(self.config.compute_dtype)
 
     def output_head(self) -> jax.Array:
         """Returns the float32 output projection [D, V]."""
@@ -156,7 +156,11 @@ class Transformer(nnx.Module):
             return self.embedding[...].T
         return self.head[...]
 
-    def _run_blocks(self, x_BLD, rotation):
+    def run_blocks(self, x_BLD: jax.Array) -> jax.Array:
+        """Passes the residual stream [B, L, D] through all blocks."""
+        rotation = rotary_tables(
+            x_BLD.shape[1], self.config.head_width, self.config.rope_theta
+        )
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(x, rotation),
             self.config.remat,
@@ -217,7 +221,7 @@ def init_params(config: TransformerConfig, key: jax.Array) -> Params:
 
 def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """Returns float32 logits [B, L, V] for int32 `tokens` [B, L]."""
-    model = _model(config, params)
+    model = bind(config, params)
     return logits_from_hidden(model(tokens), model.output_head())
 
 
@@ -236,7 +240,7 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
 
     def loss_fn(params, tokens, key):
         del key
-        model = _model(config, params)
+        model = bind(config, params)
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
         loss, accuracy = cross_entropy(
             model(inputs_BL), model.output_head(), targets_BL, config.loss_chunk_tokens
@@ -287,7 +291,8 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     return float(6 * num_multiplying + attention)
 
 
-def _model(config: TransformerConfig, params: Params) -> Transformer:
+def bind(config: TransformerConfig, params: Params) -> Transformer:
+    """Returns the module that computes with `params`, for use while tracing."""
     return nnx.merge(_graph(config), params)
 
 

@@ -1,6 +1,7 @@
-"""What a simulated run took: clocks, stalls, bytes, and every sync.
+"""What a run took: clocks, stalls, bytes, and every sync.
 
-Seconds here are simulated (`sim_s`), never measured.
+A simulator's timeline holds simulated seconds; one that was measured
+(`experiments.timeline`) has the same shape, so that the two can be laid side by side.
 """
 
 import dataclasses

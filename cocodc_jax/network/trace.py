@@ -99,11 +99,16 @@ def _label(sync: SyncRecord) -> str:
 
 
 def plot_timeline(
-    timeline: Timeline, path: str | os.PathLike[str], title: str, max_syncs: int = 24
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    title: str,
+    max_syncs: int = 24,
+    clock: str = "simulated",
 ) -> None:
     """Draws when regions compute and wait, and when each fragment is in flight.
 
-    Only the time of the first `max_syncs` syncs is drawn.
+    Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
+    they are, "simulated" or "measured".
     """
     shown = timeline.syncs[:max_syncs]
     if len(shown) < len(timeline.syncs):
@@ -128,7 +133,7 @@ def plot_timeline(
     )
     axes.invert_yaxis()
     axes.set_xlim(0, limit)
-    axes.set_xlabel("simulated seconds")
+    axes.set_xlabel(f"{clock} seconds")
     axes.set_title(title)
     _legend(figure)
     figure.savefig(path, dpi=120)

@@ -13,6 +13,8 @@ MEASURES = (
     "eval_loss",
     "eval_perplexity",
     "eval_loss_outer",
+    "region_drift",
+    "outer_bytes",
     "bytes_sent_per_region",
     "stall_seconds",
     "tokens_per_second",
@@ -34,11 +36,12 @@ class Spread:
     half_range: float
 
 
-def compare(runs: Sequence[Run]) -> dict[str, Any]:
+def compare(runs: Sequence[Run], target_method: str | None = None) -> dict[str, Any]:
     """What `comparison.json` holds.
 
     Args:
       runs: at least one, each method with the same seeds.
+      target_method: whose mean final loss is the target; None takes the greatest.
 
     Returns:
       "methods": for each method, in the order given, its "seeds", its "runs" (their
@@ -50,7 +53,8 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
     """
     groups = by_method(runs)
     rows = {name: _row(group) for name, group in groups.items()}
-    target = max(row["eval_loss"]["mean"] for row in rows.values())
+    losses = {name: row["eval_loss"]["mean"] for name, row in rows.items()}
+    target = losses[target_method] if target_method else max(losses.values())
     for name, group in groups.items():
         steps = [steps_to_loss(run, target) for run in group]
         reached = [step for step in steps if step is not None]

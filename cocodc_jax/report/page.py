@@ -36,6 +36,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("eval_loss_outer", "loss, outer", lambda x: f"{x:.4f}"),
     ("bytes_sent_per_region", "sent/region", format_bytes),
     ("stall_seconds", "stall", lambda x: f"{x:.2f} s"),
+    ("outer_bytes", "kept", format_bytes),
+    ("region_drift", "drift", lambda x: f"{x:.1e}"),
     ("tokens_per_second", "tokens/s", format_count),
     ("seconds", "time", format_duration),
     ("correction_ratio", "correction", lambda x: f"{x:.1e}"),

@@ -32,6 +32,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "eval_loss",
         "eval_perplexity",
         "eval_loss_outer",
+        "region_drift",
     ),
     "sync": (
         "step",

@@ -124,8 +124,10 @@ class Checkpoints:
             return None
         only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
         rest: dict = self._manager.restore(step, args=only_rest)["rest"]
-        self._check_shapes(step, rest["shapes"], program.abstract(params, None))
         memory = rest["schedule"] and ScheduleState.from_json(rest["schedule"])
+        # Nothing in flight yet: another method's fragments need not exist here.
+        landed = memory and dataclasses.replace(memory, in_flight=())
+        self._check_shapes(step, rest["shapes"], program.abstract(params, landed))
         abstract = program.abstract(params, memory)
         only_arrays = ocp.args.Composite(
             arrays=ocp.args.StandardRestore(_arrays(abstract))
@@ -136,6 +138,7 @@ class Checkpoints:
             region=arrays["region"],
             outer=arrays["outer"],
             in_flight={int(k): v for k, v in arrays["in_flight"].items()},
+            senders=arrays["senders"],
             step=step,
             bytes_sent=rest["bytes_sent"],
         )
@@ -182,7 +185,11 @@ class Checkpoints:
 
 def _shapes(state: TrainState) -> dict[str, str]:
     """Dtype and shape of every array that is there at every step, by path."""
-    arrays = {"region": state.region, "outer": state.outer}
+    arrays = {
+        "region": state.region,
+        "outer": state.outer,
+        "senders": state.senders,
+    }
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
@@ -197,5 +204,6 @@ def _arrays(state: TrainState) -> dict[str, PyTree]:
     return {
         "region": state.region,
         "outer": state.outer,
+        "senders": state.senders,
         "in_flight": {str(k): flight for k, flight in state.in_flight.items()},
     }

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.runtime import transfer
 from cocodc_jax.runtime.inner import LossFn
 from cocodc_jax.runtime.mesh import DATA, REGION
 
@@ -42,7 +43,7 @@ def make_evaluate(
             f"{mesh.shape[REGION]}"
         )
     sharding = NamedSharding(mesh, P(REGION, DATA))
-    batches = jax.device_put(batches, sharding)
+    batches = transfer.put(batches, sharding)
 
     def evaluate(params: PyTree, batches: PyTree) -> jax.Array:
         params = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), params)

@@ -1,12 +1,19 @@
-"""How a fragment crosses regions: start a sync, step the outer optimizer, merge.
+"""How a fragment crosses regions: what leaves, what arrives, what is made of it.
 
-Three programs for each fragment, kept apart so that inner steps run between them:
+With one outer model for all regions (`shared.py`), two programs for each fragment:
 
-1. `start`, on the inner mesh: Delta = theta^g - theta^m, its mean over the region
-   axis (the one collective), and a staged copy where the merge wants it.
-2. `outer`, on the outer device: theta^g <- OuterOptimizer(theta^g, mean Delta).
-3. `merge`, on the inner mesh: each region takes the new theta^g in by its rule.
+1. `send`, on the inner mesh: Delta = theta^g - theta^m of every region, encoded; the
+   weighted mean over regions of what the messages decode to; and a staged copy where
+   the merge wants it.
+2. `outer_step`, on the outer device: theta^g <- OuterOptimizer(theta^g, mean Delta).
 
+With outer parameters of each region's own (`regional.py`) both are programs over the
+mesh, and what arrives may be the mean over a pair. The merge that follows is in
+`merging.py`. Inner steps run between the programs.
+
+A compressed message stays compressed on its way: what the compiler gathers from all
+regions is the encoded arrays, and each place decodes them. Uncompressed
+pseudo-gradients are averaged by an all-reduce, or by rings (`rings.py`).
 Pseudo-gradients are old minus new and at least float32, whatever the parameters are.
 """
 
@@ -19,15 +26,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.inner import Block, mean_over_regions
+from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import REGION
-from cocodc_jax.runtime.sources import Sources, needs_batch
-from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.runtime.rings import make_ring_sum
+from cocodc_jax.sync.every_step import mean_of_decoded, weighted_sum_of_decoded
 from cocodc_jax.sync.fragments import Fragment, Fragments
-from cocodc_jax.sync.merge import Merge
+from cocodc_jax.sync.regional import RegionalOuter
+from cocodc_jax.sync.rings import Rings
+from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
 
@@ -37,26 +47,104 @@ def outer_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def make_start(
-    mesh: Mesh, fragments: Fragments, fragment: int, keep_staged: bool
-) -> Callable:
-    """`start(params [R, ...], outer) -> (staged [R, ...], mean_pseudo_gradient)`.
+def message_key(key_data: jax.Array) -> jax.Array:
+    """One region's key for rounding a message: its own fold of the region's key."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key_data), 4)
 
-    `staged` is None unless `keep_staged`, so that no copy is made for nothing.
+
+def make_send(
+    mesh: Mesh,
+    fragments: Fragments,
+    fragment: int,
+    block: Block,
+    compressor: Compressor | None,
+    keep_staged: bool,
+    is_anchored: bool = False,
+    rings: Rings | None = None,
+    combines: bool = True,
+) -> Callable:
+    """Makes the program that sends one fragment, with one outer model.
+
+    Args:
+      mesh: the inner mesh.
+      fragments: the cut.
+      fragment: which.
+      block: the regions a device holds.
+      compressor: of each region's pseudo-gradient; None sends it as it is.
+      keep_staged: whether to give a copy of the fragment as it is now.
+      is_anchored: whether pseudo-gradients are taken from each region's anchor.
+      rings: to sum uncompressed pseudo-gradients by; None is an all-reduce.
+      combines: whether the program makes the mean; otherwise what it gives in its
+        place are the messages of all regions, `[R, ...]`, for `make_combine`.
+
+    Returns:
+      `send(params [R, ...], origin, state [R, ...], weights [R], keys [R, 2]) ->
+      (staged [R, ...] or None, mean, state)`. `origin` is the outer fragment, or the
+      anchors `[R, ...]`. A region of weight 0 does not send, and keeps its state.
     """
 
-    def start(params: PyTree, outer: Fragment):
+    def of_regions(params, origin, state, weights, keys):
         staged = fragments.take(params, fragment, lead=1)
-        delta = jax.tree.map(lambda o, x: o[None] - x.astype(o.dtype), outer, staged)
-        return staged if keep_staged else None, mean_over_regions(delta)
+        delta = jax.tree.map(
+            lambda o, x: (o if is_anchored else o[None]) - x.astype(o.dtype),
+            origin,
+            staged,
+        )
+        copy = staged if keep_staged else None
+        if rings is not None:
+            partial = _sum_of_block(delta, weights)
+            return copy, jax.tree.map(lambda x: x[None], partial), state
+        if compressor is None:
+            return copy, _sum_of_all(delta, weights) if combines else delta, state
+        message, state = block.map(encode)(delta, state, weights, keys)
+        return copy, message, state
 
-    return jax.shard_map(
-        start,
+    def encode(delta, state, weight, key_data):
+        assert compressor is not None
+        message, new = compressor.encode(delta, state, message_key(key_data))
+        new = jax.tree.map(lambda x, y: jnp.where(weight > 0, x, y), new, state)
+        return message, vary_like(new, state)
+
+    is_summed = compressor is None and rings is None and combines
+    mapped = jax.shard_map(
+        of_regions,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P()),
-        out_specs=(P(REGION), P()),
+        in_specs=(P(REGION), P(REGION) if is_anchored else P(), *(P(REGION),) * 3),
+        out_specs=(P(REGION), P() if is_summed else P(REGION), P(REGION)),
     )
+    ring_sum = rings and make_ring_sum(mesh, rings)
+
+    def send(params, origin, state, weights, keys):
+        staged, out, state = mapped(params, origin, state, weights, keys)
+        if ring_sum is not None:
+            out = ring_sum(out)
+        if compressor is not None and combines:
+            # The weights too: else every message decoded would wait for its own.
+            out, weights = _everywhere(mesh, (out, weights))
+            out = weighted_sum_of_decoded(out, weights, compressor)
+        return staged, out, state
+
+    return send
+
+
+def make_combine(compressor: Compressor | None, everywhere: Sharding) -> Callable:
+    """`combine(messages [R, ...], weights [R]) -> mean`, for the outer mesh.
+
+    Messages lie with their regions' processes. Uncompressed pseudo-gradients are summed
+    where they are and all-reduced; others are gathered as they are, `everywhere`, and
+    decoded by each process.
+    """
+
+    def combine(messages, weights):
+        if compressor is None:
+            return jax.tree.map(
+                lambda x: jnp.tensordot(weights.astype(x.dtype), x, axes=1), messages
+            )
+        messages = jax.lax.with_sharding_constraint(messages, everywhere)
+        return weighted_sum_of_decoded(messages, weights, compressor)
+
+    return combine
 
 
 def outer_step(
@@ -64,103 +152,163 @@ def outer_step(
     params: Fragment,
     opt_state: PyTree,
     mean_pseudo_gradient: Fragment,
+    reference: Fragment | None,
 ) -> tuple[PyTree, PyTree, jax.Array]:
     """The outer optimizer on one fragment; the mean pseudo-gradient is its gradient.
+
+    Args:
+      optimizer: given `stale_params=reference` where there is a reference.
+      params: the outer fragment.
+      opt_state: its state.
+      mean_pseudo_gradient: old minus new.
+      reference: the outer fragment that the pseudo-gradient was measured from, or None.
 
     Returns:
       New outer fragment, new optimizer state, and the mean pseudo-gradient's norm
       (float32 scalar).
     """
-    updates, opt_state = optimizer.update(mean_pseudo_gradient, opt_state, params)
-    norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
-    return optax.apply_updates(params, updates), opt_state, norm
+    extra = {} if reference is None else {"stale_params": reference}
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+        mean_pseudo_gradient, opt_state, params, **extra
+    )
+    return optax.apply_updates(params, updates), opt_state, _norm(mean_pseudo_gradient)
 
 
-def make_merge(
+def make_regional_send(
     mesh: Mesh,
     fragments: Fragments,
     fragment: int,
-    rule: Merge,
-    delay_steps: int,
-    sources: Sources,
     block: Block,
+    compressor: Compressor,
+    keep_staged: bool,
+    outer: RegionalOuter,
+    partners: jax.Array,
 ) -> Callable:
-    """`merge(params, rest, staged, outer, batch, learning_rate) -> (params, metrics)`.
+    """Makes the program that sends one fragment, with outer models of regions' own.
 
-    Args of the result: `params` of the regions, which may be donated; `rest` their
-    `RegionState` without parameters, read only; `staged` None unless the rule needs
-    it; `batch` `[R, ...]`, the last one trained on, and `learning_rate` a float32
-    scalar, each None unless the rule needs it. Metrics are float32 `[R]`.
+    Args:
+      mesh: the inner mesh.
+      fragments: the cut.
+      fragment: which.
+      block: the regions a device holds.
+      compressor: of the messages.
+      keep_staged: whether to give a copy of the fragment as it is now.
+      outer: the optimizer.
+      partners: int `[N, R]`, the matchings to choose from: each region's partner.
+
+    Returns:
+      `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`,
+      all with regions in front but, where every region gets the mean of all,
+      `arrived`. `matching` is an int32 scalar, the row of `partners` to use.
     """
+    is_paired = outer.group == "pairs"
 
-    def one_region(local, staged, outer, moment, params, batch, key_data, rate):
-        extra = {}
-        if "learning_rate" in rule.needs:
-            extra["learning_rate"] = rate
-        if "second_moment" in rule.needs:
-            extra["second_moment"] = moment
-        if key_data is not None:
-            # A key of its own: 0 and 1 would give the two that the next step splits.
-            key = jax.random.wrap_key_data(key_data)
-            extra["key"] = jax.random.fold_in(key, 2)
-        if batch is not None:
-            whole = functools.partial(fragments.put, params, fragment)
-            extra |= sources.of_batch(rule.needs, whole, batch, extra["key"])
-        return rule.apply(local, staged, outer, delay_steps=delay_steps, **extra)
+    def one_region(outer_params, state, local, key_data):
+        key = message_key(key_data)
+        message, new = outer.send(outer_params, state, local, compressor, key)
+        return message, vary_like(new, state)
 
-    def merge(params: PyTree, rest: RegionState, staged, outer, batch, rate):
-        moment = None
-        if "second_moment" in rule.needs:
-            assert sources.second_moment is not None
-            moments = sources.second_moment(rest.opt_state)
-            moment = fragments.take(moments, fragment, lead=1)
-        with_batch = needs_batch(rule.needs)
-        with_key = with_batch or "key" in rule.needs
-        outer, rate = jax.tree.map(
-            lambda x: jax.lax.pcast(x, REGION, to="varying"), (outer, rate)
-        )
-        merged, metrics = block.map(one_region, (0, 0, None, 0, 0, 0, 0, None))(
-            fragments.take(params, fragment, lead=1),
-            staged,
-            outer,
-            moment,
-            params if with_batch else None,
-            batch if with_batch else None,
-            rest.key if with_key else None,
-            rate,
-        )
-        return fragments.put(params, fragment, merged, lead=1), metrics
+    def of_regions(params, outer_params, state, keys, matching):
+        staged = fragments.take(params, fragment, lead=1)
+        message, state = block.map(one_region)(outer_params, state, staged, keys)
+        if is_paired:
+            theirs = _from_partner(message, matching, partners, block)
+            message = block.map(mean_of_pair)(message, theirs)
+        return staged if keep_staged else None, message, state
 
-    return jax.shard_map(
-        merge,
+    def mean_of_pair(mine, theirs):
+        both = compressor.decode(mine), compressor.decode(theirs)
+        return jax.tree.map(lambda x, y: (x + y) / 2, *both)
+
+    mapped = jax.shard_map(
+        of_regions,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P(REGION), P(REGION), P(), P(REGION), P()),
-        out_specs=(P(REGION), P(REGION)),
+        in_specs=(*(P(REGION),) * 4, P()),
+        out_specs=P(REGION),
     )
 
+    def send(params, outer_params, state, keys, matching):
+        staged, out, state = mapped(params, outer_params, state, keys, matching)
+        if not is_paired:
+            out = mean_of_decoded(_everywhere(mesh, out), compressor)
+        return staged, out, state
 
-def make_drift(mesh: Mesh, fragments: Fragments) -> Callable:
-    """`drift(params [R, ...], outer fragments) -> [K]`, summed over the regions.
+    return send
 
-    Mean |theta^g - theta^m| per parameter of each fragment: CoCoDC's change rate,
-    measured now, at the price of a reduction of K scalars.
+
+def make_regional_step(mesh: Mesh, block: Block, outer: RegionalOuter) -> Callable:
+    """`step(outer_params, state, arrived) -> (outer_params, state, norm)`, regional.
+
+    `arrived` is what `send` gave; the norm is that of what arrived, over regions the
+    root of the mean square.
     """
+    is_paired = outer.group == "pairs"
+    num_regions = block.size * mesh.shape[REGION]
 
-    def drift(params: PyTree, outer: tuple[Fragment, ...]):
-        sums = []
-        for k, part in enumerate(outer):
-            local = fragments.take(params, k, lead=1)
-            gaps = jax.tree.map(
-                lambda o, x: jnp.abs(o[None] - x.astype(o.dtype)).sum(), part, local
+    def step(outer_params, state, arrived):
+        if not is_paired:
+            arrived = jax.tree.map(
+                lambda x: jax.lax.pcast(x, REGION, to="varying"), arrived
             )
-            sums.append(sum(jax.tree.leaves(gaps)) / fragments.num_params[k])
-        return jax.lax.psum(jnp.stack(sums), REGION)
+
+        def receive(params, state, arrived):
+            new, new_state = outer.receive(params, state, arrived, num_regions)
+            new = jax.tree.map(lambda x, like: x.astype(like.dtype), new, params)
+            return new, vary_like(new_state, state), _norm(arrived)
+
+        axes = (0, 0, 0 if is_paired else None)
+        params, state, norms = block.map(receive, axes)(outer_params, state, arrived)
+        return params, state, jnp.sqrt(jax.lax.pmean((norms**2).mean(), REGION))
 
     return jax.shard_map(
-        drift,
+        step,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P()),
-        out_specs=P(),
+        in_specs=(P(REGION), P(REGION), P(REGION) if is_paired else P()),
+        out_specs=(P(REGION), P(REGION), P()),
     )
+
+
+def _sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:
+    """Weighted, of `[block, ...]` leaves that are at least float32."""
+    return jax.tree.map(
+        lambda x: jnp.tensordot(weights.astype(x.dtype), x, axes=1), tree
+    )
+
+
+def _sum_of_all(tree: PyTree, weights: jax.Array) -> PyTree:
+    """As `_sum_of_block`, over the regions of all places."""
+    return jax.lax.psum(_sum_of_block(tree, weights), REGION)
+
+
+def _everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
+    """Messages `[R, ...]` of all regions at every place: gathered as they are."""
+    return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))
+
+
+def _from_partner(message, matching, partners, block: Block):
+    """Each region's partner's message, inside `shard_map`.
+
+    With a region at each place a matching is one permutation of messages, and a region
+    hears from nobody but its partner. A device that holds several regions gathers
+    them all: there is no network to spare then.
+    """
+    if block.size == 1:
+        branches = [
+            functools.partial(
+                jax.lax.ppermute, axis_name=REGION, perm=tuple(enumerate(row))
+            )
+            for row in partners.tolist()
+        ]
+        return jax.lax.switch(matching, branches, message)
+    first = jax.lax.axis_index(REGION) * block.size
+    mine = jax.lax.dynamic_slice_in_dim(partners[matching], first, block.size)
+    return jax.tree.map(
+        lambda x: jnp.take(jax.lax.all_gather(x, REGION, tiled=True), mine, axis=0),
+        message,
+    )
+
+
+def _norm(tree: PyTree) -> jax.Array:
+    return optax.tree_utils.tree_norm(tree).astype(jnp.float32)

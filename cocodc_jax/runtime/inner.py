@@ -2,8 +2,8 @@
 
 The program is manual over the region axis. Parameters enter varying over it, so the
 gradient of a region is its own: of *replicated* parameters it would silently become
-the sum over regions (style.md, fact 1). The only collective here is the mean of
-gradients that data parallel asks for.
+the sum over regions (style.md, fact 1). The only collective here is that of methods
+which exchange something at every step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.mesh import REGION
 from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync.every_step import StepExchange
+from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
@@ -103,7 +105,8 @@ def make_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     block: Block,
-    reduce_gradients: bool,
+    exchange: StepExchange | None = None,
+    compressor: Compressor | None = None,
 ) -> Callable:
     """One inner step of a block of regions, a `lax.scan` body.
 
@@ -111,10 +114,12 @@ def make_step(
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
       optimizer: the inner optimizer.
       block: the regions a device holds.
-      reduce_gradients: average gradients over all regions.
+      exchange: what regions exchange at every step, if anything.
+      compressor: for `exchange`.
 
     Returns:
-      `step(state, batch) -> (state, (loss, aux))`, every leaf `[block, ...]`.
+      `step(state, (batch, active)) -> (state, (loss, aux))`, every leaf `[block, ...]`;
+      `active` is bool `[block]`, or None if every region steps.
     """
 
     def gradient(params, batch, key_data):
@@ -126,15 +131,49 @@ def make_step(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def step(state: RegionState, batch: PyTree):
+    def step(state: RegionState, xs: tuple[PyTree, jax.Array | None]):
+        batch, active = xs
         out, grads, key = block.map(gradient)(state.params, batch, state.key)
-        if reduce_gradients:
-            grads = jax.tree.map(_to_block(block.size), mean_over_regions(grads))
+        sender = state.sender
+        if exchange is not None:
+            grads, sender = _exchange(exchange, compressor, block, grads, state)
         params, opt_state = block.map(update)(grads, state.opt_state, state.params)
         # Adafactor puts constants into its state: they too are a region's own.
-        return RegionState(params, vary_like(opt_state, state.opt_state), key), out
+        opt_state = vary_like(opt_state, state.opt_state)
+        new = RegionState(params, opt_state, key, sender)
+        return (new if active is None else where_active(active, new, state)), out
 
     return step
+
+
+def _exchange(exchange, compressor, block: Block, grads, state: RegionState):
+    """Sends every region's gradient; gives each what it makes of all messages."""
+
+    def send(grads, sender, key_data):
+        # A key of its own: 0 and 1 are the two that the step splits.
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 3)
+        return exchange.send(grads, sender, compressor, key)
+
+    message, sender = block.map(send)(grads, state.sender, state.key)
+    sender = vary_like(sender, state.sender)
+    if exchange.receive is None:
+        return jax.tree.map(_to_block(block.size), mean_over_regions(message)), sender
+    messages = jax.tree.map(
+        lambda x: jax.lax.all_gather(x, REGION, tiled=True), message
+    )
+    made = exchange.receive(messages, compressor)
+    return jax.tree.map(
+        lambda x: jnp.broadcast_to(x[None], (block.size, *x.shape)), made
+    ), sender
+
+
+def where_active(active: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` for the regions that are `active`, bool `[R]`; `old` for the others."""
+
+    def choose(x, y):
+        return jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(choose, new, old)
 
 
 def make_steps(
@@ -142,25 +181,27 @@ def make_steps(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     num_regions: int,
-    reduce_gradients: bool,
+    exchange: StepExchange | None = None,
+    compressor: Compressor | None = None,
 ) -> Callable:
     """T inner steps of all regions, as one program over the mesh (not yet jitted).
 
     Returns:
-      `steps(state, batches) -> (state, (losses, aux))` with batches `[T, R, ...]`,
-      losses float32 `[T, R]`, and aux a dict of the same shape.
+      `steps(state, batches, active) -> (state, (losses, aux))` with batches
+      `[T, R, ...]`, active bool `[T, R]` or None, losses float32 `[T, R]`, and aux a
+      dict of the same shape.
     """
     block = Block.of(mesh, num_regions)
-    step = make_step(loss_fn, optimizer, block, reduce_gradients)
+    step = make_step(loss_fn, optimizer, block, exchange, compressor)
 
-    def steps(state: RegionState, batches: PyTree):
-        return jax.lax.scan(step, state, batches)
+    def steps(state: RegionState, batches: PyTree, active: jax.Array | None):
+        return jax.lax.scan(step, state, (batches, active))
 
     return jax.shard_map(
         steps,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P(None, REGION)),
+        in_specs=(P(REGION), P(None, REGION), P(None, REGION)),
         out_specs=(P(REGION), P(None, REGION)),
     )
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, cast
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.mesh import outer_device, regional
+from cocodc_jax.runtime.mesh import DATA, outer_rows, outer_sharding, regional
 from cocodc_jax.runtime.state import RegionState
-from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.fragments import Fragments, Piece
 
 PyTree = Any
+Shardings = dict[str, NamedSharding]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,18 +24,22 @@ class Layout:
     """Shardings of a run's arrays.
 
     Attributes:
+      mesh: the inner mesh.
       region: of a `RegionState` (and in its shape), regions over the region axis.
       params: of one set of parameters on the mesh, the same for all regions.
       fragments: of each fragment on the mesh, the same for all regions.
       staged: of each fragment with its region axis.
-      outer: of everything outer, one device.
+      host: of what the outer devices keep, one copy in each process.
+      host_rows: of messages on the outer devices, regions over processes.
     """
 
+    mesh: Mesh
     region: RegionState
     params: PyTree
-    fragments: tuple[dict[str, NamedSharding], ...]
-    staged: tuple[dict[str, NamedSharding], ...]
-    outer: SingleDeviceSharding
+    fragments: tuple[Shardings, ...]
+    staged: tuple[Shardings, ...]
+    host: Sharding
+    host_rows: Sharding
 
     @classmethod
     def of(
@@ -77,23 +83,67 @@ class Layout:
             transform_non_params=lambda _: regional(mesh),
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
+        of_regions = cast(Any, regional(mesh))
         return cls(
-            region=RegionState(regions, opt_state, cast(Any, regional(mesh))),
+            mesh=mesh,
+            region=RegionState(regions, opt_state, of_regions, of_regions),
             params=unflatten([NamedSharding(mesh, spec) for spec in listed]),
             fragments=tuple(
-                {piece.path: NamedSharding(mesh, listed[piece.leaf]) for piece in part}
+                {
+                    piece.path: NamedSharding(mesh, _spec(mesh, piece, listed))
+                    for piece in part
+                }
                 for part in fragments.pieces
             ),
             staged=tuple(
-                {piece.path: regional(mesh, listed[piece.leaf]) for piece in part}
+                {
+                    piece.path: regional(mesh, _spec(mesh, piece, listed))
+                    for piece in part
+                }
                 for part in fragments.pieces
             ),
-            outer=SingleDeviceSharding(outer_device(mesh)),
+            host=outer_sharding(mesh),
+            host_rows=outer_rows(mesh),
         )
 
-    def flight(self, fragment: int, is_staged: bool) -> tuple[PyTree, PyTree]:
-        """Shardings of `(staged, mean_pseudo_gradient)` of a fragment in flight."""
-        return (self.staged[fragment] if is_staged else None, self.fragments[fragment])
+    def on_host(self, tree: PyTree) -> PyTree:
+        """Shardings that keep all of `tree` on the outer device."""
+        return jax.tree.map(lambda _: self.host, tree)
+
+    def of_regions(self, fragment: int, tree: PyTree) -> PyTree:
+        """Shardings of leaves `[R, ...]`: what is like the fragment lies as it does."""
+        return _like(self.staged[fragment], regional(self.mesh), tree)
+
+    def of_all(self, fragment: int, tree: PyTree) -> PyTree:
+        """Shardings of leaves that are the same for all regions, as `of_regions`."""
+        default = NamedSharding(self.mesh, P())
+        return _like(self.fragments[fragment], default, tree)
+
+    def divided(self, fragment: int, tree: PyTree) -> PyTree:
+        """Shardings of outer state over the devices of each region (ZeRO, stage 1).
+
+        A leaf that is like a piece of the fragment lies as that does, and is divided
+        over the data axis too where one of its free axes is a multiple of it.
+        """
+        size = self.mesh.shape[DATA]
+
+        def divide(path, x):
+            spec = _named(self.fragments[fragment], path).spec
+            spec = (*spec, *(None,) * (x.ndim - len(spec)))
+            if DATA not in jax.tree.leaves(spec):
+                free = [
+                    i for i, used in enumerate(spec)
+                    if used is None and x.shape[i] % size == 0 and x.shape[i]
+                ]  # fmt: skip
+                if free:
+                    spec = (*spec[: free[0]], DATA, *spec[free[0] + 1 :])
+            return NamedSharding(self.mesh, P(*spec))
+
+        def sharding(path, x):
+            known = _named(self.fragments[fragment], path) and math.prod(x.shape) > 1
+            return divide(path, x) if known else NamedSharding(self.mesh, P())
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def place(shapes: PyTree, shardings: PyTree) -> PyTree:
@@ -103,3 +153,26 @@ def place(shapes: PyTree, shardings: PyTree) -> PyTree:
         shapes,
         shardings,
     )
+
+
+def _spec(mesh: Mesh, piece: Piece, listed: list[Any]) -> Any:
+    """How a piece lies inside a region: as its leaf, if its layers divide."""
+    spec = listed[piece.leaf]
+    if piece.rows is None or not spec or spec[0] is None:
+        return spec
+    return spec if len(piece.rows) % mesh.shape[spec[0]] == 0 else P(None, *spec[1:])
+
+
+def _like(shardings: Shardings, default: NamedSharding, tree: PyTree) -> PyTree:
+    def sharding(path, x):
+        found = _named(shardings, path)
+        # Of another rank: a factor or a code of the piece, not a copy of it.
+        return found if found and len(found.spec) <= x.ndim else default
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _named(shardings: Shardings, path: Any) -> Any:
+    """The sharding of the piece that a leaf's path ends with, None if it is no copy."""
+    key = getattr(path[-1], "key", None) if path else None
+    return shardings.get(key) if isinstance(key, str) else None

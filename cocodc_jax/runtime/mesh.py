@@ -1,13 +1,16 @@
 """Devices: the inner mesh of regions, and the device that keeps the outer state.
 
-The inner mesh has the axes `(region, data, model)`. Programs are manual over
-`region` alone; data and tensor parallelism inside a region stay with the compiler.
+The inner mesh has the axes `(region, stage, data, model)`. Programs are manual over
+`region` alone; data and tensor parallelism inside a region stay with the compiler,
+and the stages of a pipeline with the loss function (`models/pipeline.py`).
 With fewer devices than regions each place along the region axis holds a block of
 regions.
 
-The outer state has one copy whatever the number of regions. It lives on a host
-device that no region computes on: the process's own CPU where regions are on
-accelerators, a spare virtual device where regions are on the CPU.
+The outer state has one copy in each process, whatever the number of regions. It lives
+on a host device that no region computes on: the process's own CPU where regions are on
+accelerators, a spare virtual device where regions are on the CPU. With several
+processes these devices form the *outer mesh*, over which messages can cross while the
+inner mesh computes.
 """
 
 from __future__ import annotations
@@ -17,9 +20,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
-REGION, DATA, MODEL = "region", "data", "model"
+REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
+PROCESS = "process"
 
 
 def use_cpu_devices(num_devices: int) -> None:
@@ -39,6 +50,8 @@ def make_mesh(
     data: int = 1,
     model: int = 1,
     devices: Sequence[Any] | None = None,
+    *,
+    stage: int = 1,
 ) -> Mesh:
     """The inner mesh, with a region axis as long as devices and regions allow.
 
@@ -47,40 +60,88 @@ def make_mesh(
       data: devices along each region's data axis.
       model: devices along each region's model axis.
       devices: `jax.Device`s to build from; all of them by default.
+      stage: devices along each region's stage axis, a pipeline's stages.
 
     Returns:
-      A mesh of shape `(d, data, model)`, d the largest divisor of `num_regions` for
-      which there are devices. It takes the first devices.
+      A mesh of shape `(d, stage, data, model)`, d the largest divisor of
+      `num_regions` for which there are devices. It takes the first devices.
 
     Raises:
       ValueError: if a size is below 1 or one region does not fit the devices.
     """
-    for name, size in (("regions", num_regions), ("data", data), ("model", model)):
+    sizes = {"regions": num_regions, "stage": stage, "data": data, "model": model}
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
     devices = jax.devices() if devices is None else devices
-    inside = data * model
+    inside = stage * data * model
     if inside > len(devices):
         raise ValueError(
-            f"one region needs data * model = {data} * {model} = {inside} devices, "
-            f"but there are {len(devices)}; lower data_axis or model_axis"
+            f"one region needs stage * data * model = {stage} * {data} * {model} = "
+            f"{inside} devices, but there are {len(devices)}; lower stages, data_axis "
+            "or model_axis"
         )
     most = len(devices) // inside
     length = max(
         d for d in range(1, num_regions + 1) if num_regions % d == 0 and d <= most
     )
-    grid = np.array(devices[: length * inside]).reshape(length, data, model)
-    return Mesh(grid, (REGION, DATA, MODEL), axis_types=(AxisType.Auto,) * 3)
+    grid = np.array(devices[: length * inside]).reshape(length, stage, data, model)
+    axes = (REGION, STAGE, DATA, MODEL)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def outer_device(mesh: Mesh) -> Any:
-    """The device that keeps the outer state: a CPU device outside of `mesh` if any."""
+def inner_devices(per_process: int) -> list[Any]:
+    """The first devices of every process, which leaves CPU processes one outside.
+
+    Args:
+      per_process: how many of each.
+    """
+    return [d for d in jax.devices() if _place(d) < per_process]
+
+
+def _place(device: Any) -> int:
+    """Where `device` stands among those of its process and kind."""
+    alike = [d for d in jax.devices() if d.process_index == device.process_index]
+    return alike.index(device)
+
+
+def outer_device(mesh: Mesh, process: int | None = None) -> Any:
+    """The device that keeps the outer state: a CPU device outside of `mesh` if any.
+
+    Args:
+      mesh: the inner mesh.
+      process: whose; None is this one.
+    """
+    process = jax.process_index() if process is None else process
     used = set(mesh.devices.flat)
     try:
-        spare = [d for d in jax.local_devices(backend="cpu") if d not in used]
+        cpus = [d for d in jax.devices("cpu") if d.process_index == process]
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out.
-        spare = []
-    return spare[-1] if spare else next(iter(mesh.devices.flat))
+        cpus = []
+    spare = [d for d in cpus if d not in used]
+    own = [d for d in mesh.devices.flat if d.process_index == process]
+    return spare[-1] if spare else own[0]
+
+
+def outer_sharding(mesh: Mesh) -> Sharding:
+    """Where outer state lies: whole on the outer device of every process."""
+    if jax.process_count() == 1:
+        return SingleDeviceSharding(outer_device(mesh))
+    return NamedSharding(outer_mesh(mesh), PartitionSpec())
+
+
+def outer_rows(mesh: Mesh) -> Sharding:
+    """Where messages `[R, ...]` lie for the outer mesh: each with its own process."""
+    if jax.process_count() == 1:
+        return SingleDeviceSharding(outer_device(mesh))
+    return NamedSharding(outer_mesh(mesh), PartitionSpec(PROCESS))
+
+
+def outer_mesh(mesh: Mesh) -> Mesh:
+    """The outer devices of all processes, in the order of their regions."""
+    processes = dict.fromkeys(d.process_index for d in mesh.devices.flat)
+    devices = np.array([outer_device(mesh, p) for p in processes])
+    return Mesh(devices, (PROCESS,), axis_types=(AxisType.Auto,))
 
 
 def regional(mesh: Mesh, inside: Iterable[Any] = ()) -> NamedSharding:

@@ -7,6 +7,7 @@ in and comes out. Nothing here waits for a device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,19 +19,23 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime import exchange, inner
-from cocodc_jax.runtime.inner import Block
+from cocodc_jax.runtime import inner, merging, transfer
 from cocodc_jax.runtime.layout import Layout, place
-from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh
+from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional
 from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
 from cocodc_jax.runtime.syncs import Sync, SyncPrograms
 from cocodc_jax.sync.fragments import Fragments, cut
 from cocodc_jax.sync.methods import Method
+from cocodc_jax.sync.regional import RegionalOuter
+from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedule import ScheduleState
+from cocodc_jax.transforms.compressor import message_bytes
 
 PyTree = Any
 
+# Shape of a PRNG key's data.
+_KEY_DATA = jax.ShapeDtypeStruct((2,), jnp.uint32)
 # Steps in one scan at most: their batches are all on the device at once.
 MAX_SCAN_STEPS = 100
 
@@ -70,6 +75,8 @@ class RegionProgram:
         second_moment: Callable[[PyTree], PyTree] | None = None,
         outputs: tuple[Callable, Callable] | None = None,
         param_specs: PyTree | None = None,
+        regions: Regions | None = None,
+        exchange: str = "auto",
     ):
         """Prepares the programs; nothing is compiled before the first call.
 
@@ -91,10 +98,15 @@ class RegionProgram:
             `loss(outputs, batch) -> scalar`, for merges by Gauss-Newton products.
           param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
             inside a region; replicated by default.
+          regions: how fast each region is; alike by default.
+          exchange: "program" averages messages in a program of the inner mesh, "outer"
+            on the outer mesh, beside the inner steps; "auto" is the latter where
+            there are several processes and the method allows it.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
-            cut into the method's fragments, or the merge needs what is not given.
+            cut into the method's fragments, the merge needs what is not given, or the
+            method cannot be had with these regions.
         """
         self.mesh = make_mesh(num_regions) if mesh is None else mesh
         if num_regions % self.mesh.shape[REGION]:
@@ -102,8 +114,9 @@ class RegionProgram:
                 f"num_regions={num_regions} is not a multiple of the mesh's region "
                 f"axis, {self.mesh.shape[REGION]}"
             )
-        self.method = method
         self.num_regions = num_regions
+        self.regions = Regions.alike(num_regions) if regions is None else regions
+        self.method = method = method.for_regions(self.regions, num_regions)
         self.fragments = fragments or cut(
             params, method.num_fragments, method.fragment_strategy
         )
@@ -117,18 +130,19 @@ class RegionProgram:
         self.layout = Layout.of(
             self.mesh, self.fragments, optimizer, shapes, param_specs
         )
-        self._outer_dtypes = jax.tree.map(
-            lambda x: exchange.outer_dtype(x.dtype), shapes
-        )
-        self.bytes_per_step = sum(self.fragments.num_bytes) * method.reduce_gradients
+        self._abstract_params = shapes
         # Every program is wrapped in one jit that lives as long as this object.
-        self._new_region = jax.jit(self._make_region, out_shardings=self.layout.region)
-        self._new_outer = jax.jit(self._make_outer)
+        self._new_region = jax.jit(self._make_region, out_shardings=self._where(shapes))
         steps = inner.make_steps(
-            loss_fn, optimizer, self.mesh, num_regions, method.reduce_gradients
+            loss_fn,
+            optimizer,
+            self.mesh,
+            num_regions,
+            method.step_exchange,
+            method.compressor,
         )
         self._steps = jax.jit(
-            steps, donate_argnums=0, out_shardings=(self.layout.region, None)
+            steps, donate_argnums=0, out_shardings=(self._where(shapes), None)
         )
         self._mean = jax.jit(
             jax.shard_map(
@@ -139,16 +153,44 @@ class RegionProgram:
                 out_specs=P(),
             )
         )
-        self._finite = jax.jit(inner.are_finite)
+        # Small enough for every process to have, whoever's regions they are.
+        everywhere = NamedSharding(self.mesh, P())
+        self._finite = jax.jit(inner.are_finite, out_shardings=everywhere)
+        self._spread = jax.jit(merging.spread, out_shardings=everywhere)
         self._join = jax.jit(self.fragments.join)
         self._syncs = method.schedule and SyncPrograms(
             method,
             self.mesh,
             self.fragments,
             self.layout,
-            Block.of(self.mesh, num_regions),
+            self.regions,
+            shapes,
             Sources(loss_fn, learning_rate, second_moment, outputs),
+            method.crosses_outside(exchange, jax.process_count()),
         )
+
+    @functools.cached_property
+    def bytes_per_step(self) -> int:
+        """Bytes one region sends at every inner step, besides syncs."""
+        exchange, compressor = self.method.step_exchange, self.method.compressor
+        if exchange is None or self.num_regions == 1:
+            return 0
+        params = self._abstract_params
+        message, _ = jax.eval_shape(
+            lambda g, key: exchange.send(
+                g, exchange.init(g, compressor), compressor, key
+            ),
+            params,
+            jax.eval_shape(lambda: jax.random.key(0)),
+        )
+        return message_bytes(message)
+
+    def _where(self, shapes: PyTree) -> RegionState:
+        """Shardings of a `RegionState`."""
+        state = jax.eval_shape(self._make_region, shapes, _KEY_DATA)
+        # What is sent at every step is kept whole on each of a region's devices.
+        sender = jax.tree.map(lambda _: regional(self.mesh), state.sender)
+        return self.layout.region._replace(sender=sender)
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
         """The state before the first step: all regions and the outer model alike.
@@ -157,29 +199,30 @@ class RegionProgram:
           params: one region's parameters.
           key: PRNG key; each region gets its own from it.
         """
-        key = jax.device_put(key, NamedSharding(self.mesh, P()))
-        region = self._new_region(jax.device_put(params, self.layout.params), key)
-        # The jit copies: outer arrays are donated later, the caller's must survive.
-        outer = self._new_outer(jax.device_put(params, self.layout.outer))
-        schedule = self.method.schedule
-        memory = schedule.init() if schedule else None
-        return TrainState(region, outer, {}, memory)
+        everywhere = NamedSharding(self.mesh, P())
+        key_data = transfer.put(jax.random.key_data(key), everywhere)
+        params = transfer.put(params, self.layout.params)
+        region = self._new_region(params, key_data)
+        if self._syncs is None:
+            return TrainState(region, OuterState((), ()), {}, None)
+        outer, senders, in_flight, memory = self._syncs.init(params, region.params)
+        return TrainState(region, outer, in_flight, memory, senders)
 
-    def _make_region(self, params: PyTree, key: jax.Array) -> RegionState:
+    def _make_region(self, params: PyTree, key_data: jax.Array) -> RegionState:
+        key = jax.random.wrap_key_data(key_data)
+
         def spread(x):
             return jnp.broadcast_to(x[None], (self.num_regions, *x.shape))
 
-        opt_state = jax.tree.map(spread, self._optimizer.init(params))
-        keys = jax.random.key_data(jax.random.split(key, self.num_regions))
-        return RegionState(jax.tree.map(spread, params), opt_state, keys)
-
-    def _make_outer(self, params: PyTree) -> OuterState:
-        if self.method.schedule is None:
-            return OuterState((), ())
-        cast = jax.tree.map(lambda x, d: x.astype(d), params, self._outer_dtypes)
-        parts = tuple(self.fragments.take(cast, k) for k in range(len(self.fragments)))
-        init = self.method.outer_optimizer.init
-        return OuterState(parts, tuple(init(part) for part in parts))
+        sender = ()
+        if self.method.step_exchange is not None:
+            sender = self.method.step_exchange.init(params, self.method.compressor)
+        return RegionState(
+            jax.tree.map(spread, params),
+            jax.tree.map(spread, self._optimizer.init(params)),
+            jax.random.key_data(jax.random.split(key, self.num_regions)),
+            jax.tree.map(spread, sender),
+        )
 
     def abstract(self, params: PyTree, memory: ScheduleState | None) -> TrainState:
         """Shapes, dtypes and shardings of the state at which `memory` was taken.
@@ -193,18 +236,13 @@ class RegionProgram:
         """
         shapes = jax.eval_shape(lambda x: x, params)
         region = place(
-            jax.eval_shape(self._make_region, shapes, jax.random.key(0)),
-            self.layout.region,
+            jax.eval_shape(self._make_region, shapes, _KEY_DATA),
+            self._where(shapes),
         )
-        outer = jax.eval_shape(self._make_outer, shapes)
-        in_flight = {}
-        if self._syncs is not None and memory is not None:
-            in_flight = {
-                k: self._syncs.abstract_flight(k, region.params, outer.params)
-                for k, _ in memory.in_flight
-            }
-        where = jax.tree.map(lambda _: self.layout.outer, outer)
-        return TrainState(region, place(outer, where), in_flight, memory)
+        if self._syncs is None:
+            return TrainState(region, OuterState((), ()), {}, memory)
+        outer, senders, in_flight = self._syncs.abstract(shapes, memory, region)
+        return TrainState(region, outer, in_flight, memory, senders)
 
     def steps_to_event(self, state: TrainState) -> int | None:
         """Inner steps until the next event; None for a method without a schedule."""
@@ -213,11 +251,17 @@ class RegionProgram:
         return self.method.schedule.next_step(state.schedule) - state.step
 
     def put_batches(self, batches: PyTree) -> PyTree:
-        """Places host batches `[T, R, B, ...]` on the mesh, B over the data axis."""
+        """Places host batches `[T, R, B, ...]` on the mesh, B over the data axis.
+
+        With several processes each gives the rows of its own regions.
+        """
 
         def put(x):
             spec = P(None, REGION, DATA) if np.ndim(x) > 2 else P(None, REGION)
-            return jax.device_put(x, NamedSharding(self.mesh, spec))
+            sharding = NamedSharding(self.mesh, spec)
+            if isinstance(x, jax.Array) or sharding.is_fully_addressable:
+                return jax.device_put(x, sharding)
+            return jax.make_array_from_process_local_data(sharding, x)
 
         return jax.tree.map(put, batches)
 
@@ -240,7 +284,10 @@ class RegionProgram:
                 "most `steps_to_event(state)`"
             )
         batches = self.put_batches(batches)
-        region, (losses, aux) = self._steps(state.region, batches)
+        active = None
+        if not self.regions.are_even:
+            active = self.regions.active(state.step, num_steps)
+        region, (losses, aux) = self._steps(state.region, batches, active)
         state = dataclasses.replace(
             state,
             region=region,
@@ -264,11 +311,29 @@ class RegionProgram:
         """The mean of the regions' parameters: what every method is judged by."""
         return self._mean(state.region.params)
 
+    def spread(self, state: TrainState) -> jax.Array:
+        """How far the regions are apart, see `merging.spread`; a float32 scalar."""
+        return self._spread(state.region.params)
+
     def outer_params(self, state: TrainState) -> PyTree:
-        """The outer parameters, on the mesh; the mean where a method has none."""
+        """The outer parameters, on the mesh; the mean where regions have their own."""
         if self.method.schedule is None:
             return self.mean_params(state)
-        return jax.device_put(self._join(state.outer.params), self.layout.params)
+        if isinstance(self.method.outer_optimizer, RegionalOuter):
+            whole = state.region.params
+            for k, part in enumerate(state.outer.params):
+                whole = self.fragments.put(whole, k, part, lead=1)
+            return self._mean(whole)
+        return transfer.move(self._join(state.outer.params), self.layout.params)
+
+    def outer_bytes(self, state: TrainState) -> int:
+        """Bytes of everything a method keeps besides the regions' own training.
+
+        Outer parameters and optimizer, fragments in flight, senders: of all regions
+        together, each array counted once.
+        """
+        kept = (state.outer, state.in_flight, state.senders, state.region.sender)
+        return sum(x.nbytes for x in jax.tree.leaves(kept))
 
 
 def run(

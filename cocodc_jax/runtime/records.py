@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cocodc_jax.runtime import transfer
 from cocodc_jax.runtime.syncs import Sync
 
 Record = dict[str, Any]
@@ -21,18 +22,21 @@ class Records:
     """Makes the records, and keeps the sums that they are made of."""
 
     def __init__(
-        self, write: Callable[[Record], None], log_every: int, tokens_per_step: int
+        self,
+        write: Callable[[Record], None],
+        log_every: int,
+        tokens_at: Callable[[int], int],
     ):
         """Begins with nothing.
 
         Args:
           write: takes each record.
           log_every: steps that one training record averages over.
-          tokens_per_step: tokens in one step of all regions.
+          tokens_at: tokens that all regions have trained on by a step.
         """
         self._write = write
         self._log_every = log_every
-        self._tokens_per_step = tokens_per_step
+        self._tokens_at = tokens_at
         self._window: list[np.ndarray] = []
         self._ratios: list[float] = []
         self.last_eval: Record | None = None
@@ -73,7 +77,7 @@ class Records:
             {
                 "kind": "train",
                 "step": step,
-                "tokens": step * self._tokens_per_step,
+                "tokens": self._tokens_at(step),
                 "loss": float(regions.mean()),
                 "loss_regions": regions.tolist(),
                 "bytes_sent_per_region": bytes_sent,
@@ -84,7 +88,7 @@ class Records:
         """Writes the record of an applied sync; waits for its numbers."""
         ratio = None
         if "correction_ratio" in sync.metrics:
-            ratios = np.asarray(sync.metrics["correction_ratio"])
+            ratios = transfer.local_rows(sync.metrics["correction_ratio"])
             ratio = float(ratios.mean(dtype=np.float64))
             self._ratios.append(ratio)
         self._write(
@@ -101,16 +105,20 @@ class Records:
         )
 
     def evaluation(
-        self, step: int, bytes_sent: int, loss: float, loss_outer: float
+        self, step: int, bytes_sent: int, loss: float, loss_outer: float, drift: float
     ) -> None:
-        """Writes the record of an evaluation: of the mean and of the outer model."""
+        """Writes the record of an evaluation: of the mean and of the outer model.
+
+        `drift` is the RMS distance of the regions from their mean over its length.
+        """
         self.last_eval = {
             "kind": "eval",
             "step": step,
-            "tokens": step * self._tokens_per_step,
+            "tokens": self._tokens_at(step),
             "bytes_sent_per_region": bytes_sent,
             "eval_loss": loss,
             "eval_perplexity": math.exp(min(loss, 700.0)),
             "eval_loss_outer": loss_outer,
+            "region_drift": drift,
         }
         self._write(self.last_eval)

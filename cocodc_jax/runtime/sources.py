@@ -15,7 +15,16 @@ from cocodc_jax.sync.methods import Method
 PyTree = Any
 
 # These a merge is always given; the others come from a `Sources`.
-_ALWAYS = frozenset({"delay_steps", "stale_params", "gradient_fn", "key"})
+_ALWAYS = frozenset(
+    {
+        "delay_steps",
+        "stale_params",
+        "gradient_fn",
+        "key",
+        "later_params",
+        "later_gradient",
+    }
+)
 _OF_A_BATCH = frozenset({"gradient_fn", "model_fn", "output_loss_fn"})
 
 

@@ -20,15 +20,20 @@ class RegionState(NamedTuple):
       params: local parameters.
       opt_state: the inner optimizer's state, never communicated.
       key: PRNG key data, uint32 `[R, 2]`.
+      sender: state of what is sent at every step, `()` if nothing is.
     """
 
     params: PyTree
     opt_state: PyTree
     key: jax.Array
+    sender: PyTree = ()
 
 
 class OuterState(NamedTuple):
-    """What all regions share: one copy, on the outer device, an entry a fragment.
+    """The outer side of a run, an entry a fragment.
+
+    One copy for all regions, on the outer device or laid over the mesh; where outer
+    parameters are regional every leaf is `[R, ...]`, on the mesh.
 
     Attributes:
       params: outer parameters, at least float32.
@@ -39,30 +44,50 @@ class OuterState(NamedTuple):
     opt_states: tuple[PyTree, ...]
 
 
+class Sender(NamedTuple):
+    """What regions keep of a fragment between two messages; regional, `[R, ...]`.
+
+    Attributes:
+      state: the compressor's, such as what error feedback has not sent yet.
+      anchor: the outer fragment each region last took; None unless regions take it at
+        different times.
+    """
+
+    state: PyTree
+    anchor: Fragment | None = None
+
+
 class InFlight(NamedTuple):
     """A fragment on its way.
 
     Attributes:
       staged: the regions' own fragment when the sync started, `[R, ...]`, or None if
         the merge has no use for it.
-      mean_pseudo_gradient: the mean that will arrive, no region axis.
+      mean_pseudo_gradient: the mean that will arrive, no region axis unless every
+        pair of regions has its own.
+      midway: the regions' own fragment halfway to the merge, `[R, ...]`, or None if it
+        is not there yet or the merge has no use for it.
+      reference: the outer fragment when the sync started, or None if the outer
+        optimizer has no use for it.
     """
 
     staged: Fragment | None
-    mean_pseudo_gradient: Fragment
+    mean_pseudo_gradient: PyTree
+    reference: Fragment | None = None
+    midway: Fragment | None = None
 
 
 class Observation(NamedTuple):
-    """The size of an applied update, which adaptive transmission ranks by.
+    """What an adaptive schedule wants to know of an applied update.
 
     Attributes:
       fragment: whose.
-      norm: float32 scalar still on its device, so that reading it can wait until
-        the schedule has to choose.
+      value: float32 scalar, its norm or effective rank (`Schedule.observes`), still
+        on its device, so that reading it can wait until the schedule has to choose.
     """
 
     fragment: int
-    norm: jax.Array
+    value: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +96,10 @@ class TrainState:
 
     Attributes:
       region: regional arrays, on the inner mesh.
-      outer: outer arrays, on the outer device.
+      outer: outer parameters and optimizer states.
       in_flight: syncs started and not yet applied, by fragment.
       schedule: the schedule's memory; None for methods without one.
+      senders: what regions keep between messages, an entry a fragment.
       observed: applied updates that the schedule has not been told of.
       step: inner steps done.
       bytes_sent: bytes one region has sent.
@@ -83,6 +109,7 @@ class TrainState:
     outer: OuterState
     in_flight: dict[int, InFlight]
     schedule: ScheduleState | None
+    senders: tuple[Sender, ...] = ()
     observed: tuple[Observation, ...] = ()
     step: int = 0
     bytes_sent: int = 0

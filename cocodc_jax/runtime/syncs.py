@@ -3,11 +3,14 @@
 The order at a step is a contract, the same on every region:
 
 1. syncs that arrive are applied, oldest first: outer step, then merge;
-2. the sync that starts now leaves with what was merged;
-3. with a delay of 0 it is applied at once.
+2. the syncs that start now leave with what was merged;
+3. with a delay of 0 each is applied at once.
 
-Nothing here waits for a device, but for adaptive transmission, which before it
-chooses reads the norm of the updates applied since the slot before.
+Where a method is one whole round late (`Schedule.sends_first`), what starts leaves
+before anything is applied, so that its message tells what the round itself learned.
+
+Nothing here waits for a device, but for schedules that adapt: before they choose they
+read the norm (or the effective rank) of the updates applied since the slot before.
 """
 
 from __future__ import annotations
@@ -17,16 +20,28 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from cocodc_jax.runtime import exchange
+from cocodc_jax.runtime import merging, transfer
 from cocodc_jax.runtime.inner import Block
-from cocodc_jax.runtime.layout import Layout, place
+from cocodc_jax.runtime.layout import Layout
+from cocodc_jax.runtime.regional import RegionalOuters
+from cocodc_jax.runtime.shared import SharedOuter
 from cocodc_jax.runtime.sources import Sources, needs_batch
-from cocodc_jax.runtime.state import InFlight, Observation, OuterState, TrainState
+from cocodc_jax.runtime.state import (
+    InFlight,
+    Observation,
+    OuterState,
+    Sender,
+    TrainState,
+)
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.methods import Method
+from cocodc_jax.sync.regional import RegionalOuter
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedule import Event, ScheduleState
 
 PyTree = Any
 
@@ -60,8 +75,10 @@ class SyncPrograms:
         mesh: Mesh,
         fragments: Fragments,
         layout: Layout,
-        block: Block,
+        regions: Regions,
+        params: PyTree,
         sources: Sources,
+        crosses_outside: bool = False,
     ):
         """Wraps every program in one jit; see `RegionProgram` for the arguments.
 
@@ -70,24 +87,22 @@ class SyncPrograms:
         """
         sources.check(method)
         assert method.schedule is not None
-        self._merge_rule, self._schedule = method.merge, method.schedule
+        self._method, self._schedule = method, method.schedule
         self._fragments, self._layout = fragments, layout
-        self._sources = sources
-        each = range(len(fragments))
-        self._start = [
-            jax.jit(
-                exchange.make_start(mesh, fragments, k, method.merge.needs_staged),
-                out_shardings=layout.flight(k, method.merge.needs_staged),
-            )
-            for k in each
-        ]
-        self._outer = jax.jit(
-            functools.partial(exchange.outer_step, method.outer_optimizer),
-            donate_argnums=(0, 1),
+        self._sources, self._regions = sources, regions
+        block = Block.of(mesh, regions.num)
+        is_regional = isinstance(method.outer_optimizer, RegionalOuter)
+        parts = (method, fragments, layout, block, params)
+        self.outer = (
+            RegionalOuters(*parts)
+            if is_regional
+            else SharedOuter(*parts, crosses_outside)
         )
+        each = range(len(fragments))
+        self._abstract_params = params
         self._merge = [
             jax.jit(
-                exchange.make_merge(
+                merging.make_merge(
                     mesh,
                     fragments,
                     k,
@@ -95,21 +110,85 @@ class SyncPrograms:
                     method.schedule.delay_steps,
                     sources,
                     block,
+                    is_regional,
                 ),
                 donate_argnums=0,
                 out_shardings=(layout.region.params, None),
             )
             for k in each
         ]
-        self._drift = jax.jit(exchange.make_drift(mesh, fragments))
+        self._copy = [
+            jax.jit(
+                functools.partial(fragments.take, fragment=k, lead=1),
+                out_shardings=layout.staged[k],
+            )
+            for k in each
+        ]
+        self._drift = jax.jit(merging.make_drift(mesh, fragments))
 
-    def abstract_flight(
-        self, fragment: int, params: PyTree, outer: tuple[PyTree, ...]
-    ) -> InFlight:
-        """Shapes and shardings of a fragment in flight."""
-        shapes = jax.eval_shape(self._start[fragment], params, outer[fragment])
-        where = self._layout.flight(fragment, self._merge_rule.needs_staged)
-        return InFlight(*place(shapes, where))
+    def init(
+        self, params: PyTree, region_params: PyTree
+    ) -> tuple[OuterState, tuple[Sender, ...], dict[int, InFlight], ScheduleState]:
+        """What a run has besides its regions before the first step.
+
+        Args:
+          params: one region's parameters, on the mesh.
+          region_params: of all regions, `[R, ...]`.
+        """
+        outer, senders = self.outer.init(params)
+        memory = self._schedule.init()
+        in_flight = {
+            k: self._first_flight(k, params, region_params) for k, _ in memory.in_flight
+        }
+        return outer, senders, in_flight, memory
+
+    def _first_flight(self, fragment: int, params, region_params) -> InFlight:
+        """The message of zero that arrives at a round-late schedule's first slot."""
+        outer, _ = self.outer.abstract(params)
+        region = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            region_params,
+        )
+        key = jax.ShapeDtypeStruct((self._regions.num, 2), jnp.uint32)
+        shapes = self.outer.abstract_flight(fragment, region, key, outer)
+        flight: InFlight = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes
+        )
+        if flight.staged is not None:
+            staged = self._fragments.take(region_params, fragment, lead=1)
+            flight = flight._replace(staged=jax.tree.map(jnp.copy, staged))
+        if flight.reference is not None:
+            part = self._fragments.take(params, fragment)
+            where = jax.tree.map(lambda x: x.sharding, flight.reference)
+            flight = flight._replace(
+                reference=jax.tree.map(
+                    lambda x, r: jnp.array(x, r.dtype, copy=True),
+                    transfer.move(part, where),
+                    flight.reference,
+                )
+            )
+        return flight
+
+    def abstract(
+        self, params: PyTree, memory: ScheduleState | None, region: Any
+    ) -> tuple[OuterState, tuple[Sender, ...], dict[int, InFlight]]:
+        """Shapes and shardings of what `init` gives, at the time of `memory`.
+
+        Args:
+          params: shapes of one region's parameters.
+          memory: tells the fragments in flight, and the rank of messages.
+          region: abstract `RegionState`.
+        """
+        outer, senders = self.outer.abstract(params, memory.rank if memory else 0)
+        flights = {}
+        for k, start_step in memory.in_flight if memory is not None else ():
+            flight = self.outer.abstract_flight(k, region.params, region.key, outer)
+            assert memory is not None
+            half = start_step + self._schedule.midway_steps
+            if self._schedule.looks_midway and memory.step >= half:
+                flight = flight._replace(midway=flight.staged)
+            flights[k] = flight
+        return outer, senders, flights
 
     def after_steps(
         self, state: TrainState, batches: PyTree
@@ -120,102 +199,161 @@ class SyncPrograms:
           state: region parameters and outer state are donated.
           batches: of the steps just done, `[T, R, ...]`.
         """
+        state = self._look_midway(state)
         last = None
-        if needs_batch(self._merge_rule.needs):
+        if needs_batch(self._method.merge.needs):
             last = jax.tree.map(lambda x: x[-1], batches)
-        state, early = self._finish_due(state, last)
-        state, has_started = self._start_due(state)
-        if not has_started or self._schedule.delay_steps:
-            return state, early
-        state, late = self._finish_due(state, last)
-        return state, early + late
+        if self._schedule.sends_first:
+            return self._send_then_finish(state, last)
+        state, syncs = self._finish_due(state, last)
+        while True:
+            state, event = self._next_start(state)
+            if event is None:
+                return state, syncs
+            state, flight = self._send(state, event)
+            flights = {**state.in_flight, event.fragment: flight}
+            state = dataclasses.replace(state, in_flight=flights)
+            if self._schedule.delay_steps == 0:
+                state, more = self._finish_due(state, last, event.regions)
+                syncs += more
 
     def settle(self, state: TrainState) -> TrainState:
-        """Tells the schedule of every update applied; waits for their norms."""
+        """Tells the schedule of every update applied; waits for what it observes."""
         memory = state.schedule
         assert memory is not None
-        for fragment, norm in state.observed:
+        for fragment, value in state.observed:
             memory = self._schedule.observe(
-                memory, fragment, float(norm), self._fragments.num_params[fragment]
+                memory, fragment, float(value), self._fragments.num_params[fragment]
             )
         return dataclasses.replace(state, schedule=memory, observed=())
 
-    def _start_due(self, state: TrainState) -> tuple[TrainState, bool]:
-        if self._schedule.score is not None and self._schedule.is_slot(state.step):
+    def _send_then_finish(self, state: TrainState, batch: PyTree):
+        assert state.schedule is not None
+        memory, due = self._schedule.finishes(state.schedule, state.step)
+        state, event = self._next_start(dataclasses.replace(state, schedule=memory))
+        if event is None:
+            return self._finish(state, due, batch)
+        state, flight = self._send(state, event)
+        state, syncs = self._finish(state, due, batch)
+        flights = {**state.in_flight, event.fragment: flight}
+        return dataclasses.replace(state, in_flight=flights), syncs
+
+    def _look_midway(self, state: TrainState) -> TrainState:
+        """Keeps a copy of each fragment that is halfway to its merge."""
+        assert state.schedule is not None
+        if not self._schedule.looks_midway:
+            return state
+        flights = dict(state.in_flight)
+        for k, start_step in state.schedule.in_flight:
+            if state.step == start_step + self._schedule.midway_steps:
+                midway = self._copy[k](state.region.params)
+                flights[k] = flights[k]._replace(midway=midway)
+        return dataclasses.replace(state, in_flight=flights)
+
+    def _next_start(self, state: TrainState) -> tuple[TrainState, Event | None]:
+        assert state.schedule is not None
+        may_start = self._schedule.may_start(state.schedule, state.step)
+        if self._schedule.observes and may_start:
             state = self.settle(state)
         assert state.schedule is not None
         memory, event = self._schedule.start(
             state.schedule, state.step, lambda: self._measure_drift(state)
         )
-        state = dataclasses.replace(state, schedule=memory)
-        if event is None:
-            return state, False
-        k = event.fragment
-        outer = jax.device_put(state.outer.params[k], self._layout.fragments[k])
-        flight = InFlight(*self._start[k](state.region.params, outer))
-        return dataclasses.replace(
-            state,
-            in_flight={**state.in_flight, k: flight},
-            bytes_sent=state.bytes_sent + _num_bytes(flight.mean_pseudo_gradient),
-        ), True
+        if memory.rank != state.schedule.rank:
+            assert isinstance(self.outer, SharedOuter)
+            state = self.outer.resize(state, memory.rank)
+        return dataclasses.replace(state, schedule=memory), event
 
-    def _finish_due(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, tuple[Sync, ...]]:
+    def _send(self, state: TrainState, event: Event) -> tuple[TrainState, InFlight]:
+        k = event.fragment
+        weights = tuple(self._weights(state, event).tolist())
+        state, flight = self.outer.send(state, k, weights)
+        # Regions that send at different times count as one of them at each time.
+        share = 1 / self._regions.num if self._method.is_asynchronous else 1
+        sent = state.bytes_sent + round(self.message_bytes(k, event.rank) * share)
+        return dataclasses.replace(state, bytes_sent=sent), flight
+
+    def _weights(self, state: TrainState, event: Event) -> np.ndarray:
         assert state.schedule is not None
-        memory, events = self._schedule.finishes(state.schedule, state.step)
+        before = state.step - state.schedule.interval[event.fragment]
+        since = (before,) * self._regions.num
+        return self._regions.weights(
+            since, state.step, self._method.weigh, event.regions
+        )
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def message_bytes(self, fragment: int, rank: int = 0) -> int:
+        """Bytes that one region sends for a sync; a region alone sends nothing."""
+        if self._regions.num == 1:
+            return 0
+        return self.outer.num_bytes(fragment, self._abstract_params, rank)
+
+    def _finish_due(self, state: TrainState, batch: PyTree, regions=None):
+        assert state.schedule is not None
+        memory, due = self._schedule.finishes(state.schedule, state.step)
         state = dataclasses.replace(state, schedule=memory)
+        return self._finish(state, due, batch, regions)
+
+    def _finish(
+        self,
+        state: TrainState,
+        due: list[Event],
+        batch: PyTree,
+        regions: tuple[int, ...] | None = None,
+    ) -> tuple[TrainState, tuple[Sync, ...]]:
         syncs = []
-        for _, k, start_step in events:
-            num_bytes = _num_bytes(state.in_flight[k].mean_pseudo_gradient)
-            state, norm, metrics = self._finish(state, k, batch)
+        for event in due:
+            k, start_step = event.fragment, event.start_step
+            flight = state.in_flight[k]
+            rest = {i: v for i, v in state.in_flight.items() if i != k}
+            state = dataclasses.replace(state, in_flight=rest)
+            state, norm, metrics = self._apply(state, k, flight, batch, regions)
+            num_bytes = 0
+            if start_step > 0:  # Not a round-late schedule's message of zero.
+                num_bytes = self.message_bytes(k, event.rank)
+                state = self._observe(state, k, flight, norm)
             syncs.append(Sync(k, start_step, state.step, num_bytes, norm, metrics))
         return state, tuple(syncs)
 
-    def _finish(self, state: TrainState, k: int, batch: PyTree):
-        flight = state.in_flight[k]
-        mean = jax.device_put(flight.mean_pseudo_gradient, self._layout.outer)
-        params, opt_state, norm = self._outer(
-            state.outer.params[k], state.outer.opt_states[k], mean
-        )
+    def _apply(self, state: TrainState, k: int, flight: InFlight, batch, regions):
+        """The outer step and the merge of one sync."""
+        state, norm = self.outer.receive(state, k, flight)
+        outer = self.outer.on_mesh(state, k)
+        takes = None
+        if self._method.is_asynchronous:
+            takes = np.isin(np.arange(self._regions.num), regions or ())
+            takes = transfer.put(takes, self._layout.region.key)
+            assert isinstance(self.outer, SharedOuter)
+            state = self.outer.move_anchors(state, k, outer, takes)
         local, metrics = self._merge[k](
             state.region.params,
-            state.region._replace(params=None),
-            flight.staged,
-            jax.device_put(params, self._layout.fragments[k]),
+            state.region._replace(params=None, sender=()),
+            (flight.staged, flight.midway),
+            outer,
             batch,
             self._rate(state.step),
+            takes,
         )
-        outer = OuterState(
-            _set(state.outer.params, k, params),
-            _set(state.outer.opt_states, k, opt_state),
-        )
-        observed = state.observed
-        if self._schedule.score is not None:
-            observed = (*observed, Observation(k, norm))
-        state = dataclasses.replace(
-            state,
-            region=state.region._replace(params=local),
-            outer=outer,
-            in_flight={i: v for i, v in state.in_flight.items() if i != k},
-            observed=observed,
-        )
-        return state, norm, metrics
+        region = state.region._replace(params=local)
+        return dataclasses.replace(state, region=region), norm, metrics
+
+    def _observe(self, state: TrainState, k: int, flight: InFlight, norm: jax.Array):
+        """The state with what the schedule wants to know of an applied mean."""
+        if self._schedule.observes is None:
+            return state
+        value = norm
+        if self._schedule.observes == "effective_rank":
+            assert isinstance(self.outer, SharedOuter)
+            value = self.outer.effective_rank(state, k, flight)
+        observed = (*state.observed, Observation(k, value))
+        return dataclasses.replace(state, observed=observed)
 
     def _measure_drift(self, state: TrainState) -> list[float]:
-        outer = jax.device_put(state.outer.params, self._layout.fragments)
+        each = range(len(self._fragments))
+        outer = tuple(self.outer.on_mesh(state, k) for k in each)
         return np.asarray(self._drift(state.region.params, outer)).tolist()
 
     def _rate(self, step: int) -> jax.Array | None:
-        if "learning_rate" not in self._merge_rule.needs:
+        if "learning_rate" not in self._method.merge.needs:
             return None
         return self._sources.rate(step)
-
-
-def _num_bytes(message: PyTree) -> int:
-    """Bytes of the arrays that one region sends."""
-    return sum(x.nbytes for x in jax.tree.leaves(message))
-
-
-def _set(values: tuple, index: int, value: Any) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from cocodc_jax.runtime import transfer
 from cocodc_jax.runtime.checkpoint import CheckpointError, Checkpoints
+from cocodc_jax.runtime.flights import FlightRecorder
 from cocodc_jax.runtime.program import (
     MAX_SCAN_STEPS,
     Output,
@@ -32,7 +34,6 @@ from cocodc_jax.runtime.program import (
     take_batches,
 )
 from cocodc_jax.runtime.records import Record, Records
-from cocodc_jax.runtime.stall import StallMeter
 from cocodc_jax.runtime.state import TrainState
 
 PyTree = Any
@@ -121,6 +122,7 @@ class Result(NamedTuple):
       stall_seconds: of it, time in which regions waited for an outer fragment.
       tokens_per_second: of all regions, over the turns that compiled nothing; None
         for a run that was too short to have one.
+      timeline: when steps, syncs, arrivals and merges were; see `FlightRecorder`.
     """
 
     state: TrainState
@@ -129,6 +131,7 @@ class Result(NamedTuple):
     seconds: float
     stall_seconds: float
     tokens_per_second: float | None
+    timeline: dict[str, Any] = {}
 
 
 def train(
@@ -136,13 +139,14 @@ def train(
     state: TrainState,
     batches: Iterator[PyTree],
     num_steps: int,
-    tokens_per_step: int,
+    tokens_at: Callable[[int], int],
     *,
     cadence: Cadence = Cadence(),
     hooks: Hooks = Hooks(),
     evaluate: Callable[[PyTree], jax.Array] | None = None,
     checkpoints: Checkpoints | None = None,
     progress: dict | None = None,
+    earlier_s: float = 0.0,
 ) -> Result:
     """Trains up to inner step `num_steps`.
 
@@ -151,12 +155,13 @@ def train(
       state: from `program.init` or a checkpoint; donated.
       batches: one step's host batches at a time, leaves `[R, B, ...]`, endless.
       num_steps: the step to end at.
-      tokens_per_step: tokens in one step's batches of all regions.
+      tokens_at: tokens that all regions have trained on by a step.
       cadence: how often to log, evaluate and save.
       hooks: what to call.
       evaluate: from `make_evaluate`.
       checkpoints: where to save.
       progress: of the run so far, as a checkpoint gives it back.
+      earlier_s: seconds that the run has taken before, for its timeline.
 
     Raises:
       NonFiniteLossError: naming step, region and the last good checkpoint.
@@ -164,8 +169,8 @@ def train(
       ValueError: if `batches` ends.
     """
     batches = iter(batches)  # A list would begin anew with every turn.
-    with StallMeter() as stall:
-        loop = _Loop(program, tokens_per_step, cadence, hooks, checkpoints, stall)
+    with FlightRecorder(earlier_s) as flights:
+        loop = _Loop(program, tokens_at, cadence, hooks, checkpoints, flights)
         loop.continue_from(state.step, progress)
         while state.step < num_steps and not hooks.should_stop():
             state = loop.turn(state, batches, num_steps)
@@ -178,7 +183,7 @@ def train(
         loop.settle(state)
     if checkpoints:
         checkpoints.wait()
-    return loop.result(state)
+    return loop.result(state)._replace(timeline=flights.to_json())
 
 
 def _is_due(step: int, every: int, last: int) -> bool:
@@ -198,15 +203,15 @@ class _Turn(NamedTuple):
 class _Loop:
     """The loop's own memory: turns not yet read, and sums for the records."""
 
-    def __init__(self, program, tokens_per_step, cadence, hooks, checkpoints, stall):
+    def __init__(self, program, tokens_at, cadence, hooks, checkpoints, flights):
         self._program = program
-        self._tokens_per_step = tokens_per_step
+        self._tokens_at = tokens_at
         self._cadence = cadence
         self._hooks = hooks
         self._checkpoints = checkpoints
-        self._stall = stall
+        self._flights = flights
         self._unread: list[_Turn] = []
-        self._records = Records(hooks.record, cadence.log_every, tokens_per_step)
+        self._records = Records(hooks.record, cadence.log_every, tokens_at)
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
         self._has_compiled = False
@@ -228,8 +233,7 @@ class _Loop:
         first_step, before = state.step, state.bytes_sent
         chunk = take_batches(batches, first_step, length)
         state, output = self._program.advance(state, chunk)
-        for sync in output.syncs:
-            self._stall.watch(output.losses, sync.norm)
+        self._watch(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._has_compiled |= not is_warm
         self._lengths_seen.add(length)
@@ -244,6 +248,19 @@ class _Loop:
             )
         )
         return state
+
+    def _watch(self, state: TrainState, output: Output) -> None:
+        """Has the clock read when the devices get to what was just handed out."""
+        for sync in output.syncs:
+            if sync.start_step == state.step:  # Blocking: started and applied at once.
+                self._flights.started(
+                    sync.fragment, state.step, output.losses, sync.norm
+                )
+        for fragment, start_step in state.schedule.in_flight if state.schedule else ():
+            if start_step == state.step:
+                mean = state.in_flight[fragment].mean_pseudo_gradient
+                self._flights.started(fragment, start_step, output.losses, mean)
+        self._flights.stepped(state.step, output.losses, output.syncs)
 
     def _steps_to_cut(self, state: TrainState, num_steps: int) -> int:
         ahead = [num_steps - state.step, MAX_SCAN_STEPS]
@@ -268,8 +285,9 @@ class _Loop:
         self._check_params(state)
 
     def _read(self, turn: _Turn) -> None:
-        losses = np.asarray(turn.output.losses)
-        self._check_losses(turn.first_step, losses)
+        losses = transfer.local_rows(turn.output.losses, axis=1)
+        first_region = transfer.first_local_row(turn.output.losses, axis=1)
+        self._check_losses(turn.first_step, losses, first_region)
         for i, loss in enumerate(losses):
             is_last = i + 1 == len(losses)
             sent = turn.bytes_before + (i + 1) * self._program.bytes_per_step
@@ -279,10 +297,11 @@ class _Loop:
             self._records.sync(sync)
         self._tell_clock(turn, losses)
 
-    def _check_losses(self, first_step: int, losses: np.ndarray) -> None:
+    def _check_losses(self, first_step: int, losses, first_region: int) -> None:
         bad = np.argwhere(~np.isfinite(losses))
         if len(bad):
-            step, region = first_step + int(bad[0][0]) + 1, int(bad[0][1])
+            step = first_step + int(bad[0][0]) + 1
+            region = first_region + int(bad[0][1])
             self._stop(f"loss is {losses[tuple(bad[0])]}", step, region)
 
     def _check_params(self, state: TrainState) -> None:
@@ -306,7 +325,8 @@ class _Loop:
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
         now = time.perf_counter()
         seconds, self._read_s = now - self._read_s, now
-        tokens = len(losses) * self._tokens_per_step
+        done = turn.first_step + len(losses)
+        tokens = self._tokens_at(done) - self._tokens_at(turn.first_step)
         if not self._has_compiled:  # Since the turn read before this one.
             self._steady_tokens += tokens
             self._steady_s += seconds
@@ -317,7 +337,7 @@ class _Loop:
                 loss=float(losses[-1].mean()),
                 wall_s=now - self._began_s,
                 tokens_per_second=tokens / seconds,
-                stall_s=self._stall.seconds,
+                stall_s=self._flights.stall_s,
                 in_flight=turn.in_flight,
                 bytes_sent=turn.bytes_after,
             )
@@ -330,8 +350,9 @@ class _Loop:
         outer = loss
         if self._program.method.schedule is not None:
             outer = evaluate(self._program.outer_params(state))
+        drift = float(self._program.spread(state))
         self._records.evaluation(
-            state.step, state.bytes_sent, float(loss), float(outer)
+            state.step, state.bytes_sent, float(loss), float(outer), drift
         )
         self._read_s = time.perf_counter()  # Not training time.
 
@@ -355,6 +376,6 @@ class _Loop:
             self._records.last_eval,
             self._records.correction_ratio,
             seconds,
-            self._stall.seconds,
+            self._flights.stall_s,
             steady,
         )

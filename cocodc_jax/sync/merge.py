@@ -50,13 +50,44 @@ class Merge:
       needs: names of the extra arguments: "learning_rate" (float32 scalar, the inner
         optimizer's now), "second_moment" (the inner Adam's, bias-corrected, of this
         fragment), "gradient_fn" (fragment -> its gradient on the last batch),
-        "key" (PRNG key).
+        "key" (PRNG key), and of `later_half`, "later_params" and "later_gradient".
     """
 
     name: str
     apply: Callable[..., tuple[PyTree, Metrics]]
     needs_staged: bool = False
     needs: frozenset[str] = frozenset()
+
+    @property
+    def needs_midway(self) -> bool:
+        """Whether a copy of the fragment halfway to its merge must be kept."""
+        return bool(self.needs & {"later_params", "later_gradient"})
+
+
+def later_half(staged: PyTree, midway: PyTree, local: PyTree, delay_steps: int) -> dict:
+    """What a region saw in the two halves of the overlap, for `transforms.secant`.
+
+    Args:
+      staged: the fragment when its sync started.
+      midway: `delay_steps // 2` steps later.
+      local: `delay_steps` steps later.
+      delay_steps: tau, at least 2.
+
+    Returns:
+      "later_params", midway, and "later_gradient": the per-step pseudo-gradient of the
+      whole overlap plus its change from the first half to the second. `secant` takes
+      the whole overlap's away again.
+    """
+    first, rest = delay_steps // 2, delay_steps - delay_steps // 2
+
+    def later(staged, middle, local):
+        whole = (staged - local) / delay_steps
+        return whole + (middle - local) / rest - (staged - middle) / first
+
+    return {
+        "later_gradient": jax.tree.map(later, staged, midway, local),
+        "later_params": midway,
+    }
 
 
 def replace() -> Merge:

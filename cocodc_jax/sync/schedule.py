@@ -16,6 +16,11 @@ fragment in flight is never chosen again, and the deadline is strict. Whenever t
 fragments that are due within the next j slots number j, the earliest deadline goes
 first; so no fragment waits longer than H steps from one start to the next.
 
+With `sends_first` a fragment is one whole round late (CO2, DiLoCoX, eager updates):
+its next message leaves, with what the round learned, before the message of the round
+before is applied. The message of the round before the first is zero, so at the first
+slot the regions go back to the outer parameters: an update never counts twice.
+
 Every region must choose alike, or its collectives would pair with the wrong ones
 and hang. So scores come from reduced values only: the mean pseudo-gradient of syncs
 already applied, or a drift that was summed over the regions.
@@ -26,7 +31,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from cocodc_jax.sync.regions import Regions
 
 SCORES = ("pseudo_gradient", "aged", "drift")
 
@@ -38,16 +45,20 @@ class Event(NamedTuple):
       kind: "start" or "finish".
       fragment: which fragment.
       start_step: the step at which this sync started.
+      regions: who takes part, ascending; None is all of them.
+      rank: of the message, where the schedule sets one (`rounds.py`), else 0.
     """
 
     kind: str
     fragment: int
     start_step: int
+    regions: tuple[int, ...] | None = None
+    rank: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState:
-    """What a schedule remembers; one entry a fragment in every tuple.
+    """What a schedule remembers; one entry a fragment in tuples up to `rank`.
 
     Attributes:
       step: the step up to which events were given out.
@@ -57,6 +68,9 @@ class ScheduleState:
       norm: L2 norm of the last applied mean pseudo-gradient, 0 before the first.
       size: parameters in each fragment, 0 before its first sync was applied.
       observed_interval: the interval that `norm` was gathered over.
+      rank: of the messages sent now, 0 where the schedule sets none.
+      round_steps: steps of the round that goes on, 0 where all are alike.
+      effective_ranks: of the last means applied, newest last.
     """
 
     step: int
@@ -66,6 +80,9 @@ class ScheduleState:
     norm: tuple[float, ...]
     size: tuple[int, ...]
     observed_interval: tuple[int, ...]
+    rank: int = 0
+    round_steps: int = 0
+    effective_ranks: tuple[float, ...] = ()
 
     def to_json(self) -> dict:
         """Plain values, for a checkpoint."""
@@ -74,9 +91,11 @@ class ScheduleState:
     @classmethod
     def from_json(cls, value: dict) -> ScheduleState:
         """Inverse of `to_json`, also after a trip through JSON text."""
-        lists = {k: tuple(v) for k, v in value.items() if k != "step"}
-        lists["in_flight"] = tuple(tuple(x) for x in value["in_flight"])
-        return cls(step=value["step"], **lists)
+        fields: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in value.items()
+        }
+        fields["in_flight"] = tuple(tuple(x) for x in value["in_flight"])
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +108,12 @@ class Schedule:
       delay_steps: tau, inner steps from a start to its application.
       slot_steps: h, inner steps between two starts.
       score: None for the fixed round, else what adaptive transmission ranks by.
+      sends_first: whether, where one sync of a fragment arrives as the next starts,
+        the message leaves before the arriving one is applied; the delay is then one
+        whole round.
+      taking_part: the regions whose messages count, ascending; None is all of them.
+      looks_midway: whether something is looked at halfway to each merge, `midway_steps`
+        after the start.
     """
 
     num_fragments: int
@@ -96,6 +121,9 @@ class Schedule:
     delay_steps: int
     slot_steps: int
     score: str | None = None
+    sends_first: bool = False
+    taking_part: tuple[int, ...] | None = None
+    looks_midway: bool = False
 
     def __post_init__(self):
         """Checks that every fragment can be on time.
@@ -124,13 +152,46 @@ class Schedule:
                 f"{self.sync_interval} allows; a fragment must arrive before it "
                 f"starts again: use at most {longest}"
             )
+        if self.sends_first and self.delay_steps != self.sync_interval:
+            raise ValueError(
+                f"delay_steps={self.delay_steps} must be sync_interval="
+                f"{self.sync_interval} where a message leaves before the one of the "
+                "round before is applied"
+            )
+
+    @property
+    def midway_steps(self) -> int:
+        """Inner steps from a start to halfway to its merge."""
+        return self.delay_steps // 2
+
+    @property
+    def observes(self) -> str | None:
+        """What `observe` wants to know of an applied mean; None is nothing."""
+        return "norm" if self.score is not None else None
+
+    def for_regions(self, regions: Regions) -> Schedule:
+        """The same schedule for these regions.
+
+        Raises:
+          ValueError: if a region that should take part is none of them.
+        """
+        if self.taking_part and max(self.taking_part) >= regions.num:
+            raise ValueError(
+                f"taking_part={self.taking_part} names a region that is none of the "
+                f"{regions.num}; regions are counted from 0"
+            )
+        return self
 
     def init(self) -> ScheduleState:
         """The state before the first step."""
         none = (0,) * self.num_fragments
+        flying: list[tuple[int, int]] = []
+        if self.sends_first:  # Messages of zero, sent a round before the first.
+            slots = range(1 - self.num_fragments, 1)
+            flying = [(j % self.num_fragments, j * self.slot_steps) for j in slots]
         return ScheduleState(
             step=0,
-            in_flight=(),
+            in_flight=tuple(flying),
             last_start=(-1,) * self.num_fragments,
             interval=none,
             norm=(0.0,) * self.num_fragments,
@@ -141,11 +202,20 @@ class Schedule:
     def next_step(self, state: ScheduleState) -> int:
         """The first step after `state.step` at which something happens."""
         slot = (state.step // self.slot_steps + 1) * self.slot_steps
-        return min([slot] + [start + self.delay_steps for _, start in state.in_flight])
+        ends = [start + self.delay_steps for _, start in state.in_flight]
+        if self.looks_midway:
+            halves = [start + self.midway_steps for _, start in state.in_flight]
+            ends += [half for half in halves if half > state.step]
+        return min([slot, *ends])
 
     def is_slot(self, step: int) -> bool:
         """Whether a fragment may start at `step`."""
         return step > 0 and step % self.slot_steps == 0
+
+    def may_start(self, state: ScheduleState, step: int) -> bool:
+        """Whether a fragment may start at `step`, after the events up to `state`."""
+        del state
+        return self.is_slot(step)
 
     def finishes(
         self, state: ScheduleState, step: int
@@ -176,10 +246,10 @@ class Schedule:
             each fragment, summed over regions.
 
         Returns:
-          The new state and the event; None between slots, and where every fragment
-          is still in flight.
+          The new state and the event; None between slots, where every fragment is
+          still in flight, and when asked again at the same step.
         """
-        if not self.is_slot(step):
+        if not self.is_slot(step) or step in state.last_start:
             return state, None
         fragment = self._choose(state, step, drift)
         if fragment is None:
@@ -192,22 +262,23 @@ class Schedule:
             last_start=_set(state.last_start, fragment, step),
             interval=_set(state.interval, fragment, step - since),
         )
-        return state, Event("start", fragment, step)
+        return state, Event("start", fragment, step, self.taking_part)
 
     def observe(
-        self, state: ScheduleState, fragment: int, norm: float, size: int
+        self, state: ScheduleState, fragment: int, observed: float, size: int
     ) -> ScheduleState:
         """Tells the schedule the mean pseudo-gradient that was just applied.
 
         Args:
           state: any.
           fragment: whose sync was applied.
-          norm: L2 norm of the mean pseudo-gradient (the same on every region).
+          observed: what `observes` names, of the mean pseudo-gradient (the same on
+            every region); its L2 norm here.
           size: parameters in the fragment.
         """
         return dataclasses.replace(
             state,
-            norm=_set(state.norm, fragment, norm),
+            norm=_set(state.norm, fragment, observed),
             size=_set(state.size, fragment, size),
             observed_interval=_set(
                 state.observed_interval, fragment, state.interval[fragment]
@@ -257,9 +328,18 @@ class Schedule:
 
 
 def staggered(
-    sync_interval: int, num_fragments: int = 1, delay_steps: int = 0
+    sync_interval: int,
+    num_fragments: int = 1,
+    delay_steps: int = 0,
+    sends_first: bool = False,
 ) -> Schedule:
     """Each fragment every `sync_interval` steps, starts spread evenly over them.
+
+    Args:
+      sync_interval: H.
+      num_fragments: K.
+      delay_steps: tau.
+      sends_first: for a delay of one whole round, see `Schedule`.
 
     Raises:
       ValueError: if `sync_interval` is not a multiple of `num_fragments`, or the
@@ -274,9 +354,19 @@ def staggered(
             f"sync_interval={sync_interval} is not a multiple of num_fragments="
             f"{num_fragments}; use {' or '.join(options)}"
         )
+    slot_steps = sync_interval // num_fragments
     return Schedule(
-        num_fragments, sync_interval, delay_steps, sync_interval // num_fragments
+        num_fragments, sync_interval, delay_steps, slot_steps, None, sends_first
     )
+
+
+def one_round_late(sync_interval: int, num_fragments: int = 1) -> Schedule:
+    """Each fragment every `sync_interval` steps, applied as its next one starts.
+
+    Raises:
+      ValueError: if `sync_interval` is not a multiple of `num_fragments`.
+    """
+    return staggered(sync_interval, num_fragments, sync_interval, sends_first=True)
 
 
 def adaptive(

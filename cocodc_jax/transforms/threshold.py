@@ -29,7 +29,6 @@ from cocodc_jax.transforms.compressor import (
 from cocodc_jax.transforms.numerics import check_positive, vary_like
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
-
 _BEYOND = np.iinfo(np.int32).max
 
 

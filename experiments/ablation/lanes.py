@@ -21,7 +21,7 @@ import optax
 
 from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.sync.fragments import Fragments
-from cocodc_jax.sync.merge import Merge
+from cocodc_jax.sync.merge import Merge, later_half
 
 PyTree = Any
 
@@ -192,7 +192,7 @@ def make_finish(
         extra = {"learning_rate": rate, "second_moment": moment, "key": key}
         extra |= trainer.sources.of_batch(needs, with_fragment, batch, key)
         if "later_gradient" in needs:
-            extra |= _two_halves(staged, midway, local, delay_steps)
+            extra |= later_half(staged, midway, local, delay_steps)
         rule = make(strength, delay_steps)
         extra = {name: value for name, value in extra.items() if name in rule.needs}
         merged, metrics = rule.apply(
@@ -234,24 +234,6 @@ def _moment(trainer: Trainer, opt_state: PyTree) -> PyTree:
     """The second moment of all regions of all lanes, `[E, R, ...]`."""
     assert trainer.sources.second_moment is not None
     return jax.vmap(trainer.sources.second_moment)(opt_state)
-
-
-def _two_halves(staged, midway, local, delay_steps: int) -> dict[str, PyTree]:
-    """The change of the pseudo-gradient from the first half of the overlap to the next.
-
-    `secant` subtracts the whole overlap's pseudo-gradient from `later_gradient`, so
-    that one plus the change is handed over.
-    """
-    first, rest = delay_steps // 2, delay_steps - delay_steps // 2
-
-    def later(staged, middle, local):
-        whole = (staged - local) / delay_steps
-        return whole + (middle - local) / rest - (staged - middle) / first
-
-    return {
-        "later_gradient": jax.tree.map(later, staged, midway, local),
-        "later_params": midway,
-    }
 
 
 def _set(values: tuple, index: int, value: Any) -> tuple:

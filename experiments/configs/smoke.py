@@ -17,6 +17,6 @@ SMOKE = TrainConfig(
     ),
     model=models.get("smoke"),
     data=DataConfig(sequence_length=32, batch_per_region=4),
-    method=MethodConfig(sync_interval=16, num_fragments=4, delay_steps=2),
+    method=MethodConfig(sync_interval=16, num_fragments=4, delay_steps=2, rank=8),
     optimizer=OptimizerConfig(inner_lr=3e-3, warmup_steps=5, beta2=0.99),
 )

@@ -19,6 +19,6 @@ TINY = TrainConfig(
     ),
     model=models.get("tiny"),
     data=DataConfig(sequence_length=128, batch_per_region=4),
-    method=MethodConfig(sync_interval=40, num_fragments=4, delay_steps=5),
+    method=MethodConfig(sync_interval=40, num_fragments=4, delay_steps=5, rank=16),
     optimizer=OptimizerConfig(inner_lr=2e-3, warmup_steps=40, beta2=0.99),
 )

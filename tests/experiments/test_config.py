@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cocodc_jax as cc
 from experiments.config import (
     LEAVES,
     SECTIONS,
@@ -70,8 +71,15 @@ def test_replace_finds_the_section_and_seeds_the_data_too():
         SMOKE.replace(widht=3)
 
 
+def test_every_argument_of_a_method_has_a_flag_and_every_flag_a_method():
+    taken = set().union(*map(cc.methods.defaults, cc.methods.METHODS))
+    fields = {field.name for field in dataclasses.fields(MethodConfig)}
+    assert fields == taken | {"method"}
+
+
 def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
     assert MethodConfig(method="diloco", num_fragments=4).arguments == {
+        **cc.methods.COMMON,
         "sync_interval": 500,
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
@@ -88,6 +96,14 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         (lambda: RunConfig(steps=0), "steps=0 must be at least 1"),
         (lambda: RunConfig(regions=3, eval_batches=8), "multiple of regions=3"),
         (lambda: RunConfig(log_every=0), "log_every=0"),
+        (lambda: RunConfig(stages=0), "stages=0 must be at least 1"),
+        (lambda: RunConfig(step_times="1,2"), "step_times='1,2' must be 4 numbers"),
+        (lambda: RunConfig(step_times="1,1,2,x"), "step_times='1,1,2,x' must be 4"),
+        (lambda: RunConfig(step_times="2,2,2,2"), "1 for the fastest"),
+        (lambda: RunConfig(batch_sizes="1,1,1,0"), "batch_sizes=.* must be at least 1"),
+        (lambda: SMOKE.replace(batch_sizes="4,4,4,3"), "divisors of batch_per_region"),
+        (lambda: OptimizerConfig(inner_optimizer="lion"), "inner_optimizer='lion' is"),
+        (lambda: OptimizerConfig(sign_lr_fraction=0), "sign_lr_fraction=0 must be po"),
         (lambda: RunConfig(eval_every=-1), "eval_every=-1"),
         (lambda: MethodConfig(method="dilocoo"), "method='dilocoo' is unknown"),
         (lambda: MethodConfig(delay_steps=101), "delay_steps=101 is longer"),
@@ -102,6 +118,32 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
 def test_what_it_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_method_that_steps_by_signs_has_no_moments_and_a_smaller_step():
+    """0.1 * 0.2 times -(sign + 0.5 * parameter) at the peak; nothing is clipped."""
+    config = OptimizerConfig(
+        inner_lr=0.1, sign_lr_fraction=0.2, weight_decay=0.5, warmup_steps=0
+    )
+    optimizer = config.build(10, cc.methods.get("demo"))
+    params = jnp.array([2.0, -2.0])
+    step, _ = optimizer.update(jnp.array([1.0, 1.0]), optimizer.init(params), params)
+    np.testing.assert_allclose(step, [-0.04, 0.0], atol=1e-7)
+
+
+def test_muloco_trains_with_muon_and_any_method_does_on_demand():
+    params = {"blocks": {"w": jnp.ones((2, 3, 4))}, "head": jnp.ones((4, 2))}
+
+    def step(config, method):
+        optimizer = config.build(10, cc.methods.get(method))
+        grads = jax.tree.map(lambda x: 2.0**-7 * x, params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]["blocks"]["w"]
+
+    plain = OptimizerConfig(warmup_steps=0)
+    muon = dataclasses.replace(plain, inner_optimizer="muon")
+    np.testing.assert_array_equal(step(plain, "muloco"), step(muon, "diloco"))
+    # A matrix of rank one becomes its singular vectors: far from AdamW's equal steps.
+    assert not np.allclose(step(plain, "diloco"), step(muon, "diloco"), rtol=0.1)
 
 
 def test_inner_optimizer_is_clipped_adamw_with_warmup_and_cosine():

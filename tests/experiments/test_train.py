@@ -57,8 +57,9 @@ def test_files_and_summary(unbroken):
     assert json.loads(out[out.index("{") :]) == summary
     assert list(summary) == [
         "method", "preset", "seed", "regions", "parameters", "steps", "tokens",
-        "eval_loss", "eval_perplexity", "eval_loss_outer", "bytes_sent_per_region",
-        "seconds", "stall_seconds", "tokens_per_second", "correction_ratio",
+        "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift",
+        "outer_bytes", "bytes_sent_per_region", "seconds", "stall_seconds",
+        "tokens_per_second", "correction_ratio",
     ]  # fmt: skip
     assert summary["tokens"] == 48 * 4 * 4 * 32
     assert summary["eval_perplexity"] == pytest.approx(np.exp(summary["eval_loss"]))

@@ -49,6 +49,7 @@ def evaluation(step, loss, sent):
         "eval_loss": loss,
         "eval_perplexity": math.exp(loss),
         "eval_loss_outer": loss + 0.02,
+        "region_drift": 0.01,
     }
 
 
@@ -65,6 +66,8 @@ def summary(method, seed, records):
         "eval_loss": last["eval_loss"],
         "eval_perplexity": last["eval_perplexity"],
         "eval_loss_outer": last["eval_loss_outer"],
+        "region_drift": last["region_drift"],
+        "outer_bytes": 1e6,
         "bytes_sent_per_region": last["bytes_sent_per_region"],
         "seconds": 60.0,
         "stall_seconds": 1.5,

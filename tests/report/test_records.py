@@ -22,6 +22,7 @@ EVAL = {
     "eval_loss": 1.5,
     "eval_perplexity": 4.48,
     "eval_loss_outer": 1.6,
+    "region_drift": 0.1,
 }
 
 

@@ -140,7 +140,7 @@ def host(tree):
 def numbers(state):
     """Everything a run consists of, on the host, for comparing two runs."""
     memory = state.schedule and state.schedule.to_json()
-    arrays = host((state.region, state.outer, state.in_flight))
+    arrays = host((state.region, state.outer, state.in_flight, state.senders))
     return arrays, memory, state.step, state.bytes_sent
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime import inner
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import REGION, make_mesh
+from cocodc_jax.sync.every_step import mean_gradients
 
 # Every primitive of JAX 0.10 that talks over a named axis (axis_index talks to
 # nobody and pcast only changes a type).
@@ -133,7 +134,7 @@ def test_compiled_steps_send_nothing_to_another_region(tiny, length, data, model
     program = tiny.make_program("diloco", mesh, param_specs=tiny.SPECS)
     state = tiny.start(program)
     batches = program.put_batches(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
-    text = program._steps.lower(state.region, batches).compile().as_text()
+    text = program._steps.lower(state.region, batches, None).compile().as_text()
     groups = replica_groups(text)
     assert bool(groups) == (data * model > 1)
     inside = data * model
@@ -229,7 +230,9 @@ def test_a_forgotten_mean_of_gradients_does_not_trace():
 
 def test_mean_gradients_are_those_of_the_joined_batch(tiny):
     """One SGD step of four regions is one step on their batches laid end to end."""
-    steps = inner.make_steps(tiny.loss_fn, optax.sgd(0.1), make_mesh(2), 4, True)
+    steps = inner.make_steps(
+        tiny.loss_fn, optax.sgd(0.1), make_mesh(2), 4, mean_gradients()
+    )
     params, batch = tiny.make_params(), tiny.make_batch(0)
     spread = jax.tree.map(lambda x: np.stack([x] * 4), params)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
@@ -237,6 +240,7 @@ def test_mean_gradients_are_those_of_the_joined_batch(tiny):
     state, _ = jax.jit(steps)(
         inner.RegionState(spread, opt_state, keys),
         jax.tree.map(lambda x: x[None], batch),
+        None,
     )
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     grads, _ = jax.grad(tiny.loss_fn, has_aux=True)(params, joined, keys[0])

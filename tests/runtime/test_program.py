@@ -81,7 +81,9 @@ class TestArrays:
         mesh = make_mesh(4, devices=jax.devices()[:1])
         if outer_place == "mesh":
             monkeypatch.setattr(
-                layout, "outer_device", lambda mesh: mesh.devices.flat[0]
+                layout,
+                "outer_sharding",
+                lambda mesh: SingleDeviceSharding(mesh.devices.flat[0]),
             )
         program = tiny.make_program("streaming_diloco", mesh)
         params = [

@@ -18,7 +18,9 @@ from cocodc_jax.runtime.program import MAX_SCAN_STEPS, Output
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.runtime.trainer import Cadence, Hooks, NonFiniteLossError, train
 
-TOKENS_PER_STEP = 16
+
+def tokens_at(step):
+    return 16 * step
 
 
 class Run:
@@ -48,7 +50,7 @@ class Run:
                 state,
                 batches,
                 num_steps,
-                TOKENS_PER_STEP,
+                tokens_at,
                 cadence=cadence,
                 hooks=hooks,
                 checkpoints=checkpoints,
@@ -245,7 +247,7 @@ class FakeProgram:
             time.sleep(self.compile_s)
         self.lengths.append(length)
         state = dataclasses.replace(state, step=state.step + length)
-        return state, Output(np.ones((length, 1)), {}, ())
+        return state, Output(jnp.ones((length, 1)), {}, ())
 
     def finite_regions(self, state):
         return np.array([True])
@@ -255,13 +257,22 @@ class FakeProgram:
 
     outer_params = mean_params
 
+    def spread(self, state):
+        return 0.0
+
 
 def train_fake(program, num_steps, cadence):
     state = TrainState(None, None, {}, None)
     batches = itertools.repeat(np.zeros(1))
     evaluate = (lambda params: 0.0) if cadence.eval_every else None
     return train(
-        program, state, batches, num_steps, 1, cadence=cadence, evaluate=evaluate
+        program,
+        state,
+        batches,
+        num_steps,
+        lambda step: step,
+        cadence=cadence,
+        evaluate=evaluate,
     )
 
 

@@ -22,8 +22,8 @@ def outer_steps(optimizer, gradients):
 
 def test_defaults_are_the_papers():
     assert cocodc_jax.methods is methods
-    assert methods.defaults("data_parallel") == {}
-    assert methods.defaults("diloco") == {
+    assert methods.defaults("data_parallel") == methods.COMMON
+    assert methods.defaults("diloco") == methods.COMMON | {
         "sync_interval": 500,
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
@@ -40,7 +40,7 @@ def test_defaults_are_the_papers():
 
 def test_each_method_has_its_parts():
     parallel = methods.get("data_parallel")
-    assert parallel.reduce_gradients
+    assert parallel.step_exchange.name == "mean_gradients"
     assert parallel.schedule is None
     assert parallel.num_fragments == 1
     diloco = methods.get("diloco", sync_interval=30)
@@ -58,7 +58,7 @@ def test_each_method_has_its_parts():
     assert cocodc.fragment_strategy == "balanced"
     assert cocodc.num_fragments == 3
     assert cocodc.merge.needs_staged
-    assert not any(m.reduce_gradients for m in (diloco, streaming, cocodc))
+    assert not any(m.step_exchange for m in (diloco, streaming, cocodc))
     assert not any(m.merge.needs_staged for m in (parallel, diloco, streaming))
 
 
@@ -123,9 +123,9 @@ def test_the_papers_curvature_is_divided_by_the_interval():
         (
             "adaloco",
             {},
-            r"method='adaloco' is unknown; use one of \['cocodc',",
+            r"method='adaloco' is unknown; use one of \['apart',",
         ),
-        ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes none"),
+        ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes c"),
         (
             "diloco",
             {"num_fragments": 2},

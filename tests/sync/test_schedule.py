@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedule import (
     SCORES,
     Event,
     Schedule,
     ScheduleState,
     adaptive,
+    one_round_late,
     staggered,
     syncs_that_fit,
 )
@@ -29,14 +31,14 @@ def walk(schedule, state, end, measure=lambda p, step: (1.0, 1), drift=None):
     while (step := schedule.next_step(state)) <= end:
         assert step > state.step
         state, events = schedule.finishes(state, step)
-        for _, p, start in events:
+        for _, p, start, *_ in events:
             state = schedule.observe(state, p, *measure(p, start))
         state, event = schedule.start(state, step, drift and (lambda s=step: drift(s)))
         if event:
             events.append(event)
             if schedule.delay_steps == 0:
                 state, late = schedule.finishes(state, step)
-                for _, p, start in late:
+                for _, p, start, *_ in late:
                     state = schedule.observe(state, p, *measure(p, start))
                 events += late
         yield step, state, events
@@ -357,3 +359,56 @@ def test_syncs_that_fit(arguments, expected):
 def test_errors_name_the_argument_and_the_repair(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- One round late -------------------------------------------------------------
+
+
+def test_one_round_late_begins_with_messages_of_zero():
+    """One on its way for every fragment, as if sent a round before its first slot."""
+    assert one_round_late(4).init().in_flight == ((0, 0),)
+    assert table(one_round_late(4), 12) == {4: "-0 +0", 8: "-0 +0", 12: "-0 +0"}
+    assert one_round_late(6, 3).init().in_flight == ((1, -4), (2, -2), (0, 0))
+    assert table(one_round_late(6, 3), 8) == {
+        2: "-1 +1",
+        4: "-2 +2",
+        6: "-0 +0",
+        8: "-1 +1",
+    }
+
+
+def test_one_round_late_a_message_is_applied_a_round_after_it_left():
+    schedule = one_round_late(6, 3)
+    for step, _, events in walk(schedule, schedule.init(), 30):
+        assert [(e.kind, step - e.start_step) for e in events] == [
+            ("finish", 6),
+            ("start", 0),
+        ]
+
+
+@pytest.mark.parametrize("cut", [4, 5, 9])
+def test_one_round_late_goes_through_json(cut):
+    schedule = one_round_late(4, 2)
+    whole = list(walk(schedule, schedule.init(), 16))
+    states = [schedule.init(), *(s for step, s, _ in whole if step <= cut)]
+    again = ScheduleState.from_json(json.loads(json.dumps(states[-1].to_json())))
+    assert list(walk(schedule, again, 16)) == [w for w in whole if w[0] > cut]
+
+
+@pytest.mark.parametrize("delay_steps", [0, 3, 5])
+def test_what_is_sent_first_is_one_whole_round_late(delay_steps):
+    with pytest.raises(
+        ValueError, match="delay_steps=.* (must be sync_interval=4|is l)"
+    ):
+        staggered(4, 1, delay_steps, sends_first=True)
+
+
+def test_events_name_who_takes_part():
+    schedule = dataclasses.replace(staggered(4, 2, 1), taking_part=(0, 2))
+    events = [e for _, _, now in walk(schedule, schedule.init(), 8) for e in now]
+    assert [e.regions for e in events if e.kind == "start"] == [(0, 2)] * 4
+    assert schedule.for_regions(Regions.alike(3)) is schedule
+    with pytest.raises(
+        ValueError, match=r"taking_part=\(0, 2\) names a region that is"
+    ):
+        schedule.for_regions(Regions.alike(2))

@@ -1,0 +1,324 @@
+"""One outer model for all regions: where it lives, how fragments leave and arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Sharding
+
+from cocodc_jax.runtime import exchange, transfer
+from cocodc_jax.runtime.inner import Block, where_active
+from cocodc_jax.runtime.layout import Layout, place
+from cocodc_jax.runtime.rings import ring_bytes
+from cocodc_jax.runtime.state import InFlight, OuterState, Sender, TrainState
+from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.methods import Method
+from cocodc_jax.sync.rounds import effective_rank
+from cocodc_jax.transforms.compressor import message_bytes
+
+PyTree = Any
+
+
+class SharedOuter:
+    """The compiled exchange of a method whose outer model all regions share."""
+
+    is_regional = False
+
+    def __init__(
+        self,
+        method: Method,
+        fragments: Fragments,
+        layout: Layout,
+        block: Block,
+        params: PyTree,
+        crosses_outside: bool = False,
+    ):
+        """Wraps every program in one jit.
+
+        Args:
+          method: with one outer model.
+          fragments: the cut.
+          layout: where everything lives.
+          block: the regions a device holds.
+          params: shapes of one region's parameters.
+          crosses_outside: whether messages cross on the outer mesh, while the inner
+            mesh goes on, and not in a program of the inner mesh.
+        """
+        assert isinstance(method.outer_optimizer, optax.GradientTransformation)
+        self._method, self._fragments, self._layout = method, fragments, layout
+        self._block = block
+        self._optimizer = method.outer_optimizer
+        self._is_divided = method.outer_placement == "divided"
+        self._crosses_outside = crosses_outside
+        self._num_regions = block.size * layout.mesh.shape["region"]
+        self._send: dict[tuple[int, int], Callable] = {}
+        self._resize: dict[tuple[int, int], Callable] = {}
+        self._effective_rank = jax.jit(effective_rank)
+        self._step = jax.jit(
+            functools.partial(exchange.outer_step, self._optimizer),
+            donate_argnums=(0, 1),
+        )
+        self._move_anchor = jax.jit(_move_anchor, donate_argnums=0)
+        outer, senders = self._where(*jax.eval_shape(self._make, params))
+        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=outer)
+        self._new_senders = jax.jit(lambda x: self._make(x)[1], out_shardings=senders)
+
+    def _make_send(self, fragment: int, part: Fragment, rank: int) -> Callable:
+        keep_staged = self._method.merge.needs_staged
+        send = exchange.make_send(
+            self._layout.mesh,
+            self._fragments,
+            fragment,
+            self._block,
+            self._method.compressor_at(rank),
+            keep_staged,
+            self._method.is_asynchronous,
+            self._method.rings,
+            not self._crosses_outside,
+        )
+        layout = self._layout
+        staged = layout.staged[fragment] if keep_staged else None
+        kept = layout.of_regions(fragment, self._abstract_sender(part, rank).state)
+        if not self._crosses_outside:
+            arrives = layout.fragments[fragment]
+            whole = jax.jit(send, out_shardings=(staged, arrives, kept))
+            return lambda params, origin, state, weights, keys: whole(
+                params,
+                origin,
+                state,
+                self._weights(weights, layout.region.key),
+                keys,
+            )
+        encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
+        combine = jax.jit(
+            exchange.make_combine(self._method.compressor_at(rank), layout.host),
+            out_shardings=layout.host,
+        )
+
+        def send_outside(params, origin, state, weights, keys):
+            inside = self._weights(weights, layout.region.key)
+            copy, messages, state = encode(params, origin, state, inside, keys)
+            rows = transfer.gather_rows(messages, layout.host_rows)
+            return copy, combine(rows, self._weights(weights, layout.host)), state
+
+        return send_outside
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
+    def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
+        return transfer.put(np.array(weights, float), sharding)
+
+    def _make_resize(self, fragment: int, part: Fragment, rank: int) -> Callable:
+        ranked = self._method.ranked_compressors
+        assert ranked is not None
+        shapes = jax.eval_shape(lambda x: x, part)
+        kept = self._abstract_sender(part, rank).state
+        return jax.jit(
+            jax.vmap(lambda state: ranked.resize(state, shapes, rank)),
+            out_shardings=self._layout.of_regions(fragment, kept),
+        )
+
+    def init(self, params: PyTree) -> tuple[OuterState, tuple[Sender, ...]]:
+        """The outer state and senders before the first step.
+
+        Args:
+          params: one region's parameters, on the mesh.
+        """
+        host = self._layout.host
+        near = params if self._is_divided else transfer.move(params, host)
+        return self._new_outer(near), self._new_senders(params)
+
+    def _make(
+        self, params: PyTree, rank: int = 0
+    ) -> tuple[OuterState, tuple[Sender, ...]]:
+        parts = tuple(
+            jax.tree.map(
+                lambda x: jnp.array(x, exchange.outer_dtype(x.dtype), copy=True),
+                self._fragments.take(params, k),
+            )
+            for k in range(len(self._fragments))
+        )
+        senders = tuple(self._make_sender(part, rank) for part in parts)
+        return OuterState(parts, tuple(map(self._optimizer.init, parts))), senders
+
+    def _make_sender(self, part: Fragment, rank: int) -> Sender:
+        spread = functools.partial(
+            jax.tree.map,
+            lambda x: jnp.broadcast_to(x[None], (self._num_regions, *x.shape)),
+        )
+        compressor = self._method.compressor_at(rank)
+        return Sender(
+            spread(compressor.init(part) if compressor else ()),
+            spread(part) if self._method.is_asynchronous else None,
+        )
+
+    def _abstract_sender(self, part: Fragment, rank: int) -> Sender:
+        return jax.eval_shape(lambda x: self._make_sender(x, rank), part)
+
+    def _where(self, outer: OuterState, senders: tuple[Sender, ...]):
+        layout = self._layout
+        where_outer = layout.on_host(outer)
+        if self._is_divided:
+            each = [
+                (layout.divided(k, part), layout.divided(k, state))
+                for k, (part, state) in enumerate(zip(*outer, strict=True))
+            ]
+            where_outer = OuterState(*map(tuple, zip(*each, strict=True)))
+        where_senders = tuple(layout.of_regions(k, s) for k, s in enumerate(senders))
+        return where_outer, where_senders
+
+    def abstract(
+        self, params: PyTree, rank: int = 0
+    ) -> tuple[OuterState, tuple[Sender, ...]]:
+        """Shapes and shardings of what `init` gives, with messages of `rank`."""
+        outer, senders = jax.eval_shape(lambda x: self._make(x, rank), params)
+        where_outer, where_senders = self._where(outer, senders)
+        return place(outer, where_outer), place(senders, where_senders)
+
+    def num_bytes(self, fragment: int, params: PyTree, rank: int = 0) -> int:
+        """Bytes that one region sends for a sync of `fragment`.
+
+        One message, or where regions stand in rings all that a region passes on: its
+        own part of the sum and the sums, 2 (M - 1) / M of the fragment.
+
+        Args:
+          fragment: which.
+          params: shapes of one region's parameters.
+          rank: of the message, where the schedule sets one.
+        """
+        part = self._make_shapes(params, fragment)
+        if self._method.rings:
+            return ring_bytes(self._method.rings, part, self._num_regions)
+        compressor = self._method.compressor_at(rank)
+        if compressor is None:
+            return message_bytes(part)
+        state = jax.eval_shape(compressor.init, part)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        message, _ = jax.eval_shape(compressor.encode, part, state, key)
+        return message_bytes(message)
+
+    def _make_shapes(self, params: PyTree, fragment: int) -> Fragment:
+        return jax.eval_shape(lambda x: self._make(x)[0].params[fragment], params)
+
+    def abstract_flight(
+        self, fragment: int, params: PyTree, key: Any, outer: OuterState
+    ) -> InFlight:
+        """Shapes and shardings of a fragment in flight.
+
+        Args:
+          fragment: which.
+          params: abstract parameters of the regions, `[R, ...]`.
+          key: abstract key data of the regions.
+          outer: abstract.
+        """
+        del key
+        part = outer.params[fragment]
+        layout = self._layout
+        staged = None
+        if self._method.merge.needs_staged:
+            staged = jax.eval_shape(
+                lambda x: self._fragments.take(x, fragment, lead=1), params
+            )
+            staged = place(staged, layout.staged[fragment])
+        arrives = layout.fragments[fragment]
+        mean = place(part, layout.on_host(part) if self._crosses_outside else arrives)
+        return InFlight(staged, mean, part if self._method.needs_reference else None)
+
+    def send(
+        self, state: TrainState, fragment: int, weights: tuple[float, ...]
+    ) -> tuple[TrainState, InFlight]:
+        """Starts a sync: the state with the senders after it, and what is on its way.
+
+        Args:
+          state: its senders are replaced; they fit the rank its schedule says.
+          fragment: whose sync.
+          weights: of the regions in the mean, of sum 1.
+        """
+        assert state.schedule is not None
+        rank = state.schedule.rank
+        outer, sender = state.outer.params[fragment], state.senders[fragment]
+        origin = sender.anchor
+        if origin is None:
+            origin = transfer.move(outer, self._layout.fragments[fragment])
+        if (fragment, rank) not in self._send:
+            self._send[fragment, rank] = self._make_send(fragment, outer, rank)
+        staged, mean, kept = self._send[fragment, rank](
+            state.region.params, origin, sender.state, weights, state.region.key
+        )
+        reference = None
+        if self._method.needs_reference:  # The outer step donates its parameters.
+            reference = jax.tree.map(lambda x: jnp.array(x, copy=True), outer)
+        flight = InFlight(staged, mean, reference)
+        senders = _set(state.senders, fragment, sender._replace(state=kept))
+        return dataclasses.replace(state, senders=senders), flight
+
+    def receive(
+        self, state: TrainState, fragment: int, flight: InFlight
+    ) -> tuple[TrainState, jax.Array]:
+        """The state with the outer step done, and the norm of what arrived."""
+        outer = state.outer
+        where = jax.tree.map(lambda x: x.sharding, outer.params[fragment])
+        params, opt_state, norm = self._step(
+            outer.params[fragment],
+            outer.opt_states[fragment],
+            transfer.move(flight.mean_pseudo_gradient, where),
+            flight.reference,
+        )
+        outer = OuterState(
+            _set(outer.params, fragment, params),
+            _set(outer.opt_states, fragment, opt_state),
+        )
+        return dataclasses.replace(state, outer=outer), norm
+
+    def resize(self, state: TrainState, rank: int) -> TrainState:
+        """The state with senders that fit messages of `rank`."""
+        senders = []
+        for k, sender in enumerate(state.senders):
+            if (k, rank) not in self._resize:
+                part = state.outer.params[k]
+                self._resize[k, rank] = self._make_resize(k, part, rank)
+            kept = self._resize[k, rank](sender.state)
+            senders.append(sender._replace(state=kept))
+        return dataclasses.replace(state, senders=tuple(senders))
+
+    def effective_rank(
+        self, state: TrainState, fragment: int, flight: InFlight
+    ) -> jax.Array:
+        """Of the mean that arrived, a float32 scalar; where the outer state is.
+
+        Not part of the outer step, whose result the regions are waiting for.
+        """
+        where = jax.tree.map(lambda x: x.sharding, state.outer.params[fragment])
+        mean = transfer.move(flight.mean_pseudo_gradient, where)
+        return self._effective_rank(mean)
+
+    def on_mesh(self, state: TrainState, fragment: int) -> Fragment:
+        """An outer fragment where regions can take it in."""
+        part = state.outer.params[fragment]
+        return transfer.move(part, self._layout.fragments[fragment])
+
+    def move_anchors(
+        self, state: TrainState, fragment: int, outer: Fragment, takes: jax.Array
+    ) -> TrainState:
+        """The state after the regions that `takes` tells have taken `outer`."""
+        sender = state.senders[fragment]
+        anchor = self._move_anchor(sender.anchor, outer, takes)
+        senders = _set(state.senders, fragment, sender._replace(anchor=anchor))
+        return dataclasses.replace(state, senders=senders)
+
+
+def _move_anchor(anchor: Fragment, outer: Fragment, takes: jax.Array) -> Fragment:
+    spread = jax.tree.map(
+        lambda o, a: jnp.broadcast_to(o[None], a.shape).astype(a.dtype), outer, anchor
+    )
+    return where_active(takes, spread, anchor)
+
+
+def _set(values: tuple, index: int, value: Any) -> tuple:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,131 @@
+"""Moving values between devices, in one process or in several.
+
+With several processes an array may lie on devices of all of them, and JAX moves
+nothing between two such arrays' devices. But every process has what it needs at hand:
+a value that is the same for all regions is whole on each process's own devices, and a
+regional value's rows are where the regions are. So each process moves its own, and
+what results is declared to be one array again. Nothing here waits or communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+PyTree = Any
+
+
+def put(tree: PyTree, shardings: Any) -> PyTree:
+    """Places host values, the same in every process, where `shardings` say.
+
+    Args:
+      tree: arrays, or anything NumPy takes.
+      shardings: one for all leaves, or a tree of them.
+    """
+
+    def one(x, sharding):
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+    return _map(one, tree, shardings)
+
+
+def move(tree: PyTree, shardings: Any) -> PyTree:
+    """Moves device arrays that are the same for all regions to other devices.
+
+    Args:
+      tree: arrays that are whole on some device of every process, or can be made so
+        inside each region.
+      shardings: one for all leaves, or a tree of them.
+    """
+
+    def one(x, sharding):
+        if x.is_fully_addressable and sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        if not x.is_fully_replicated:
+            x = _replicate(x, NamedSharding(x.sharding.mesh, P()))
+        mine = x.addressable_data(0)
+        shards = [
+            jax.device_put(_cut(mine, index), device)
+            for device, index in sharding.addressable_devices_indices_map(
+                x.shape
+            ).items()
+        ]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+    return _map(one, tree, shardings)
+
+
+def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
+    """Moves regional arrays `[R, ...]` to one device a process, rows side by side.
+
+    Args:
+      tree: arrays with their leading axis over regions, whole inside each region.
+      sharding: of the result: all rows on a device, or rows over one device of each
+        process, in the order of the processes.
+    """
+
+    def one(x):
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        (device,) = sharding.addressable_devices
+        rows = [jax.device_put(part, device) for part in _own_rows(x)]
+        mine = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [mine])
+
+    return jax.tree.map(one, tree)
+
+
+def local_rows(x: jax.Array, axis: int = 0) -> np.ndarray:
+    """What this process holds of an array whose `axis` is over regions; waits for it.
+
+    Args:
+      x: whole inside each region.
+      axis: the region axis.
+    """
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.concatenate([np.asarray(part) for part in _own_rows(x, axis)], axis)
+
+
+def first_local_row(x: jax.Array, axis: int = 0) -> int:
+    """The first region that this process holds of such an array."""
+    if x.is_fully_addressable:
+        return 0
+    return min(_starts(x, axis))
+
+
+def _own_rows(x: jax.Array, axis: int = 0) -> list[jax.Array]:
+    """This process's shards along `axis`, one for each place, in order."""
+    found = {_start(shard, axis): shard.data for shard in x.addressable_shards}
+    return [found[start] for start in sorted(found)]
+
+
+def _starts(x: jax.Array, axis: int) -> list[int]:
+    return [_start(shard, axis) for shard in x.addressable_shards]
+
+
+def _start(shard: Any, axis: int) -> int:
+    return shard.index[axis].start or 0
+
+
+def _cut(x: jax.Array, index: tuple[slice, ...]) -> jax.Array:
+    is_whole = all(part == slice(None) for part in index)
+    return x if is_whole else x[index]
+
+
+def _replicate(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.jit(lambda y: y, out_shardings=sharding)(x)
+
+
+def _map(fn, tree: PyTree, shardings: Any) -> PyTree:
+    if isinstance(shardings, Sharding):
+        return jax.tree.map(lambda x: fn(x, shardings), tree)
+    return jax.tree.map(fn, tree, shardings)

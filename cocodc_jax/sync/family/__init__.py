@@ -1,0 +1,1 @@
+"""The methods, by what they have in common; `sync/methods.py` lists them."""

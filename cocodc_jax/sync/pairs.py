@@ -1,0 +1,45 @@
+"""Who exchanges with whom, where regions meet in pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def matchings(num_regions: int) -> np.ndarray:
+    """Matchings of which every pair of regions is in exactly one.
+
+    The schedule of a round-robin tournament: one player stands still, the others go
+    round a circle. A matching drawn evenly from it pairs a region with each other one
+    equally often. Not every matching of more than four regions is in it, which keeps
+    the number of different exchanges at M - 1 instead of (M - 1)!!.
+
+    Args:
+      num_regions: M, at least 1. If it is odd, each matching leaves one region alone.
+
+    Returns:
+      Partners, int64 `[N, M]`, N = M - 1 for even M, else M; a region left alone is
+      its own partner.
+
+    Raises:
+      ValueError: if `num_regions` is below 1.
+
+    >>> print(matchings(4))
+    [[3 2 1 0]
+     [1 0 3 2]
+     [2 3 0 1]]
+    """
+    if num_regions < 1:
+        raise ValueError(f"num_regions={num_regions} must be at least 1")
+    players = num_regions + num_regions % 2  # An odd one out meets nobody.
+    circle = players - 1
+    rounds = []
+    for turn in range(circle):
+        partner = np.arange(players)
+        for i in range(circle):
+            other = (turn - i) % circle
+            partner[i] = players - 1 if other == i else other
+            if other == i:
+                partner[players - 1] = i
+        alone = partner[:num_regions] >= num_regions
+        rounds.append(np.where(alone, np.arange(num_regions), partner[:num_regions]))
+    return np.stack(rounds)

@@ -1,0 +1,104 @@
+"""Regions that are not alike: some step more slowly, some on smaller batches.
+
+Time is counted in *ticks*, the steps of the fastest region; wherever else steps of a
+run are counted (schedules, records, `--steps`) a tick is meant. A region whose step
+takes s ticks has done floor(t / s) steps at tick t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+# `weigh(steps, tokens) -> weights`, each float64 [R]: what every region did since the
+# sync before, and its weight in the mean, up to a common factor.
+Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """How fast each region is, and how much it takes at once.
+
+    Attributes:
+      step_times: ticks of one inner step of each region, at least 1.
+      batch_sizes: sequences in one step's batch of each region.
+    """
+
+    step_times: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self):
+        """Checks the numbers.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        if len(self.step_times) != len(self.batch_sizes) or not self.step_times:
+            raise ValueError(
+                f"step_times={self.step_times} and batch_sizes={self.batch_sizes} must "
+                "have one entry for each region"
+            )
+        if min(self.step_times) != 1:
+            raise ValueError(
+                f"step_times={self.step_times} must be at least 1 for every region and "
+                "1 for the fastest, whose steps time is counted in"
+            )
+        if min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes={self.batch_sizes} must be at least 1")
+
+    @classmethod
+    def alike(cls, num_regions: int) -> Regions:
+        """Regions of one speed and one batch size."""
+        return cls((1.0,) * num_regions, (1,) * num_regions)
+
+    @property
+    def num(self) -> int:
+        """How many, M."""
+        return len(self.step_times)
+
+    @property
+    def are_even(self) -> bool:
+        """Whether every region steps at every tick."""
+        return max(self.step_times) == 1
+
+    def steps_done(self, tick: int) -> np.ndarray:
+        """Inner steps of each region by `tick`, int64 `[R]`."""
+        # The small number undoes the rounding of a quotient that is whole.
+        return np.array([math.floor(tick / s + 1e-9) for s in self.step_times])
+
+    def active(self, tick: int, num_ticks: int) -> np.ndarray:
+        """Who finishes a step at each of the ticks after `tick`, bool `[T, R]`."""
+        done = [self.steps_done(t) for t in range(tick, tick + num_ticks + 1)]
+        return np.diff(done, axis=0) > 0
+
+    def sequences_done(self, tick: int) -> np.ndarray:
+        """Sequences each region has trained on by `tick`, int64 `[R]`."""
+        return self.steps_done(tick) * np.array(self.batch_sizes)
+
+    def weights(
+        self,
+        since: Sequence[int],
+        tick: int,
+        weigh: Weigh | None,
+        taking_part: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """Weights of the regions in a mean, float64 `[R]`, of sum 1.
+
+        Args:
+          since: tick of each region's sync before.
+          tick: now.
+          weigh: None weighs all alike.
+          taking_part: who is counted; None is all.
+        """
+        counted = np.zeros(self.num)
+        counted[list(range(self.num) if taking_part is None else taking_part)] = 1
+        if weigh is not None:
+            each = [self.steps_done(t)[m] for m, t in enumerate(since)]
+            steps = self.steps_done(tick) - np.array(each)
+            weights = counted * weigh(steps, steps * np.array(self.batch_sizes))
+            if weights.sum() > 0:  # Otherwise nobody did a step: all alike.
+                counted = weights
+        return counted / counted.sum()

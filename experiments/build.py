@@ -1,0 +1,143 @@
+"""What a run's configuration says, as devices, a program and an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.data.text_data import TextData
+from cocodc_jax.runtime.evaluate import make_evaluate
+from cocodc_jax.runtime.mesh import STAGE, Mesh, inner_devices
+from cocodc_jax.runtime.second_moment import adam_second_moment
+from experiments.config import RunConfig, TrainConfig
+
+
+def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
+    """The devices regions may use; on a CPU, virtual ones, and one more outside.
+
+    Args:
+      run: how many regions, and devices in each.
+      num_processes: that share them; 0 if that is not known yet.
+
+    Raises:
+      ValueError: if more are asked for than there are, or the processes cannot share
+        the regions out.
+    """
+    wanted = run.regions * run.devices_per_region
+    each = wanted // max(num_processes, 1)
+    # Ignored by other platforms, where it gives the outer state a device of its own.
+    with contextlib.suppress(RuntimeError):  # JAX has started: what it has must do.
+        cc.use_cpu_devices(max(each, run.devices) + 1)
+    if jax.process_count() > 1:
+        return _shared_devices(run, wanted)
+    devices = jax.devices()
+    is_cpu = devices[0].platform == "cpu"
+    there = wanted if is_cpu else len(devices)
+    if run.devices > there:
+        reason = " (regions * stages * data_axis * model_axis virtual ones)"
+        raise ValueError(
+            f"devices={run.devices} asks for more than there are: {there}"
+            f"{reason if is_cpu else ''}"
+        )
+    return devices[: run.devices or there]
+
+
+def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
+    """As many devices of every process as regions need, in the order of processes."""
+    count = jax.process_count()
+    if run.devices:
+        raise ValueError(
+            f"devices={run.devices} has no meaning for {count} processes, which share "
+            "the regions out; leave it out"
+        )
+    if run.regions % count:
+        raise ValueError(
+            f"regions={run.regions} must be a multiple of the {count} processes, so "
+            "that each holds whole regions"
+        )
+    there = jax.local_device_count()
+    most = run.regions // count
+    fitting = [
+        n for n in range(1, most + 1)
+        if most % n == 0 and n * run.devices_per_region <= there
+    ]  # fmt: skip
+    if not fitting:
+        raise ValueError(
+            f"one region needs {run.devices_per_region} devices, but a process has "
+            f"{there}; lower stages, data_axis or model_axis"
+        )
+    return inner_devices(fitting[-1] * run.devices_per_region)
+
+
+def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
+    """Refuses a model that the devices of a region cannot share.
+
+    Raises:
+      ValueError: naming what does not divide, and what would.
+    """
+    run = config.run
+    models.check_divisible(model, run.data_axis, run.model_axis, run.stages)
+    if run.is_pipelined:
+        models.check_pipeline(
+            model,
+            run.stages,
+            run.microbatches,
+            config.data.batch_per_region,
+            run.data_axis,
+        )
+
+
+def program_key(config: TrainConfig) -> tuple:
+    """What two runs of one model have in common if one program serves both."""
+    run = config.run
+    regions = run.unequal(config.data.batch_per_region)
+    pipeline = (run.microbatches, run.random_routing, run.exchange)
+    return (config.method, config.optimizer, run.steps, regions, pipeline)
+
+
+def build_program(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
+) -> cc.RegionProgram:
+    """The method around the model's loss; compiles nothing."""
+    steps = config.run.steps
+    shapes = jax.eval_shape(
+        lambda key: models.init_params(model, key), jax.random.key(0)
+    )
+    method = config.method.build()
+    return cc.RegionProgram(
+        _make_loss_fn(config.run, model),
+        config.optimizer.build(steps, method),
+        method,
+        shapes,
+        config.run.regions,
+        mesh=mesh,
+        learning_rate=config.optimizer.learning_rate(steps, method),
+        second_moment=adam_second_moment(config.optimizer.beta2),
+        outputs=models.make_outputs(model),
+        param_specs=models.partition_specs(
+            shapes, stage=STAGE if config.run.stages > 1 else None
+        ),
+        regions=config.run.unequal(config.data.batch_per_region),
+        exchange=config.run.exchange,
+    )
+
+
+def _make_loss_fn(run: RunConfig, model: models.TransformerConfig) -> models.LossFn:
+    if not run.is_pipelined:
+        return models.make_loss_fn(model)
+    routed = run.regions if run.random_routing else None
+    return models.make_pipelined_loss_fn(model, run.stages, run.microbatches, routed)
+
+
+def build_evaluate(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
+) -> Callable[[models.Params], jax.Array]:
+    """What judges parameters on the validation batches; compiles nothing."""
+    # The same batches whatever the method and the seed.
+    tokens = text.eval_tokens(config.run.eval_batches)
+    return make_evaluate(models.make_loss_fn(model), mesh, tokens)

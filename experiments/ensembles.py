@@ -1,0 +1,216 @@
+"""Every way to merge regions that were trained apart, judged on one set of text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax import models
+from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.runtime import experts
+from cocodc_jax.runtime.checkpoint import Checkpoints
+from cocodc_jax.runtime.evaluate import make_evaluate
+from cocodc_jax.runtime.state import TrainState
+from experiments.config import TrainConfig
+from experiments.session import CHECKPOINTS, Session
+
+# Hashed n-grams of a prefix, and how a linear map of them is fitted.
+NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How experts are chosen.
+
+    Attributes:
+      top_k: experts that a sparse router keeps.
+      prefix_tokens: predicted tokens that a router chooses from, P.
+      temperature: of the posterior.
+      batches: training batches of each region that the linear router learns from.
+    """
+
+    top_k: int
+    prefix_tokens: int
+    temperature: float
+    batches: int
+
+    def check(self, config: TrainConfig) -> None:
+        """Holds the numbers against a run's.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        regions, length = config.run.regions, config.data.sequence_length
+        if regions < 2:
+            raise ValueError(
+                f"regions={regions} leaves nothing to merge; use 2 or more"
+            )
+        if not 1 <= self.top_k <= regions:
+            raise ValueError(
+                f"top_k={self.top_k} must be from 1 to regions={regions}, the experts"
+            )
+        if not 1 <= self.prefix_tokens < length:
+            raise ValueError(
+                f"prefix_tokens={self.prefix_tokens} must be from 1 to {length - 1}: a "
+                f"router chooses for the rest of sequence_length={length}"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be positive")
+        if self.batches < 1:
+            raise ValueError(f"router_batches={self.batches} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one way to merge gives.
+
+    Attributes:
+      loss: nats per token over whole sequences.
+      loss_after_prefix: the same over the tokens a router decides on.
+      passes_per_token: forward passes of one expert's size.
+    """
+
+    loss: float
+    loss_after_prefix: float
+    passes_per_token: float
+
+
+def merge(session: Session, routing: Routing) -> dict[str, Row]:
+    """Every way to merge the experts of a finished run, by name.
+
+    Raises:
+      ResumeError: if the run's checkpoint is of other data.
+    """
+    with _finished(session) as (state, stream):
+        params = state.region.params
+        # What the run would train on next: new to the experts in their first epoch.
+        batches = [next(stream) for _ in range(routing.batches)]
+    texts = _cut(np.concatenate(batches), session.config)
+    tokens, prefix = _eval_tokens(session), routing.prefix_tokens
+    score = experts.make_score(
+        functools.partial(models.apply, session.model),
+        session.mesh,
+        session.program.num_regions,
+    )
+    scores = jax.device_get(score(params, tokens))
+    router = _fit_router(texts, jax.device_get(score(params, texts).experts), prefix)
+    prefixes = scores.experts[..., :prefix]
+    weights = {
+        "posterior": experts.posterior(prefixes, routing.temperature),
+        "linear router": experts.weigh(router, _features(tokens, prefix)),
+    }
+    return {
+        **_alone(scores.experts, prefix),
+        "parameter average": _average(session, routing, state),
+        **_even(scores, prefix),
+        **_routed(scores.experts, weights, routing),
+    }
+
+
+def reference(session: Session, routing: Routing) -> Row:
+    """A finished run of any method, by the average of its regions.
+
+    Raises:
+      ResumeError: if the run's checkpoint is of other data.
+    """
+    with _finished(session) as (state, _):
+        return _average(session, routing, state)
+
+
+@contextlib.contextmanager
+def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
+    """The state of a finished run, and its data from there on."""
+    keep = session.config.run.keep_checkpoints
+    with (
+        contextlib.closing(session.text.train_stream()) as stream,
+        Checkpoints(session.workdir / CHECKPOINTS, keep) as saved,
+    ):
+        yield session.begin(saved, stream)[0], stream
+
+
+def _average(session: Session, routing: Routing, state: TrainState) -> Row:
+    """The average of the regions' parameters, whose loss is the run's `eval_loss`."""
+    params = session.program.mean_params(state)
+
+    def after_prefix(params, tokens, _):
+        logits = models.apply(session.model, params, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses[:, routing.prefix_tokens :].mean(), {}
+
+    evaluate = make_evaluate(after_prefix, session.mesh, _eval_tokens(session))
+    return Row(float(session.evaluate(params)), float(evaluate(params)), 1.0)
+
+
+def _alone(log_probs: np.ndarray, prefix: int) -> dict[str, Row]:
+    rows = {f"expert {r}": _row(own, prefix, 1.0) for r, own in enumerate(log_probs)}
+    return {**rows, "mean of experts": _row(log_probs, prefix, 1.0)}
+
+
+def _even(scores: experts.Scores, prefix: int) -> dict[str, Row]:
+    passes = float(len(scores.experts))
+    return {
+        "even mixture": _row(experts.mixture(scores.experts), prefix, passes),
+        "mean of logits": _row(scores.mean_logits, prefix, passes),
+    }
+
+
+def _routed(
+    log_probs: Any, weights: dict[str, jax.Array], routing: Routing
+) -> dict[str, Row]:
+    """Each router with all experts and, where that is fewer, with the best k."""
+    (regions, *_, length), prefix = log_probs.shape, routing.prefix_tokens
+    rows = {}
+    for name, log_weights in weights.items():
+        for k in sorted({routing.top_k, regions}, reverse=True):
+            kept = experts.keep_top(log_weights, k)
+            passes = experts.passes_per_token(regions, k, prefix, length)
+            mixed = experts.routed(log_probs, kept, prefix)
+            label = name if k == regions else f"{name}, top {k}"
+            rows[label] = _row(mixed, prefix, passes)
+    return rows
+
+
+def _fit_router(
+    texts: np.ndarray, log_probs: np.ndarray, prefix: int
+) -> experts.Router:
+    """A linear router, by the loss of its mixture on `texts`, `[E, B, L + 1]`."""
+    fit = functools.partial(
+        experts.train_router,
+        optimizer=optax.adamw(ROUTER_LR, weight_decay=ROUTER_DECAY),
+        num_steps=ROUTER_STEPS,
+    )
+    features = _features(texts, prefix).reshape(-1, NUM_FEATURES)
+    rest = log_probs[..., prefix:]
+    router, _ = jax.jit(fit)(features, rest.reshape(len(rest), -1, rest.shape[-1]))
+    return router
+
+
+def _features(tokens: np.ndarray, prefix: int) -> jax.Array:
+    # The first token is given, so P predicted tokens are P + 1 known ones.
+    return experts.hashed_ngrams(jnp.asarray(tokens[..., : prefix + 1]), NUM_FEATURES)
+
+
+def _eval_tokens(session: Session) -> np.ndarray:
+    tokens = session.text.eval_tokens(session.config.run.eval_batches)
+    return _cut(tokens, session.config)
+
+
+def _cut(tokens: np.ndarray, config: TrainConfig) -> np.ndarray:
+    """Batches `[E, B, L + 1]` of so few sequences as may have logits at one time."""
+    batch, length = tokens.shape[1:]
+    axis, most = config.run.data_axis, config.model.loss_chunk_tokens // (length - 1)
+    sizes = [n for n in range(axis, batch + 1, axis) if batch % n == 0 and n <= most]
+    return tokens.reshape(-1, max(sizes, default=axis), length)
+
+
+def _row(log_probs: Any, prefix: int, passes: float) -> Row:
+    losses = -np.asarray(log_probs, np.float64)
+    return Row(float(losses.mean()), float(losses[..., prefix:].mean()), passes)

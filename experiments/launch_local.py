@@ -1,0 +1,104 @@
+"""Trains in several processes on this machine, which share the regions out.
+
+    python -m experiments.launch_local --regions=4 -- --preset=tiny --method=cocodc
+
+The flags after `--` are those of `experiments.train`. Process 0 writes to the terminal,
+process N to WORKDIR/process_N/output.log. When one process fails, the others are ended,
+and the exit code is that of the first. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run
+after a checkpoint; a second one ends it at once.
+"""
+
+import os
+import pathlib
+import socket
+import sys
+from collections.abc import Sequence
+
+from absl import flags as absl_flags
+
+from experiments import children, flags, processes
+from experiments.train import read_flags
+
+
+def define_flags() -> absl_flags.FlagValues:
+    """Returns this program's flags, apart from those of the training."""
+    values = absl_flags.FlagValues()
+    for name, text in (
+        ("regions", "regions that train; default: what the flags after -- say"),
+        ("processes", "processes that share the regions out; default: one per region"),
+    ):
+        absl_flags.DEFINE_integer(name, None, text, flag_values=values, lower_bound=1)
+    absl_flags.DEFINE_float(
+        "grace_s",
+        60.0,
+        "seconds between asking the processes to end and killing them",
+        flag_values=values,
+        lower_bound=0,
+    )
+    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    return values
+
+
+def launch(
+    train_flags: Sequence[str], workdir: pathlib.Path, count: int, grace_s: float
+) -> int:
+    """Starts the processes and waits for their end.
+
+    Args:
+      train_flags: of `experiments.train`.
+      workdir: folder of the run.
+      count: processes.
+      grace_s: between asking them to end and killing them.
+
+    Returns:
+      0, or the exit code of the process that failed first.
+    """
+    command = [sys.executable, "-m", "experiments.train", *train_flags]
+    told = {
+        processes.ADDRESS: f"127.0.0.1:{free_port()}",
+        processes.COUNT: str(count),
+    }
+    group = children.Group(grace_s)
+    with children.on_signals(group.stop):
+        try:
+            for number in range(count):
+                log = None
+                if number:
+                    log = workdir / f"process_{number}" / "output.log"
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                group.start(
+                    command, os.environ | told | {processes.ID: str(number)}, log
+                )
+            return group.wait()
+        finally:
+            group.kill()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program; returns its exit code."""
+    own = define_flags()
+    flags.define()
+    with flags.usage_errors():
+        train_flags = own(argv)[1:]
+        if own.help:
+            print(f"{__doc__}\n{own.get_help()}")
+            return 0
+        if own.regions:
+            train_flags.append(f"--regions={own.regions}")
+        # Read here too, so that what is wrong is said once, before anything starts.
+        flags.parse([argv[0], *train_flags])
+        config, workdir = read_flags()
+        count = own.processes or config.run.regions
+        processes.check_shares(config.run.regions, count)
+    return launch(train_flags, workdir, count, own.grace_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

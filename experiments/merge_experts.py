@@ -1,0 +1,162 @@
+"""Trains regions wholly apart and merges them late: an average, and ensembles.
+
+    python -m experiments.merge_experts --preset=tiny --workdir=DIR
+
+Trains method `apart` (or takes the finished run in DIR), each region on its own sources
+unless --partition=iid, and judges on the held-out batches of every other program: each
+expert, the average of their parameters, even mixtures, and mixtures weighed by a router
+that reads the first --prefix_tokens of a sequence. Writes merge.json and merge.png to
+DIR. The same command goes on where an interrupted one stopped.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.data import load
+from cocodc_jax.report import dots, plots
+from cocodc_jax.sync.methods import METHODS
+from experiments import flags
+from experiments.config import TrainConfig, dumps
+from experiments.ensembles import Routing, Row, merge, reference
+from experiments.session import RUN_ERRORS, Session, prepare
+from experiments.train import check_method_flags
+
+METHOD = "apart"
+WITHOUT = ("method", "partition")
+
+
+def main() -> None:
+    """Reads the flags, trains, merges, writes."""
+    console = Console()
+    open_text = functools.lru_cache(load)
+    with flags.usage_errors():
+        _check_processes()
+        references = _references()
+        config = flags.config(WITHOUT).replace(
+            method=METHOD, partition=flags.value("partition")
+        )
+        check_method_flags(config, [METHOD, *references])
+        routing = _routing(config)
+        default = f"runs/merge_{config.preset}_{config.data.partition}"
+        workdir = pathlib.Path(flags.value("workdir") or default)
+        sessions = [prepare(config, workdir, open_text)]
+        for name in references:
+            folder = workdir / "references" / name
+            other = config.replace(method=name)
+            sessions.append(prepare(other, folder, open_text, sessions))
+    try:
+        for session in sessions:
+            _train(session, console)
+        rows = merge(sessions[0], routing)
+        rows |= {s.config.method.method: reference(s, routing) for s in sessions[1:]}
+    except RUN_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    _write(rows, config, routing, workdir, console)
+
+
+def _check_processes() -> None:
+    count = flags.processes().num_processes
+    if count != 1:
+        raise ValueError(
+            f"num_processes={count} cannot merge: train with experiments.train "
+            "--method=apart, then merge that workdir in one process"
+        )
+
+
+def _references() -> list[str]:
+    names = [name for name in flags.value("references").split(",") if name]
+    for name in names:
+        if name not in METHODS or name == METHOD:
+            raise ValueError(
+                f"references={','.join(names)} names {name!r}; use some of "
+                f"{sorted(METHODS.keys() - {METHOD})}"
+            )
+    return names
+
+
+def _routing(config: TrainConfig) -> Routing:
+    prefix = flags.value("prefix_tokens")
+    if prefix is None:
+        prefix = max(1, config.data.sequence_length // 4)
+    routing = Routing(
+        flags.value("top_k"),
+        prefix,
+        flags.value("temperature"),
+        flags.value("router_batches"),
+    )
+    routing.check(config)
+    return routing
+
+
+def _train(session: Session, console: Console) -> None:
+    summary = session.train(console)
+    if summary["steps"] < session.config.run.steps:
+        print(f"stopped: {summary['method']} at step {summary['steps']}; the same "
+              "command goes on from there")  # fmt: skip
+        sys.exit(0)
+
+
+def _write(
+    rows: dict[str, Row],
+    config: TrainConfig,
+    routing: Routing,
+    workdir: pathlib.Path,
+    console: Console,
+) -> None:
+    merged = {
+        "preset": config.preset,
+        "partition": config.data.partition,
+        "seed": config.run.seed,
+        "regions": config.run.regions,
+        "steps": config.run.steps,
+        "routing": dataclasses.asdict(routing),
+        "models": {name: dataclasses.asdict(row) for name, row in rows.items()},
+    }
+    (workdir / "merge.json").write_text(dumps(merged))
+    faint = [name for name in rows if "expert" in name]
+    figure = dots.losses({name: row.loss for name, row in rows.items()}, faint)
+    plots.save_png(figure, str(workdir / "merge.png"))
+    table = Table("model", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in ("loss", "perplexity", "loss after prefix", "passes/token"):
+        table.add_column(head, justify="right")
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            f"{row.loss:.4f}",
+            f"{math.exp(row.loss):.3f}",
+            f"{row.loss_after_prefix:.4f}",
+            f"{row.passes_per_token:.2f}",
+        )
+    console.print(table)
+    console.print(
+        f"Held-out text; routers choose from {routing.prefix_tokens} tokens. "
+        f"Files: {workdir}",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    flags.define(WITHOUT)
+    absl_flags.DEFINE_string(
+        "partition", "source", "How regions share the corpus: source or iid."
+    )
+    absl_flags.DEFINE_integer("top_k", 2, "Experts that a sparse router keeps.")
+    absl_flags.DEFINE_integer(
+        "prefix_tokens", None, "Tokens a router chooses from. Default: a quarter."
+    )
+    absl_flags.DEFINE_float("temperature", 1.0, "Of the posterior; 1 is Bayes' rule.")
+    absl_flags.DEFINE_integer(
+        "router_batches", 64, "Batches of each region that the linear router reads."
+    )
+    absl_flags.DEFINE_string(
+        "references", "", "Methods to train beside, separated by commas."
+    )
+    flags.run_main(main)

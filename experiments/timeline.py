@@ -1,0 +1,158 @@
+"""Shows when a run computed, waited and had fragments on their way, by the clock.
+
+    python -m experiments.timeline --workdir=DIR
+
+Reads timeline.json of every process of a run (`experiments.train` writes it), and
+writes to DIR: trace.json, which ui.perfetto.dev opens, and timeline.png; prints stall,
+seconds of a sync and utilisation after the first interval, whose steps are compiled in.
+"""
+
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from absl import flags
+
+from cocodc_jax.network import trace
+from cocodc_jax.network.timeline import SyncRecord, Timeline
+
+FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
+
+
+def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
+    """The timeline of a run from the files of its processes.
+
+    Args:
+      workdir: of the run.
+      since_step: steps to leave out, such as those in which programs were compiled.
+
+    Raises:
+      ValueError: if there is no such file, or nothing in it after `since_step`.
+    """
+    paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
+    found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if not found:
+        raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
+    marks = [
+        {step: second for step, second in each["marks"] if step >= since_step}
+        for each in found
+    ]
+    steps = sorted(set.intersection(*(set(each) for each in marks)))
+    if len(steps) < 2:
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds fewer than two marks after step "
+            f"{since_step}; train longer"
+        )
+    zero = min(each[steps[0]] for each in marks)
+    first = steps[0]
+    rows = [tuple(each[step] - zero for each in marks) for step in steps]
+    syncs = _syncs([each["syncs"] for each in found], first, zero)
+    return Timeline(
+        regions=tuple(f"process {i}" for i in range(len(found))),
+        syncs=tuple(syncs),
+        num_steps=steps[-1] - first,
+        step_time_s=tuple(_step_times(steps, rows)),
+        marks=tuple((s - first, row) for s, row in zip(steps, rows, strict=True)),
+        stall_s=tuple(
+            sum(s["stall_s"] or 0.0 for s in each["syncs"] if _is_in(s, first))
+            for each in found
+        ),
+        bytes_sent=tuple(
+            float(sum(s["num_bytes"] for s in each["syncs"] if _is_in(s, first)))
+            for each in found
+        ),
+    )
+
+
+def _step_times(steps: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[float]:
+    """Seconds of one step: the median over the stretches between two marks."""
+    lengths = np.diff(steps)
+    seconds = np.diff(np.array(rows), axis=0)
+    return [statistics.median(column / lengths) for column in seconds.T]
+
+
+def _is_in(sync: dict, first_step: int) -> bool:
+    return sync["merge_s"] is not None and sync["start_step"] >= first_step
+
+
+def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRecord]:
+    """Merged syncs; of several processes the latest time counts."""
+    by_id: dict[tuple[int, int], list[dict]] = {}
+    for syncs in files:
+        for sync in syncs:
+            if _is_in(sync, first_step):
+                by_id.setdefault((sync["start_step"], sync["fragment"]), []).append(
+                    sync
+                )
+    records = [
+        SyncRecord(
+            fragments=(fragment,),
+            start_step=start - first_step,
+            merge_step=group[0]["apply_step"] - first_step,
+            start_s=max(s["start_s"] for s in group) - zero,
+            arrival_s=max(s["arrival_s"] for s in group) - zero,
+            merge_s=max(s["merge_s"] for s in group) - zero,
+            stall_s=max(s["stall_s"] for s in group),
+            bytes_sent=tuple(float(s["num_bytes"]) for s in group),
+        )
+        for (start, fragment), group in by_id.items()
+    ]
+    return sorted(records, key=lambda record: record.merge_s)
+
+
+def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:
+    """Writes the trace and the plot."""
+    trace.write_trace(timeline, workdir / TRACE_FILE)
+    trace.plot_timeline(timeline, workdir / PLOT_FILE, title, clock="measured")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program; returns its exit code."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
+    flags.DEFINE_integer(
+        "since_step",
+        None,
+        "Step to begin at. Default: after one interval, where there was one.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
+    try:
+        values(argv)
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        if values.workdir is None:
+            raise ValueError("workdir=None is no folder; name that of a run")
+        workdir = pathlib.Path(values.workdir)
+        since = values.since_step
+        if since is None:
+            since = _first_warm_step(workdir)
+        timeline = read(workdir, since)
+    except (ValueError, flags.Error) as error:
+        print(f"error: --{error}", file=sys.stderr)
+        return 2
+    summary = timeline.summary()
+    write(workdir, timeline, f"{workdir.name}, measured from step {since}")
+    for name in ("steps", "stall_s", "mean_sync_s", "mean_delay_steps", "utilization"):
+        print(f"{name:18} {summary[name]:.4g}")
+    print(f"{'seconds':18} {summary['sim_s']:.4g}")
+    print(f"{'seconds a step':18} {max(timeline.step_time_s):.4g}")
+    return 0
+
+
+def _first_warm_step(workdir: pathlib.Path) -> int:
+    """By then every program of the run has been compiled."""
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"workdir={str(workdir)!r} holds no run; name that of one")
+    method = json.loads(path.read_text())["method"]
+    interval = method.get("sync_interval") or 0
+    return interval + (method.get("delay_steps") or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,148 @@
+"""`experiments.merge_experts` end to end: what it reports, its files, wrong flags."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from experiments.configs import PRESETS
+from experiments.ensembles import Routing
+
+MODULE = "experiments.merge_experts"
+
+
+@pytest.fixture(scope="module")
+def merged(run, corpus, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("merged")
+    flags = [
+        "--preset=smoke", "--steps=16", "--router_batches=4", "--top_k=1",
+        "--prefix_tokens=8", "--references=data_parallel", *corpus,
+        f"--workdir={workdir}",
+    ]  # fmt: skip
+    code, out, err = run(MODULE, *flags)
+    assert code == 0, err
+    return workdir, flags, out
+
+
+def read(workdir):
+    return json.loads((workdir / "merge.json").read_text())
+
+
+def test_every_way_to_merge_is_reported(merged):
+    workdir, _, out = merged
+    found = read(workdir)
+    assert found["partition"] == "source"
+    rows = found["models"]
+    assert list(rows) == [
+        *(f"expert {r}" for r in range(4)),
+        "mean of experts",
+        "parameter average",
+        "even mixture",
+        "mean of logits",
+        "posterior",
+        "posterior, top 1",
+        "linear router",
+        "linear router, top 1",
+        "data_parallel",
+    ]
+    loss = {name: row["loss"] for name, row in rows.items()}
+    assert all(0 < x < math.log(272) for x in loss.values())
+    alone = [loss[f"expert {r}"] for r in range(4)]
+    assert len(set(alone)) == 4
+    assert loss["mean of experts"] == pytest.approx(sum(alone) / 4)
+    # Jensen's inequality, for both means.
+    assert loss["even mixture"] < loss["mean of experts"]
+    assert loss["mean of logits"] < loss["mean of experts"]
+    passes = {name: row["passes_per_token"] for name, row in rows.items()}
+    # Four experts read 8 tokens of 32, one the others.
+    assert passes["posterior, top 1"] == passes["linear router, top 1"] == 1.75
+    assert (passes["expert 0"], passes["even mixture"]) == (1, 4)
+    for name in rows:
+        assert name in out
+
+
+def test_a_mean_of_parameters_is_what_the_run_evaluated(merged):
+    workdir, _, _ = merged
+    rows = read(workdir)["models"]
+    for name, folder in (
+        ("parameter average", workdir),
+        ("data_parallel", workdir / "references" / "data_parallel"),
+    ):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert rows[name]["loss"] == summary["eval_loss"]
+
+
+def test_routers_are_even_within_the_prefix(merged):
+    rows = read(merged[0])["models"]
+
+    def within(row):
+        return 32 * row["loss"] - 24 * row["loss_after_prefix"]
+
+    for name in ("posterior", "posterior, top 1", "linear router"):
+        assert within(rows[name]) == pytest.approx(within(rows["even mixture"]))
+        assert rows[name]["loss"] != rows["even mixture"]["loss"]
+
+
+def test_the_plot_is_written(merged):
+    assert (merged[0] / "merge.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_command_again_trains_nothing(merged, run):
+    workdir, flags, _ = merged
+    before = read(workdir)
+    (workdir / "merge.json").unlink()
+    code, out, err = run(MODULE, *flags)
+    assert code == 0, err
+    assert "step " not in out
+    assert read(workdir) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--top_k=5"], "error: --top_k=5 must be from 1 to regions=4"),
+        (["--references=diloco,nodiloco"], "error: --references=diloco,nodiloco names"),
+        (
+            ["--num_processes=2", "--process_id=0", "--coordinator_address=here:1"],
+            "error: --num_processes=2 cannot merge",
+        ),
+        (["--outer_lr=0.5"], "error: --outer_lr=0.5 has no meaning for apart"),
+    ],
+)
+def test_wrong_flags(flags, line, run, tmp_path):
+    code, _, err = run(MODULE, "--preset=smoke", *flags, f"--workdir={tmp_path}")
+    assert code == 2
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("regions", "wrong", "message"),
+    [
+        (1, {}, "regions=1 leaves nothing to merge"),
+        (4, {"top_k": 0}, "top_k=0 must be from 1 to regions=4"),
+        (4, {"prefix_tokens": 0}, "prefix_tokens=0 must be from 1 to 31"),
+        (4, {"prefix_tokens": 32}, "prefix_tokens=32 must be from 1 to 31"),
+        (4, {"temperature": 0.0}, "temperature=0.0 must be positive"),
+        (4, {"batches": 0}, "router_batches=0 must be at least 1"),
+    ],
+)
+def test_routing_that_does_not_fit_the_run(regions, wrong, message):
+    routing = Routing(top_k=1, prefix_tokens=8, temperature=1.0, batches=4)
+    config = PRESETS["smoke"].replace(regions=regions)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(routing, **wrong).check(config)
+
+
+def test_a_workdir_of_another_method(merged, run, corpus):
+    workdir, *_ = merged
+    taken = workdir / "references" / "data_parallel"
+    code, _, err = run(
+        MODULE, "--preset=smoke", "--steps=16", *corpus, f"--workdir={taken}"
+    )
+    assert code == 2
+    assert (
+        "holds a run of another configuration (method: data_parallel, not apart" in err
+    )

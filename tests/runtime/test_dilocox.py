@@ -1,0 +1,421 @@
+"""DiLoCoX against a NumPy reference, its limit, its resumption, its compilations.
+
+The factors of a message are float32 whatever the parameters are, so the reference in
+float64 is met to 1e-6 of the largest number of a tensor over the first rounds and a
+change of rank, and to 1e-4 over all (4e-5 was seen): a power iteration cut at a rank
+below the matrix's multiplies a difference from round to round. Where all is sent whole
+nothing is float32, and 1e-12 holds.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.runtime.checkpoint import Checkpoints
+from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.sync import merge, schedule
+from cocodc_jax.sync.family.nesterov import nesterov
+from cocodc_jax.sync.family.round_late import dilocox
+from cocodc_jax.sync.method import Method
+from cocodc_jax.transforms.error_feedback import error_feedback
+from cocodc_jax.transforms.low_rank import low_rank
+
+LR, OUTER_LR, MOMENTUM = 0.3, 0.7, 0.5
+NUM_REGIONS, NUM_STEPS = 4, 48
+# Leaves in the order of a tree. At rank 6 `v` is sent whole, at 3 and 1 it is not.
+SHAPES = {"b": (3,), "v": (8, 7), "w": (16, 14)}
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def make_targets():
+    """Targets `[T, R, 16, 14]`: near one direction for all, then every way."""
+    rng = np.random.default_rng(0)
+    left = np.linalg.qr(rng.normal(size=(16, 14)))[0]
+    right = np.linalg.qr(rng.normal(size=(14, 14)))[0]
+    thin = left @ np.diag(8 * 0.1 ** np.arange(14)) @ right
+    whole = 0.6 * rng.normal(size=(1, 16, 14)) + 0.6 * rng.normal(size=(4, 16, 14))
+    targets = []
+    for step in range(NUM_STEPS):
+        noise = 0.004 * rng.normal(size=whole.shape)
+        targets.append((thin if step < 22 else whole) + noise)
+    return np.stack(targets).astype(np.float32)
+
+
+TARGETS = make_targets()
+PARAMS = {
+    name: 0.02 * np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    for name, shape in SHAPES.items()
+}
+ADAPTIVE = dilocox(6, 6, 1, outer_lr=OUTER_LR, outer_momentum=MOMENTUM)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compiles():
+    """The time here is compiling, and what is compiled runs for microseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def loss_fn(params, target, key):
+    aims = {"b": target[0, :3], "v": target[:8, :7], "w": target}
+    return sum(jnp.sum((params[n] - aims[n]) ** 2) / 2 for n in SHAPES), {}
+
+
+def make(method, dtype=np.float32, num_places=2):
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    mesh = make_mesh(NUM_REGIONS, devices=jax.devices()[:num_places])
+    program = RegionProgram(
+        loss_fn, optax.sgd(LR), method, params, NUM_REGIONS, mesh=mesh
+    )
+    return program, program.init(params, jax.random.key(0))
+
+
+def train(program, state, until=NUM_STEPS, dtype=np.float32):
+    """Runs on to step `until`; gives the state, and what is seen after every event."""
+    seen = []
+    batches = iter(TARGETS[state.step :].astype(dtype))
+    for after, output in run(program, state, batches, until - state.step):
+        state = after
+        memory = state.schedule
+        syncs = [(s.start_step, s.num_bytes) for s in output.syncs]
+        rounds = (state.step, memory.rank, memory.round_steps, state.bytes_sent, syncs)
+        local, outer = jax.device_get(
+            (state.region.params, program.outer_params(state))
+        )
+        seen.append((rounds, local, outer))
+    return state, seen
+
+
+# --- The reference ------------------------------------------------------------
+
+
+def is_whole(shape, rank):
+    return len(shape) < 2 or rank * sum(shape) >= shape[0] * shape[1]
+
+
+def fresh(index, shape, rank):
+    """The random start of the power iteration: given, as every draw is."""
+    key = jax.random.fold_in(jax.random.key(0), index)
+    return np.asarray(jax.random.normal(key, (shape[1], rank), jnp.float32), np.float64)
+
+
+def warm(old, rank):
+    """The right factors for another rank: cut, or grown by fresh columns."""
+    new = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        if is_whole(shape, rank):
+            continue
+        q = fresh(index, shape, rank)
+        kept = old[name][:, :rank] if name in old else q[:, :0]
+        new[name] = np.concatenate([kept, q[:, kept.shape[1] :]], axis=1)
+    return new
+
+
+def send(meant, right):
+    """What arrives of one region's message, and the next right factors."""
+    arrives, factors = {}, {}
+    for name, x in meant.items():
+        if name not in right:
+            arrives[name] = x
+            continue
+        p, _ = np.linalg.qr(x @ right[name])
+        factors[name] = x.T @ p
+        arrives[name] = p @ factors[name].T
+    return arrives, factors
+
+
+def num_bytes(rank, itemsize=4):
+    return sum(
+        math.prod(s) * itemsize if is_whole(s, rank) else 4 * rank * sum(s)
+        for s in SHAPES.values()
+    )
+
+
+def measure(mean):
+    """exp of the entropy of the singular values, tensors by their size."""
+    total = 0.0
+    for x in mean.values():
+        s = np.linalg.svd(np.atleast_2d(x), compute_uv=False)
+        p = s / s.sum()
+        total += x.size * np.exp(-np.sum(p * np.log(p)))
+    return total / sum(x.size for x in mean.values())
+
+
+def reference(first_rank, ranks, sync_interval, itemsize=4):
+    """All of a run in float64; gives the same as `train` after every round."""
+    outer = {n: x.astype(np.float64) for n, x in PARAMS.items()}
+    momentum = {n: np.zeros(s) for n, s in SHAPES.items()}
+    local = [dict(outer) for _ in range(NUM_REGIONS)]
+    residual = [dict(momentum) for _ in range(NUM_REGIONS)]
+    right = [warm({}, first_rank) for _ in range(NUM_REGIONS)]
+    flight, flight_bytes, started = dict(momentum), 0, 0
+    rank, measured, end, sent, seen = first_rank, [], sync_interval, 0, []
+    for step, targets in enumerate(TARGETS.astype(np.float64), 1):
+        for m, target in enumerate(targets):
+            aims = {"b": target[0, :3], "v": target[:8, :7], "w": target}
+            local[m] = {n: x - LR * (x - aims[n]) for n, x in local[m].items()}
+        if step < end:
+            continue
+        if measured and len(ranks) > 1:
+            wanted = np.mean(measured[-5:])
+            new = min([r for r in ranks if r >= wanted], default=first_rank)
+            if new != rank:
+                right = [warm(q, new) for q in right]
+            rank = new
+        arrivals = []
+        for m in range(NUM_REGIONS):
+            meant = {n: residual[m][n] + outer[n] - local[m][n] for n in SHAPES}
+            arrived, right[m] = send(meant, right[m])
+            residual[m] = {n: meant[n] - arrived[n] for n in SHAPES}
+            arrivals.append(arrived)
+        if started > 0:
+            measured.append(measure(flight))
+        syncs = [(started, flight_bytes)]
+        for n, mean in flight.items():
+            momentum[n] = MOMENTUM * momentum[n] + mean
+            outer[n] = outer[n] - OUTER_LR * (mean + MOMENTUM * momentum[n])
+        local = [dict(outer) for _ in range(NUM_REGIONS)]
+        flight = {n: np.mean([a[n] for a in arrivals], axis=0) for n in SHAPES}
+        flight_bytes, started = num_bytes(rank, itemsize), step
+        round_steps = math.ceil(sync_interval * rank / first_rank)
+        sent, end = sent + flight_bytes, step + round_steps
+        state = (step, rank, round_steps, sent, syncs)
+        seen.append(
+            (state, {n: np.stack([x[n] for x in local]) for n in SHAPES}, outer)
+        )
+        outer = dict(outer)
+    return seen, measured
+
+
+def assert_close(seen, expected, tolerance):
+    assert len(seen) == len(expected)
+    for (_, *actual), (_, *right) in zip(seen, expected, strict=True):
+        for one, other in zip(actual, right, strict=True):
+            for n in SHAPES:
+                scale = np.abs(other[n]).max()
+                np.testing.assert_allclose(
+                    one[n], other[n], rtol=0, atol=tolerance * scale, err_msg=n
+                )
+
+
+# --- Tests --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact_factors():
+    """The method with float32 factors instead of int4, of which the reference knows."""
+    ranked = dataclasses.replace(
+        ADAPTIVE.ranked_compressors, of=lambda rank: error_feedback(low_rank(rank))
+    )
+    return dataclasses.replace(
+        ADAPTIVE, compressor=ranked.of(6), ranked_compressors=ranked
+    )
+
+
+def test_a_run_is_its_formulas(exact_factors):
+    program, state = make(exact_factors)
+    state, seen = train(program, state)
+    expected, measured = reference(6, (6, 3, 1), 6)
+    ranks = [rank for (_, rank, *_), *_ in expected]
+    assert set(ranks) == {6, 3}
+    # Ranks, lengths and bytes exactly; no mean is so near to a bucket's edge that
+    # rounding could choose another.
+    assert [row[0] for row in seen] == [row[0] for row in expected[: len(seen)]]
+    settled = program.settle(state).schedule
+    np.testing.assert_allclose(settled.effective_ranks, measured[-5:], rtol=1e-4)
+    assert ranks[:5] == [6, 6, 3, 3, 3]
+    assert_close(seen[:5], expected[:5], 1e-6)
+    assert_close(seen, expected, 1e-4)
+
+
+def late_diloco(sync_interval=4):
+    return Method(
+        "late",
+        schedule.one_round_late(sync_interval),
+        merge.replace(),
+        nesterov(OUTER_LR, MOMENTUM),
+    )
+
+
+def fixed(rank=64, **options):
+    return methods.get(
+        "dilocox", sync_interval=4, rank=rank, adaptive_rank=False,
+        outer_lr=OUTER_LR, outer_momentum=MOMENTUM, **options,
+    )  # fmt: skip
+
+
+def test_without_compression_it_is_late_diloco():
+    """Against the same mean by an all-reduce, and in float64 against the reference."""
+    with jax.enable_x64(True):
+        ends = [
+            train(*make(method, np.float64), dtype=np.float64)[1]
+            for method in (fixed(compress="none"), late_diloco())
+        ]
+    assert [row[0] for row in ends[0]] == [
+        row[0][:1] + (0, 0) + row[0][3:] for row in ends[1]
+    ]
+    assert_close(*ends, 1e-13)
+    assert_close(ends[0], reference(64, (64,), 4, itemsize=8)[0], 1e-12)
+
+
+def test_a_rank_that_no_matrix_allows_sends_all_of_it():
+    whole = dataclasses.replace(fixed(), compressor=error_feedback(low_rank(64)))
+    one, other = (train(*make(m))[1] for m in (whole, fixed(compress="none")))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_fixed_rank_is_kept():
+    _, seen = train(*make(fixed(2)), until=20)
+    assert [row[0][0] for row in seen] == [4, 8, 12, 16, 20]
+
+
+def int4_bytes(shape):
+    """Two codes a byte, and a float32 scale for each block of up to 256."""
+    size = math.prod(shape)
+    return math.ceil(size / 2) + 4 * math.ceil(size / 256)
+
+
+def test_ranks_that_no_matrix_allows():
+    """64 to 16 send everything; the run goes on, and counts what it sends."""
+    method = dilocox(4, 64, 16, outer_lr=OUTER_LR, outer_momentum=MOMENTUM)
+    _, seen = train(*make(method), until=20)
+    assert seen[-1][0][1] == 16
+    for i, (row, *_) in enumerate(seen):
+        assert row[3] == sum(map(int4_bytes, SHAPES.values())) * (i + 1)
+
+
+def test_the_real_messages_are_counted(real):
+    def message(rank):
+        whole = [s for s in SHAPES.values() if is_whole(s, rank)]
+        cut = [(n, rank) for s in SHAPES.values() if s not in whole for n in s]
+        return sum(map(int4_bytes, whole + cut))
+
+    ranks = [row[1] for row in real[2]]
+    assert len(set(ranks)) > 1
+    for i, (_, _, _, sent, syncs) in enumerate(real[2]):
+        assert sent == sum(map(message, ranks[: i + 1]))
+        assert syncs[0][1] == (message(ranks[i - 1]) if i else 0)
+
+
+def numbers(state):
+    arrays = (state.region, state.outer, state.in_flight, state.senders)
+    return jax.device_get(arrays), state.schedule, state.bytes_sent, state.step
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
+    assert one[1:] == other[1:]
+
+
+@pytest.fixture(scope="module")
+def real():
+    program, state = make(ADAPTIVE)
+    state, seen = train(program, state)
+    return program, numbers(program.settle(state)), [row for row, *_ in seen]
+
+
+def test_the_rank_changes_both_ways(real):
+    ranks = [rank for _, rank, *_ in real[2]]
+    pairs = list(zip(ranks, ranks[1:], strict=False))
+    assert any(a > b for a, b in pairs)
+    assert any(a < b for a, b in pairs)
+
+
+@pytest.mark.parametrize("after", [-1, 0, 1])
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
+    """Before, at and after the first and the last change, with a message on its way."""
+    program, expected, rows = real
+    changed = [
+        new[0] for old, new in zip(rows, rows[1:], strict=False) if old[1] != new[1]
+    ]
+    _, state = make(ADAPTIVE)
+    state, _ = train(program, state, changed[which] + after)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, {})
+    del state
+    # With a program of its own, as in a new process; the last is enough for that.
+    again = make(ADAPTIVE)[0] if (which, after) == (-1, 0) else program
+    with Checkpoints(tmp_path) as checkpoints:
+        state, _ = checkpoints.restore(again, PARAMS)
+    assert state.in_flight
+    state, _ = train(again, state)
+    assert_same(numbers(again.settle(state)), expected)
+
+
+def test_a_checkpoint_of_other_factors_is_refused(real, tmp_path):
+    program = real[0]
+    state, _ = train(program, make(ADAPTIVE)[1], 8)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, {})
+        with pytest.raises(ValueError, match="another model, method"):
+            checkpoints.restore(make(fixed(2))[0], PARAMS)
+
+
+def test_where_a_run_is_cut_changes_no_number(real):
+    program, expected, _ = real
+    state = make(ADAPTIVE)[1]
+    for cut in (7, 9, 10, 21, NUM_STEPS):
+        state, _ = train(program, state, cut)
+    assert_same(numbers(program.settle(state)), expected)
+
+
+def test_all_places_hold_alike(real):
+    """Blocks of two regions, and each on its own; the same ranks, nearly the same."""
+    _, seen = train(*make(ADAPTIVE, num_places=4))
+    assert [row[:4] for row, *_ in seen] == [row[:4] for row in real[2]]
+
+
+def test_each_rank_is_compiled_once():
+    """A turn from one rank to another compiles nothing when it comes again."""
+    compiled, turns = [], []
+
+    def listen(event, duration, **_):
+        if event == COMPILED:
+            compiled.append(duration)
+
+    program, state = make(ADAPTIVE)
+    rank = state.schedule.rank
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for after, _ in run(program, state, iter(TARGETS), NUM_STEPS):
+            state = after
+            turns.append(((rank, state.schedule.rank), len(compiled)))
+            rank = state.schedule.rank
+            compiled.clear()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    # The mean of the second round is the first to be measured: from then on.
+    first = dict(reversed(turns[2:]))
+    again = len(turns[2:]) - len(first)
+    assert again > 4
+    assert sum(n for _, n in turns[2:]) == sum(first.values())
+    # What a change needs is the factors' new shape, and once for a rank its message
+    # and a scan of its round.
+    assert first == {(6, 3): 2, (3, 3): 1, (3, 6): 1, (6, 6): 0}
+
+
+def test_divided_over_a_regions_devices():
+    """The outer state on the mesh measures the same ranks."""
+    method = dataclasses.replace(ADAPTIVE, outer_placement="divided")
+    program = RegionProgram(
+        loss_fn,
+        optax.sgd(LR),
+        method,
+        PARAMS,
+        NUM_REGIONS,
+        mesh=make_mesh(NUM_REGIONS, data=2, devices=jax.devices()[:8]),
+    )
+    state = program.init(PARAMS, jax.random.key(0))
+    _, seen = train(program, state, 20)
+    _, plain = train(*make(ADAPTIVE), 20)
+    assert [row for row, *_ in seen] == [row for row, *_ in plain]
+    assert_close(seen, plain, 1e-4)

@@ -1,0 +1,241 @@
+"""The ladder of the family: each method collapses to a simpler one at a limit.
+
+Bitwise where the arithmetic is the same, else to a few roundings of float32.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.sync.regions import Regions
+
+LR, NUM_STEPS = 0.1, 12
+SHAPES = {"a": (2, 2), "b": (3,), "c": (2,)}
+RNG = np.random.default_rng(0)
+ROOT = RNG.normal(size=(9, 9)) / 3
+HESSIAN = ROOT @ ROOT.T + 0.3 * np.eye(9)
+PARAMS = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+TARGETS = RNG.normal(size=(4, 9)) + RNG.normal(size=(NUM_STEPS, 4, 9)) / 4
+TARGETS = TARGETS.astype(np.float32)
+OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compiles():
+    """The time here is compiling, and what is compiled runs for microseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def join(params):
+    return jnp.concatenate([params[n].reshape(-1) for n in SHAPES])
+
+
+def square(params, target, key):
+    gap = join(params) - target
+    return gap @ jnp.asarray(HESSIAN, gap.dtype) @ gap / 2, {}
+
+
+def slope(params, target, key):
+    """The same gradient, `target`, wherever the parameters are."""
+    return join(params) @ target, {}
+
+
+def train(method, num_regions=4, optimizer=None, loss=square, targets=TARGETS, **more):
+    """The regions' parameters and the outer ones, after all the steps."""
+    program = RegionProgram(
+        loss,
+        optax.sgd(LR) if optimizer is None else optimizer,
+        method,
+        PARAMS,
+        num_regions,
+        mesh=make_mesh(num_regions),
+        **more,
+    )
+    state = program.init(PARAMS, jax.random.key(0))
+    stream = iter(targets[:, :num_regions])
+    for new, _ in run(program, state, stream, len(targets)):
+        state = new
+    return jax.device_get((state.region.params, program.outer_params(state)))
+
+
+@functools.cache
+def trained(name, num_regions=4, **options):
+    return train(methods.get(name, **options), num_regions)
+
+
+def diloco(num_regions=4, **options):
+    return trained("diloco", num_regions, sync_interval=4, **(OUTER | options))
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b, tolerance=2e-6):
+    """To some ten roundings of float32, on numbers of order 1."""
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), a, b
+    )
+
+
+def test_the_comparison_can_fail():
+    with pytest.raises(AssertionError):
+        assert_close(diloco(), diloco(outer_lr=1.0, outer_momentum=0.0))
+
+
+# --- One region ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("snoo", {}),
+        ("eager", {}),
+        ("diloco_demo", {"compress": "none"}),
+        ("delayed_nesterov", {"arrivals_per_momentum": 1}),
+        ("heloco", {"keep_cosine": -1.0, "shrink_cosine": -1.0}),
+    ],
+)
+def test_of_one_region_it_is_diloco(name, options):
+    """Nesterov's step by its own pseudo-gradient: nothing is stale, or left out."""
+    method = methods.get(name, sync_interval=4, **OUTER, **options)
+    assert_close(train(method, 1), diloco(1))
+
+
+def test_lion_of_one_region_is_lion():
+    """No gradient is exactly zero, which Lion does not move by and one bit cannot."""
+    sent = train(methods.get("distributed_lion"), 1)
+    lion = optax.lion(LR, 0.9, 0.99, weight_decay=0.0)
+    assert_close(sent, train(methods.get("data_parallel"), 1, lion))
+
+
+# --- No compression -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sparseloco", "local_training_ef"])
+def test_uncompressed_local_training_is_averaging(name):
+    method = methods.get(name, sync_interval=4, outer_lr=1.0, compress="none")
+    expected = diloco(outer_lr=1.0, outer_momentum=0.0)
+    assert_close(train(method), expected)
+    # All are equal after a sync, so also: their mean is what they came to.
+    local, outer = expected
+    assert_close(local, jax.tree.map(lambda x: np.stack([x] * 4), outer))
+
+
+def test_plain_averaging_by_hand():
+    x = np.concatenate([PARAMS[n].ravel() for n in SHAPES]).astype(float)
+    for t in range(0, NUM_STEPS, 4):
+        each = [x] * 4
+        for targets in TARGETS[t : t + 4]:
+            each = [
+                y - LR * HESSIAN @ (y - u) for y, u in zip(each, targets, strict=True)
+            ]
+        x = np.mean(each, axis=0)
+    _, outer = diloco(outer_lr=1.0, outer_momentum=0.0)
+    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), x)
+
+
+def test_compressed_with_nothing_is_the_method():
+    assert_close(diloco(compress="none"), diloco())
+
+
+@pytest.mark.parametrize(
+    "compress", ["none", "threshold(1.0, every=1)", "ef:0.9+dct:16"]
+)
+def test_gradients_compressed_with_nothing_are_data_parallel(compress):
+    """Also where everything is sent by other means: all values, all coefficients."""
+    sent = trained("data_parallel", compress=compress)
+    assert_close(sent, trained("data_parallel"))
+
+
+def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
+    method = methods.get("demo", momentum_decay=0.0, compress="dct:16")
+    _, outer = train(method)
+    x = np.concatenate([PARAMS[n].ravel() for n in SHAPES]).astype(float)
+    for targets in TARGETS:
+        x = x - LR * np.sign(HESSIAN @ (x - targets.mean(0)))
+    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), x)
+
+
+# --- No delay, nobody late ----------------------------------------------------
+
+
+def test_nobody_late_decoupled_is_streaming():
+    options = {"sync_interval": 4, "num_fragments": 2, **OUTER}
+    expected = trained("streaming_diloco", delay_steps=1, **options)
+    assert_close(trained("decoupled_diloco", **options), expected)
+    answers = {"answer_steps": "1,0,1,1", "quorum": 4}
+    assert_close(trained("decoupled_diloco", **answers, **options), expected)
+
+
+def test_loscar_without_delay_is_diloco_by_fragments():
+    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 0, **OUTER}
+    expected = trained("streaming_diloco", mixing_alpha=0.0, **options)
+    assert_same(trained("loscar", **options), expected)
+
+
+def test_apart_is_diloco_before_its_first_sync():
+    local, mean = trained("apart")
+    expected, _ = trained("diloco", sync_interval=NUM_STEPS + 1)
+    assert_same(local, expected)
+    assert_close(mean, jax.tree.map(lambda x: x.mean(0), expected))
+
+
+def test_co2_without_momentum_is_averaging_one_round_late():
+    """Of one constant gradient a region: every round moves as far, so the gap is 1.
+
+    The first of the three rounds applies nothing yet.
+    """
+    slopes = np.broadcast_to(TARGETS[:1], TARGETS.shape)
+    method = methods.get("co2", sync_interval=4, outer_momentum=0.0, momentum_clip=1e9)
+    _, outer = train(method, loss=slope, targets=slopes)
+    moved = 2 * 4 * LR * TARGETS[0].mean(0)
+    start = np.concatenate([PARAMS[n].ravel() for n in SHAPES])
+    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), start - moved)
+
+
+# --- Two that are everyone ----------------------------------------------------
+
+
+def test_a_pair_that_is_everyone_needs_no_pairs():
+    noloco = methods.get("noloco", sync_interval=4)
+    everyone = dataclasses.replace(noloco.outer_optimizer, group="all")
+    expected = train(dataclasses.replace(noloco, outer_optimizer=everyone), 2)
+    assert_close(train(noloco, 2), expected)
+    # Two that begin alike and get the same mean stay alike.
+    local, _ = expected
+    assert max(np.ptp(x, axis=0).max() for x in local.values()) < 1e-6
+
+
+# --- How much regions count ---------------------------------------------------
+
+
+def test_alike_regions_weigh_alike():
+    assert_close(diloco(region_weights="tokens"), diloco())
+
+
+def test_a_region_of_twice_the_batch_counts_twice():
+    """Of one constant gradient a region, averaged once over 12 steps."""
+    slopes = np.broadcast_to(TARGETS[:1], TARGETS.shape)
+    method = methods.get(
+        "diloco", sync_interval=12, outer_lr=1.0, outer_momentum=0.0,
+        region_weights="tokens",
+    )  # fmt: skip
+    regions = Regions((1.0, 2.0, 1.0, 1.0), (2, 2, 1, 1))
+    _, outer = train(method, loss=slope, targets=slopes, regions=regions)
+    # Steps 12, 6, 12, 12; sequences 24, 12, 12, 12.
+    moved = LR * np.average(
+        TARGETS[0] * [[12], [6], [12], [12]], axis=0, weights=[24, 12, 12, 12]
+    )
+    start = np.concatenate([PARAMS[n].ravel() for n in SHAPES])
+    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), start - moved)

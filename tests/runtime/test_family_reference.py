@@ -1,0 +1,303 @@
+"""Each method of the family against its own NumPy reference, several rounds of it.
+
+In float64 to 1e-10 of the largest number of a tensor; where the wire has float32 (the
+scale of a 2-bit message, by which the compiler may multiply before or after it
+divides by 3) to 1e-6. Four regions run as blocks of
+two on two devices, where nothing else is said.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.sync.fragments import cut_by_patterns
+from cocodc_jax.sync.regions import Regions
+from tests.runtime import family_reference as reference
+
+LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 14
+SHAPES = {"a": (4, 8), "b": (8,), "c": (4,)}
+SIZE = 44
+OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
+SPEEDS = (1.0, 1.5, 1.0, 2.5)
+EXACT_SPEEDS = [Fraction(s) for s in SPEEDS]
+TOKENS = [3, 1, 2, 4]
+CLIP = 0.6
+
+RNG = np.random.default_rng(0)
+ROOT = RNG.normal(size=(SIZE, SIZE)) / 6
+HESSIAN = ROOT @ ROOT.T + 0.3 * np.eye(SIZE)
+PARAMS = {n: RNG.normal(size=s) for n, s in SHAPES.items()}
+OPTIMA = RNG.normal(size=(NUM_REGIONS, SIZE))
+TARGETS = OPTIMA + RNG.normal(size=(NUM_STEPS, NUM_REGIONS, SIZE)) / 4
+
+
+def setting(num_regions=NUM_REGIONS):
+    return reference.Setting(HESSIAN, PARAMS, TARGETS[:, :num_regions], LR)
+
+
+def loss_fn(params, target, key):
+    gap = jnp.concatenate([params[n].reshape(-1) for n in SHAPES]) - target
+    return gap @ jnp.asarray(HESSIAN) @ gap / 2, {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A method, and its twin, which gives the regions' and the outer parameters."""
+
+    name: str
+    options: dict
+    twin: Callable
+    num_regions: int = NUM_REGIONS
+    num_devices: int = 2
+    regions: Regions | None = None
+    patterns: tuple | None = None
+    tolerance: float = 1e-10
+
+
+def mix(alpha):
+    return lambda local, staged, outer: alpha * local + (1 - alpha) * outer
+
+
+def twin_of_rounds(interval, outer_lr, momentum, compress, num_regions=NUM_REGIONS):
+    return lambda: reference.synchronous(
+        setting(num_regions), interval, outer_lr, momentum, compress
+    )
+
+
+def feedback(compress, decay=1.0):
+    return lambda: reference.Feedback(compress, decay)
+
+
+def co2_twin():
+    seen = []
+    out = reference.co2(setting(), 2, 1.0, 0.6, CLIP, seen)
+    gaps, is_clipped = zip(*seen, strict=True)
+    assert max(gaps) > 1.1
+    assert 1 < sum(is_clipped) < len(seen)
+    return out
+
+
+def noloco_twin():
+    who = reference.drawn_partners(7, NUM_REGIONS)
+    assert len({tuple(who(t)) for t in range(2, 15, 2)}) == 3
+    return reference.noloco(setting(), 2, 0.7, 0.5, 0.6, 7, who)
+
+
+def lion_twin(vote):
+    def twin():
+        *out, ties = reference.lion(setting(), 0.9, 0.99, vote)
+        assert ties > 10
+        return out
+
+    return twin
+
+
+def delayed_nesterov_twin(spread, compress=lambda: reference.plain):
+    def twin():
+        take = reference.delayed_nesterov(0.5, 0.8, 3, spread)
+        *out, arrivals = reference.asynchronous(
+            setting(), EXACT_SPEEDS, 3, True, take, compress
+        )
+        assert {m for _, m in arrivals} == {0, 1, 2, 3}
+        return out
+
+    return twin
+
+
+def heloco_twin():
+    seen = []
+    take = reference.heloco(0.3, 0.8, 0.5, 0.2, 0.5, seen)
+    out = reference.asynchronous(setting(), EXACT_SPEEDS, 2, False, take)
+    assert set(seen) == {"keep", "turn", "shrink"}
+    return out[:2]
+
+
+def decoupled_twin():
+    return reference.fragments_in_turn(
+        setting(), [["a", "c"], ["b"]], 4, 3, 0.4, 0.9, mix(0.3), EXACT_SPEEDS, TOKENS,
+        counted=(0, 1, 3),
+    )  # fmt: skip
+
+
+def loscar_twin():
+    return reference.fragments_in_turn(
+        setting(), [["a", "c"], ["b"]], 4, 3, 0.4, 0.9,
+        lambda local, staged, outer: outer + (local - staged),
+    )  # fmt: skip
+
+
+def apart_twin():
+    local = setting().round(setting().copies(), 0, NUM_STEPS)
+    return local, reference.mean(local)
+
+
+CASES = {
+    "snoo": Case(
+        "snoo", {"sync_interval": 4, **OUTER},
+        twin_of_rounds(4, 0.4, 0.9, lambda: reference.plain, 1), 1, 1,
+    ),
+    "sparseloco": Case(
+        "sparseloco",
+        {
+            "sync_interval": 2, "outer_lr": 0.8,
+            "compress": "error_feedback(chunked_top_k(k=3, chunk_side=3, "
+            "values=int2(block_size=3)), decay=0.95)",
+        },
+        twin_of_rounds(2, 0.8, 0.0, feedback(reference.chunked(3, 3, block=3), 0.95)),
+        tolerance=1e-6,
+    ),
+    "local_training_ef": Case(
+        "local_training_ef",
+        {"sync_interval": 2, "outer_lr": 0.9, "compress": "ef+topk:0.25"},
+        twin_of_rounds(2, 0.9, 0.0, feedback(reference.top_k(0.25))),
+    ),
+    "muloco": Case(
+        "muloco", {"sync_interval": 2, "compress": "ef+int2:8", **OUTER},
+        twin_of_rounds(2, 0.4, 0.9, feedback(reference.two_bit(8))),
+        tolerance=1e-6,
+    ),
+    "co2": Case(
+        "co2", {"sync_interval": 2, "outer_momentum": 0.6, "momentum_clip": CLIP},
+        co2_twin,
+    ),
+    "eager": Case(
+        "eager", {"sync_interval": 2, **OUTER},
+        lambda: reference.eager(setting(), 2, 0.4, 0.9),
+    ),
+    "noloco, in a block": Case(
+        "noloco", {"sync_interval": 2, "pair_pull": 0.6, "pair_seed": 7}, noloco_twin
+    ),
+    "noloco, a region a device": Case(
+        "noloco", {"sync_interval": 2, "pair_pull": 0.6, "pair_seed": 7}, noloco_twin,
+        num_devices=4,
+    ),
+    "diloco_demo": Case(
+        "diloco_demo",
+        {"sync_interval": 2, "compress": "dct_top_k(k=3, chunk_side=3)"},
+        lambda: reference.diloco_demo(
+            setting(), 2, 0.7, 0.9, reference.chunked(3, 3, is_cosine=True)
+        ),
+    ),
+    "demo": Case(
+        "demo", {"momentum_decay": 0.9, "compress": "dct_top_k(k=3, chunk_side=4)"},
+        lambda: reference.demo(setting(), 0.9, 3, 4),
+    ),
+    "lion, majority": Case("distributed_lion", {}, lion_twin("majority")),
+    "lion, average": Case(
+        "distributed_lion", {"lion_vote": "average"}, lion_twin("average")
+    ),
+    "dct_threshold": Case(
+        "dct_threshold",
+        {"compress": "error_feedback(threshold(density=0.2, every=3, slack=1.5))"},
+        lambda: reference.compressed_gradients(setting(), feedback_of_threshold),
+    ),
+    "delayed_nesterov": Case(
+        "delayed_nesterov",
+        {
+            "sync_interval": 3, "outer_lr": 0.5, "outer_momentum": 0.8,
+            "arrivals_per_momentum": 3, "momentum_spread": 0.2,
+        },
+        delayed_nesterov_twin(0.2),
+        regions=Regions(SPEEDS, (1,) * 4),
+    ),
+    "delayed_nesterov, compressed": Case(
+        "delayed_nesterov",
+        {
+            "sync_interval": 3, "outer_lr": 0.5, "outer_momentum": 0.8,
+            "arrivals_per_momentum": 3, "compress": "ef:0.9+topk:0.25",
+        },
+        delayed_nesterov_twin(0.0, feedback(reference.top_k(0.25), 0.9)),
+        regions=Regions(SPEEDS, (1,) * 4),
+    ),
+    "heloco": Case(
+        "heloco",
+        {
+            "sync_interval": 2,  "outer_lr": 0.3, "outer_momentum": 0.8,
+            "keep_cosine": 0.5, "dynamic_steps": False, "shrink_cosine": 0.2,
+        },
+        heloco_twin,
+        regions=Regions(SPEEDS, (1,) * 4),
+    ),
+    "decoupled_diloco": Case(
+        "decoupled_diloco",
+        {
+            "sync_interval": 4, "num_fragments": 2, "answer_steps": "1,3,9,0",
+            "quorum": 2, "grace_steps": 2, "mixing_alpha": 0.3, **OUTER,
+        },
+        decoupled_twin,
+        regions=Regions(SPEEDS, tuple(TOKENS)),
+        patterns=("a|c", "b"),
+    ),
+    "loscar": Case(
+        "loscar",
+        {"sync_interval": 4, "num_fragments": 2, "delay_steps": 3, **OUTER},
+        loscar_twin, patterns=("a|c", "b"),
+    ),
+    "apart": Case("apart", {}, apart_twin),
+}  # fmt: skip
+
+
+def feedback_of_threshold():
+    return reference.Feedback(reference.Threshold(0.2, 3, 1.5))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compiles():
+    """The time here is compiling, and what is compiled runs for microseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def train(case):
+    """The regions' parameters, a list of dicts, and the outer ones."""
+    program = RegionProgram(
+        loss_fn,
+        optax.sgd(LR),
+        methods.get(case.name, **case.options),
+        PARAMS,
+        case.num_regions,
+        mesh=make_mesh(case.num_regions, devices=jax.devices()[: case.num_devices]),
+        regions=case.regions,
+        fragments=case.patterns and cut_by_patterns(PARAMS, case.patterns),
+    )
+    state = program.init(PARAMS, jax.random.key(0))
+    targets = iter(TARGETS[:, : case.num_regions])
+    for new, _ in run(program, state, targets, NUM_STEPS):
+        state = new
+    local = jax.device_get(state.region.params)
+    each = [{n: x[m] for n, x in local.items()} for m in range(case.num_regions)]
+    return each, jax.device_get(program.outer_params(state))
+
+
+def assert_close(actual, expected, tolerance, what):
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert actual[name].dtype == np.float64
+        np.testing.assert_allclose(
+            actual[name],
+            x,
+            rtol=0,
+            atol=tolerance * np.abs(x).max(),
+            err_msg=f"{what} {name}",
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_method_is_its_formula(name):
+    case = CASES[name]
+    expected_local, expected_outer = case.twin()
+    with jax.enable_x64(True):
+        local, outer = train(case)
+    for m, (actual, expected) in enumerate(zip(local, expected_local, strict=True)):
+        assert_close(actual, expected, case.tolerance, f"region {m}")
+    assert_close(outer, expected_outer, case.tolerance, "outer")
