@@ -2,9 +2,7 @@
 
 Every process runs the same command. One of them, process 0, is the coordinator that
 the others look for; on SLURM, Cloud TPU pods, GKE and under MPI, JAX finds all of that
-by itself. What the processes have to know of one another (is this the same
-configuration? where in its files is each?) crosses as JSON text, the same way as
-arrays do.
+by itself.
 
 When one process ends, so do all. Its connections close, so the next exchange fails in
 the others within a second or so; if its machine is gone without a word, or the network,
@@ -15,24 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
-import pathlib
 import re
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-import cocodc_jax as cc
 
 # What `experiments.wan` and `experiments.launch_local` tell their processes.
 ADDRESS, COUNT, ID = (
@@ -253,70 +243,6 @@ def _report(error: BaseException) -> int:
 _NETWORK = re.compile("gloo|heartbeat|coordination service|connection", re.IGNORECASE)
 
 
-def gather(value: Any) -> list[Any]:
-    """What every process has to say, in the order of their ids; waits for all.
-
-    Args:
-      value: JSON-able.
-    """
-    if jax.process_count() == 1:
-        return [value]
-    # What follows crosses all devices, those of the outer mesh too. Of two exchanges
-    # between the same devices, one process may begin the first and one the second.
-    jax.block_until_ready(jax.live_arrays())
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    longest = int(np.max(multihost_utils.process_allgather(np.array(len(mine)))))
-    padded = np.full(longest, ord(" "), np.uint8)
-    padded[: len(mine)] = mine
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(np.asarray(row).tobytes()) for row in rows]
-
-
-def check_alike(config: dict[str, Any]) -> None:
-    """Compares this process's run with the others', before anything is compiled.
-
-    Args:
-      config: plain nested values.
-
-    Raises:
-      ValueError: naming the processes and each difference.
-    """
-    mine = {
-        "version": metadata.version("cocodc_jax"),
-        "code": code_digest(),
-        **_flat(config),
-    }
-    everyone = gather(mine)
-    found = []
-    for process, theirs in enumerate(everyone):
-        for name in sorted(everyone[0].keys() | theirs.keys()):
-            first, here = everyone[0].get(name), theirs.get(name)
-            if first != here:
-                found.append(f"{name} is {first!r} in process 0, {here!r} in {process}")
-    if found:
-        raise ValueError(
-            f"the processes do not run the same: {'; '.join(found)}; start all of them "
-            "with the same command and the same code"
-        )
-
-
-def code_digest() -> str:
-    """Twelve hex digits that tell one version of this package's source from another."""
-    root = pathlib.Path(cc.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    return flat
-
-
 def _number(name: str) -> int:
     try:
         return int(os.environ.get(name, ""))
@@ -327,5 +253,5 @@ def _number(name: str) -> int:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -37,6 +37,8 @@ from cocodc_jax.runtime.trainer import (
     Result,
     train,
 )
+from experiments import timeline
+from experiments.agreement import check_alike, gather
 from experiments.build import (
     build_evaluate,
     build_program,
@@ -45,7 +47,7 @@ from experiments.build import (
     use_devices,
 )
 from experiments.config import TrainConfig, dumps
-from experiments.processes import ONE_PROCESS, Processes, check_alike, gather
+from experiments.processes import ONE_PROCESS, Processes
 
 CONFIG_FILE, SUMMARY_FILE, CHECKPOINTS = "config.json", "summary.json", "checkpoints"
 
@@ -133,11 +135,19 @@ class Session:
                     evaluate=self.evaluate,
                     checkpoints=saved,
                     progress=progress,
+                    earlier_s=earlier_s,
                 )
+            self._write_timeline(result, state.step)
         summary = self._summary(result, earlier_s)
         if result.state.step == run.steps:
             summary_path.write_text(dumps(summary))
         return summary
+
+    def _write_timeline(self, result: Result, first_step: int) -> None:
+        timeline.save(self.own_dir, result.timeline, first_step)
+        gather("every process has written its own")
+        if jax.process_index() == 0:
+            timeline.show(self.workdir)
 
     def _batches(self, stream: TrainStream) -> Iterator[np.ndarray]:
         """The stream, with each region's batch cut to its own size.
@@ -145,7 +155,8 @@ class Session:
         Shapes stay as they are: a smaller batch is repeated, which leaves the mean of
         its losses and gradients what it is.
         """
-        sizes = self.program.regions.batch_sizes
+        everyone = self.program.regions.batch_sizes
+        sizes = [everyone[region] for region in self.text.regions]
         full = self.config.data.batch_per_region
         if set(sizes) == {full}:
             return stream

@@ -8,10 +8,12 @@ seconds of a sync and utilisation after the first interval, whose steps are comp
 """
 
 import json
+import math
 import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -101,6 +103,36 @@ def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRe
         for (start, fragment), group in by_id.items()
     ]
     return sorted(records, key=lambda record: record.merge_s)
+
+
+def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
+    """Writes one process's timeline, after what an earlier part of the run wrote.
+
+    Args:
+      folder: of the process.
+      found: "marks" and "syncs", as `runtime.flights` gives them.
+      first_step: the step that this part began at.
+    """
+    path = folder / FILE
+    earlier = json.loads(path.read_text()) if first_step and path.exists() else {}
+    marks = [m for m in earlier.get("marks", []) if m[0] <= first_step]
+    syncs = [
+        s
+        for s in earlier.get("syncs", [])
+        if (s["apply_step"] or math.inf) <= first_step
+    ]
+    found = {"marks": marks + found["marks"], "syncs": syncs + found["syncs"]}
+    path.write_text(json.dumps(found))
+
+
+def show(workdir: pathlib.Path) -> None:
+    """Writes a run's trace and plot, if it went on after its first interval."""
+    since = _first_warm_step(workdir)
+    try:
+        timeline = read(workdir, since)
+    except ValueError:  # Too short: all of its steps were compiled in.
+        return
+    write(workdir, timeline, f"{workdir.name}, measured from step {since}")
 
 
 def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 from cocodc_jax.runtime import exchange, transfer
 from cocodc_jax.runtime.inner import Block, where_active
 from cocodc_jax.runtime.layout import Layout, place
+from cocodc_jax.runtime.mesh import regional
 from cocodc_jax.runtime.rings import ring_bytes
 from cocodc_jax.runtime.state import InFlight, OuterState, Sender, TrainState
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -89,21 +90,20 @@ class SharedOuter:
         if not self._crosses_outside:
             arrives = layout.fragments[fragment]
             whole = jax.jit(send, out_shardings=(staged, arrives, kept))
-            return lambda params, origin, state, weights, keys: whole(
-                params,
-                origin,
-                state,
-                self._weights(weights, layout.region.key),
-                keys,
-            )
+
+            def send_inside(params, origin, state, weights: tuple[float, ...], keys):
+                inside = self._weights(weights, regional(layout.mesh))
+                return whole(params, origin, state, inside, keys)
+
+            return send_inside
         encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
         combine = jax.jit(
             exchange.make_combine(self._method.compressor_at(rank), layout.host),
             out_shardings=layout.host,
         )
 
-        def send_outside(params, origin, state, weights, keys):
-            inside = self._weights(weights, layout.region.key)
+        def send_outside(params, origin, state, weights: tuple[float, ...], keys):
+            inside = self._weights(weights, regional(layout.mesh))
             copy, messages, state = encode(params, origin, state, inside, keys)
             rows = transfer.gather_rows(messages, layout.host_rows)
             return copy, combine(rows, self._weights(weights, layout.host)), state

@@ -144,7 +144,12 @@ def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
     while ranks[-1] > min_rank:
         ranks.append(max(ranks[-1] // 2, min_rank))
     return RankedRounds(
-        1, sync_interval, sync_interval, sync_interval, None, True, None, tuple(ranks)
+        num_fragments=1,
+        sync_interval=sync_interval,
+        delay_steps=sync_interval,
+        slot_steps=sync_interval,
+        sends_first=True,
+        ranks=tuple(ranks),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the lab asks of the Linux kernel: namespaces, TUN devices, ties to a parent.
+"""What the lab asks of the Linux kernel: namespaces, TUN devices, adoption.
 
 Network and mount namespaces are anonymous: nothing names them, so the kernel takes
 them down, with the device in them, when the last process or descriptor in them is
@@ -12,7 +12,6 @@ import ipaddress
 import os
 import pathlib
 import shutil
-import signal
 import struct
 import subprocess
 
@@ -23,7 +22,7 @@ _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 _TUN_PATH = "/dev/net/tun"
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _QUEUE_PACKETS = 10000  # in the device; the relay's queues are the ones that count
@@ -61,14 +60,6 @@ def address(region_id: int) -> str:
 def packed_address(region_id: int) -> bytes:
     """The region's address as it stands in packets."""
     return _NETWORK[region_id + 1].packed
-
-
-def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when its parent is gone."""
-    _call(_libc.prctl, _PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
-    # For a parent that went before the call, nothing is sent.
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

@@ -7,21 +7,19 @@ import math
 import os
 import pathlib
 import selectors
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
+from experiments import children
 from experiments.lab import region, relay
 from experiments.lab.plan import Plan
 
 _ROOT = pathlib.Path(__file__).parents[2]  # from where `-m experiments...` works
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SPARE_S = 5.0  # after the grace, before a region's keeper is killed itself
-_TAIL_LINES = 10
 _STDOUT, _STDERR = 1, 2
 
 
@@ -42,7 +40,7 @@ def run(plan: Plan) -> int:
     plan.logdir.mkdir(parents=True, exist_ok=True)
     plan.traffic_path.unlink(missing_ok=True)
     lab = _Lab(plan)
-    with _on_signals(lab.stop):
+    with children.on_signals(lab.stop):
         try:
             lab.start()
             lab.wait()
@@ -52,20 +50,6 @@ def run(plan: Plan) -> int:
         finally:
             lab.close()
     return lab.exit_code
-
-
-@contextlib.contextmanager
-def _on_signals(act: Callable[[int], None]) -> Iterator[None]:
-    """Calls act(128 + n) on signal n; no exception that could cut a clean-up short."""
-    before = {
-        number: signal.signal(number, lambda got, _: act(128 + got))
-        for number in _STOPPING
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Lab:
@@ -205,10 +189,9 @@ class _Lab:
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
     def _region_ended(self, region_id: int) -> None:
-        code = self._regions[region_id].wait()
+        code = children.exit_code(self._regions[region_id].wait())
         self._running.discard(region_id)
         if code and not self.exit_code:
-            code = code if code > 0 else 128 - code
             _explain(region_id, code, self._plan.log_path(region_id))
             self.stop(code)
 
@@ -267,5 +250,4 @@ def _explain(region_id: int, code: int, log: pathlib.Path) -> None:
         f"wan: region {region_id} ended with exit code {code}; {log}", file=sys.stderr
     )
     if region_id:  # Region 0 has been on the terminal already.
-        lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+        children.show_tail(log)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+from experiments import children
 from experiments.lab import kernel
 
 _COORDINATOR_PORT = 29400  # free: the namespace is new
@@ -123,7 +124,7 @@ def _run(settings: Settings) -> int:
 
 
 def _prepare_command(parent_pid: int) -> None:
-    kernel.die_with_parent(parent_pid, signal.SIGKILL)
+    children.die_with_parent(parent_pid, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
@@ -152,7 +153,7 @@ def _end_all() -> None:
 def main() -> int:
     """Runs the region; returns the command's exit code."""
     settings = Settings(**json.loads(sys.argv[1]))
-    kernel.die_with_parent(settings.parent_pid, signal.SIGTERM)
+    children.die_with_parent(settings.parent_pid, signal.SIGTERM)
     kernel.adopt_orphans()
     with socket.socket(fileno=settings.socket_fd) as lab:
         try:

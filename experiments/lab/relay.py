@@ -17,6 +17,7 @@ import sys
 import time
 from typing import Any
 
+from experiments import children
 from experiments.lab import kernel
 from experiments.lab.shaper import Conditions, Shaper
 
@@ -141,7 +142,7 @@ class Relay:
 def main() -> None:
     """Runs the relay until SIGTERM or until the parent is gone."""
     settings = Settings.from_json(sys.stdin.read())
-    kernel.die_with_parent(settings.parent_pid, signal.SIGTERM)
+    children.die_with_parent(settings.parent_pid, signal.SIGTERM)
     # Ahead of the commands, which may use every core; where it may not, it may not.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_PRIORITY))

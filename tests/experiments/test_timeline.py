@@ -59,6 +59,23 @@ def test_the_first_steps_can_be_left_out(run):
     assert found.syncs[0].start_step == 0
 
 
+def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(run):
+    """Cut at step 4: what was done after it is done again, later."""
+    again = {
+        "marks": [[6, 30.0]],
+        "syncs": [sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
+    }
+    timeline.save(run, again, first_step=4)
+    found = json.loads((run / "timeline.json").read_text())
+    assert [mark[0] for mark in found["marks"]] == [0, 2, 4, 6]
+    assert found["marks"][-1] == [6, 30.0]
+    assert [(s["start_step"], s["apply_step"]) for s in found["syncs"]] == [
+        (0, 2), (2, 4), (4, 6),
+    ]  # fmt: skip
+    timeline.save(run, again, first_step=0)  # From the beginning: nothing is kept.
+    assert json.loads((run / "timeline.json").read_text()) == again
+
+
 def test_the_program_writes_a_trace_and_a_plot(run, capsys):
     assert timeline.main(["timeline", f"--workdir={run}"]) == 0
     events = json.loads((run / "trace.json").read_text())["traceEvents"]

@@ -1,10 +1,20 @@
 """The inner mesh's shape, and the device that keeps the outer state."""
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.mesh import make_mesh, outer_device, regional
+from cocodc_jax.runtime import mesh as mesh_module
+from cocodc_jax.runtime.mesh import (
+    inner_devices,
+    make_mesh,
+    outer_device,
+    outer_mesh,
+    outer_rows,
+    outer_sharding,
+    regional,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +76,47 @@ def test_regional_puts_regions_first():
     mesh = make_mesh(2, data=2)
     assert regional(mesh).spec == P("region")
     assert regional(mesh, P("data", None)).spec == P("region", "data", None)
+
+
+class Device:
+    """As much of a `jax.Device` as choosing among those of all processes needs."""
+
+    def __init__(self, process_index, place):
+        self.process_index, self.place = process_index, place
+
+    def __repr__(self):
+        return f"{self.process_index}.{self.place}"
+
+
+@pytest.fixture
+def three_of_two_processes(monkeypatch):
+    # Not sorted by process: ids of devices need not be.
+    found = [Device(p, i) for i in range(3) for p in (1, 0)]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: found)
+    return found
+
+
+def test_every_process_gives_its_first_devices(three_of_two_processes):
+    assert [str(d) for d in inner_devices(1)] == ["1.0", "0.0"]
+    assert [str(d) for d in inner_devices(2)] == ["1.0", "0.0", "1.1", "0.1"]
+
+
+def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
+    three_of_two_processes, monkeypatch
+):
+    class Grid:
+        devices = np.array(inner_devices(2)).reshape(4, 1, 1, 1)
+
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    assert [str(d) for d in outer_mesh(Grid)] == ["1.2", "0.2"]
+    assert str(outer_device(Grid, 0)) == "0.2"
+    Grid.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
+    assert str(outer_device(Grid, 1)) == "1.0"  # None to spare.
+
+
+def test_in_one_process_the_outer_mesh_is_one_device():
+    mesh = make_mesh(4)
+    assert outer_mesh(mesh).shape == {"process": 1}
+    (device,) = outer_mesh(mesh).devices.flat
+    assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
+    assert device == outer_device(mesh)

@@ -1,0 +1,61 @@
+"""The examples for clusters, as far as they can be checked without one."""
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from cocodc_jax.sync.methods import METHODS
+from experiments.config import LEAVES
+from experiments.configs import PRESETS
+from experiments.flags import PROCESSES
+
+FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
+FILES = ("slurm.sbatch", "kubernetes.yaml", "tpu_pod.sh")
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_pod.sh"])
+def test_scripts_are_shell(name):
+    done = subprocess.run(
+        ["bash", "-n", FOLDER / name], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_flags_are_those_of_train(name):
+    text = (FOLDER / name).read_text()
+    commands = text[text.index("experiments.train") :]
+    flags = dict(re.findall(r"^\s*(?:- )?--(\w+)=(\S+)", commands, re.MULTILINE))
+    flags |= dict(re.findall(r" --(preset|method|regions|exchange)=(\w+)", commands))
+    own = {"preset", "workdir", *PROCESSES, *LEAVES}
+    for flag in ("preset", "method", "regions", "num_processes", "workdir"):
+        assert flag in flags
+    shell = {"signal", "zone", "worker", "command", "label"}  # of other programs
+    assert set(flags) - shell <= own
+    preset = PRESETS[flags["preset"]]
+    assert flags["method"] in METHODS
+    known = {k: v for k, v in flags.items() if k in ("method", "exchange")}
+    preset.replace(**known, regions=int(flags["regions"]))
+
+
+def test_kubernetes_names_and_counts_agree():
+    text = (FOLDER / "kubernetes.yaml").read_text()
+    service, job = yaml.safe_load_all(text)
+    name = job["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert job["spec"]["completionMode"] == "Indexed"
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    flags = dict(x[2:].split("=") for x in container["command"] if x.startswith("--"))
+    count = int(flags["num_processes"])
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == count
+    assert int(flags["regions"]) % count == 0
+    assert flags["coordinator_address"] == f"{name}-0.{pod['subdomain']}:9876"
+    assert flags["process_id"] == "$(JOB_COMPLETION_INDEX)"
+    mounts = [m["mountPath"] for m in container["volumeMounts"]]
+    assert any(flags["workdir"].startswith(f"{path}/") for path in mounts)

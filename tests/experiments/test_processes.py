@@ -1,0 +1,312 @@
+"""Several real processes: the run of one, a killed one, and what is refused."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from experiments import agreement, processes
+from experiments.agreement import check_alike
+from experiments.processes import Processes, check_shares
+
+TRAIN, LAUNCH = "experiments.train", "experiments.launch_local"
+SMOKE = [
+    "--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0",
+    "--num_fragments=2", "--sync_interval=8", "--delay_steps=2",
+]  # fmt: skip
+STREAMING = [*SMOKE, "--method=streaming_diloco"]
+BARE = ["--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0"]
+
+
+def summary(workdir: pathlib.Path) -> dict:
+    return json.loads((workdir / "summary.json").read_text())
+
+
+def assert_same_run(many: pathlib.Path, one: pathlib.Path) -> None:
+    """Sums are made in another order, and 24 steps of training enlarge what differs."""
+    mine, theirs = summary(many), summary(one)
+    for name in ("eval_loss", "eval_loss_outer", "region_drift"):
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-5)
+    for name in ("bytes_sent_per_region", "tokens", "steps", "outer_bytes"):
+        assert mine[name] == theirs[name]
+
+
+def children(pid: int) -> list[int]:
+    """In the order in which they were started."""
+    path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+    return sorted(map(int, path.read_text().split()))
+
+
+def ends(started: list) -> list[tuple[int, str]]:
+    """Exit codes and standard errors, after all have ended."""
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    return [(p.returncode, err) for p, err in zip(started, errors, strict=True)]
+
+
+def wait_for(path: pathlib.Path, process, seconds=240) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() and process.poll() is None:
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def port():
+    """Free, until somebody takes it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def streaming_in_one(run, corpus, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("one")
+    code, _, err = run(TRAIN, *STREAMING, *corpus, f"--workdir={workdir}")
+    assert code == 0, err
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def killed(command, run, corpus, tmp_path_factory):
+    """Two processes, one of them killed after a checkpoint, and the run resumed."""
+    workdir = tmp_path_factory.mktemp("killed")
+    flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={workdir}"]
+    launcher = command(LAUNCH, *flags)
+    wait_for(workdir / "checkpoints" / "8", launcher)
+    _, victim = children(launcher.pid)
+    os.kill(victim, signal.SIGKILL)
+    begin_s = time.monotonic()
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert time.monotonic() - begin_s < 15  # 1.4 s on a machine with time to spare.
+    assert re.search(r"^process 1 ended with exit code 137; .*output\.log$", err, re.M)
+    assert not (workdir / "summary.json").exists()
+    code, out, err = run(LAUNCH, *flags)
+    assert code == 0, err
+    return workdir, out
+
+
+def test_two_processes_one_killed_and_resumed_are_one(killed, streaming_in_one):
+    workdir, out = killed
+    assert_same_run(workdir, streaming_in_one)
+    assert json.loads(out[out.index("{\n") :]) == summary(workdir)
+    # Process 0 reports; process 1 has its own records and says nothing.
+    log = (workdir / "process_1" / "output.log").read_text()
+    assert "step" not in log
+    records = (workdir / "process_1" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(x)["kind"] for x in records} == {"train", "sync", "eval"}
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_unbroken(run, corpus, killed, tmp_path):
+    flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={tmp_path}"]
+    code, _, err = run(LAUNCH, *flags)
+    assert code == 0, err
+    for name in ("metrics.jsonl", "process_1/metrics.jsonl"):
+        assert (killed[0] / name).read_bytes() == (tmp_path / name).read_bytes()
+    for name in ("eval_loss", "eval_loss_outer", "region_drift"):
+        assert summary(killed[0])[name] == summary(tmp_path)[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "flags"),
+    [
+        (2, [*STREAMING, "--exchange=program"]),
+        (4, STREAMING),
+        (2, [*STREAMING, "--compress=int8"]),
+        (2, [*STREAMING, "--compress=int8", "--exchange=program"]),
+        (4, [*BARE, "--method=noloco"]),
+        (2, [*BARE, "--method=demo"]),
+        (2, [*BARE, "--method=data_parallel"]),
+    ],
+    ids=lambda x: (
+        "-".join(re.findall(r"(?:method|exchange|compress)=(\w+)", str(x))) or str(x)
+    ),
+)
+def test_processes_are_one(run, corpus, tmp_path, count, flags):
+    one, many = tmp_path / "one", tmp_path / "many"
+    flags = [*flags, *corpus]
+    alone = [f for f in flags if not f.startswith("--exchange")]
+    code, _, err = run(TRAIN, *alone, f"--workdir={one}")
+    assert code == 0, err
+    code, _, err = run(
+        LAUNCH, f"--processes={count}", "--", *flags, f"--workdir={many}"
+    )
+    assert code == 0, err
+    assert_same_run(many, one)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
+    flags = [*STREAMING, *corpus, f"--workdir={tmp_path}", "--steps=100000"]
+    launcher = command(LAUNCH, "--processes=2", "--", *flags, "--checkpoint_every=0")
+    wait_for(tmp_path / "process_1" / "metrics.jsonl", launcher)
+    _, one = children(launcher.pid)
+    os.kill(one, signal.SIGTERM)
+    out, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, err
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert f"stopped at step {saved.name}; the same command goes on" in out
+
+
+@pytest.mark.slow
+def test_a_cluster_is_asked_when_nothing_is_told(
+    command, corpus, tmp_path, streaming_in_one
+):
+    # What `srun` sets; JAX makes the coordinator's port from the job's number.
+    job = {"JOB_ID": os.getpid(), "NTASKS": 2, "STEP_NODELIST": "localhost"}
+    flags = [*STREAMING, *corpus, f"--workdir={tmp_path}", "--num_processes=0"]
+    started = []
+    for number in range(2):
+        told = job | {"PROCID": number, "LOCALID": number}
+        env = {f"SLURM_{name}": str(value) for name, value in told.items()}
+        started.append(command(TRAIN, *flags, env=env))
+    for code, err in ends(started):
+        assert code == 0, err
+    assert_same_run(tmp_path, streaming_in_one)
+
+
+def test_each_difference_between_two_processes_is_named(
+    command, corpus, tmp_path, port
+):
+    def start(number, *flags):
+        who = ["--num_processes=2", f"--process_id={number}"]
+        address = f"--coordinator_address=127.0.0.1:{port}"
+        where = f"--workdir={tmp_path / str(number)}"
+        return command(TRAIN, *STREAMING, *corpus, *who, address, where, *flags)
+
+    started = [start(0), start(1, "--outer_lr=0.25", "--seed=7")]
+    for code, err in ends(started):
+        assert code == 2, err
+        (line,) = [line for line in err.splitlines() if line.startswith("error")]
+        assert "outer_lr is 0.4 in process 0, 0.25 in 1" in line
+        assert "seed is 0 in process 0, 7 in 1" in line
+        assert "steps" not in line
+        assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_coordinator_that_nobody_is_is_given_up(run, port):
+    begin_s = time.monotonic()
+    code, _, err = run(
+        TRAIN, "--preset=smoke", f"--coordinator_address=127.0.0.1:{port}",
+        "--num_processes=2", "--process_id=1", "--start_timeout_s=2",
+    )  # fmt: skip
+    assert code == 2
+    assert err.startswith(f"error: --coordinator_address='127.0.0.1:{port}': process 1")
+    assert "did not meet the others within start_timeout_s=2" in err
+    assert err.count("\n") == 1
+    assert time.monotonic() - begin_s < 60  # 6 s where there is time to spare.
+
+
+@pytest.mark.slow
+def test_process_0_gives_up_alone(run, port):
+    code, _, err = run(
+        TRAIN, "--preset=smoke", f"--coordinator_address=127.0.0.1:{port}",
+        "--num_processes=2", "--process_id=0", "--start_timeout_s=2",
+    )  # fmt: skip
+    assert code == 2
+    assert "process 0 of 2 did not meet the others" in err
+    assert err.count("\n") == 1
+
+
+def test_the_launcher_says_what_is_wrong_once(run, tmp_path):
+    workdir = f"--workdir={tmp_path / 'run'}"
+    code, _, err = run(LAUNCH, "--processes=3", "--", "--preset=smoke", workdir)
+    assert (code, err) == (
+        2,
+        "error: --num_processes=3 must divide regions=4, so that each process holds "
+        "whole regions\n",
+    )
+    code, _, err = run(LAUNCH, "--regions=2", "--", "--preset=smoke", "--step=3")
+    assert code == 2
+    assert err.startswith("error: Unknown command line flag 'step'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_refused(port):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        told = Processes(address, 2, 0)
+        with pytest.raises(ValueError, match=f"{address}': process 0 cannot listen on"):
+            told.start(num_regions=4)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"num_processes": -1}, "num_processes=-1 must be at least 1, or 0"),
+        ({"num_processes": 2}, "coordinator_address='' must be host:port"),
+        (
+            {"num_processes": 2, "coordinator_address": "here", "process_id": 0},
+            "coordinator_address='here' must be host:port",
+        ),
+        (
+            {"num_processes": 2, "coordinator_address": "here:1", "process_id": 2},
+            "process_id=2 must be 0 to 1",
+        ),
+        (
+            {"num_processes": 2, "coordinator_address": "here:1"},
+            "process_id=-1 must be 0 to 1",
+        ),
+        (
+            {"coordinator_address": "here:1"},
+            "coordinator_address='here:1' was given, but num_processes is 1; say how",
+        ),
+        ({"process_id": 1}, "process_id=1 was given, but num_processes is 1; say how"),
+        (
+            {"num_processes": 0, "process_id": 1},
+            "process_id=1 was given, but num_processes is 0; leave it out",
+        ),
+        ({"start_timeout_s": 0}, "start_timeout_s=0 must be at least 1"),
+        ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s=-1 must be at least 1"),
+    ],
+)
+def test_what_can_be_refused_alone_is(told, message):
+    with pytest.raises(ValueError, match=message):
+        Processes(**told)
+
+
+def test_regions_are_shared_out_whole():
+    check_shares(4, 2)
+    with pytest.raises(ValueError, match="num_processes=3 must divide regions=4"):
+        check_shares(4, 3)
+    with pytest.raises(ValueError, match="num_processes=8 must divide regions=4"):
+        Processes("127.0.0.1:1", 8, 1).start(num_regions=4)
+
+
+def test_a_launcher_tells_by_the_environment(monkeypatch):
+    monkeypatch.setenv(processes.ADDRESS, "10.0.0.1:80")
+    monkeypatch.setenv(processes.ID, "0")
+    monkeypatch.setenv(processes.COUNT, "1")  # As the lab does with one region.
+    assert Processes.from_environment() == Processes()
+    monkeypatch.setenv(processes.COUNT, "3")
+    assert Processes.from_environment() == Processes("10.0.0.1:80", 3, 0)
+    found = Processes.from_environment(process_id=2, heartbeat_timeout_s=7)
+    assert found == Processes("10.0.0.1:80", 3, 2, heartbeat_timeout_s=7)
+    monkeypatch.setenv(processes.COUNT, "many")
+    with pytest.raises(ValueError, match="COCODC_NUM_PROCESSES='many'.*whole number"):
+        Processes.from_environment()
+
+
+def test_versions_of_the_code_are_told_apart(monkeypatch, tmp_path):
+    def from_another_checkout(value):
+        return [value, value, {**value, "code": "0123456789ab"}]
+
+    monkeypatch.setattr(agreement, "gather", from_another_checkout)
+    digest = agreement.code_digest()
+    with pytest.raises(ValueError, match=f"code is '{digest}' in process 0, '0123456"):
+        check_alike({"run": {"steps": 3}})
+    monkeypatch.setattr(agreement, "gather", lambda value: [value, value])
+    check_alike({"run": {"steps": 3}})
+    (tmp_path / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr(agreement.cc, "__file__", str(tmp_path / "__init__.py"))
+    first = agreement.code_digest()
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert len({digest, first, agreement.code_digest()}) == 3
