@@ -26,7 +26,7 @@ PyTree = Any
 class RegionalOuters:
     """The compiled exchange of a method with one outer model a region."""
 
-    is_regional = True
+    steps_on_mesh = True
 
     def __init__(
         self,

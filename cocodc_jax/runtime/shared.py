@@ -30,8 +30,6 @@ PyTree = Any
 class SharedOuter:
     """The compiled exchange of a method whose outer model all regions share."""
 
-    is_regional = False
-
     def __init__(
         self,
         method: Method,
@@ -58,6 +56,7 @@ class SharedOuter:
         self._optimizer = method.outer_optimizer
         self._is_divided = method.outer_placement == "divided"
         self._crosses_outside = crosses_outside
+        self.steps_on_mesh = self._is_divided
         self._num_regions = block.size * layout.mesh.shape["region"]
         self._send: dict[tuple[int, int], Callable] = {}
         self._resize: dict[tuple[int, int], Callable] = {}
@@ -65,6 +64,9 @@ class SharedOuter:
         self._step = jax.jit(
             functools.partial(exchange.outer_step, self._optimizer),
             donate_argnums=(0, 1),
+        )
+        self._copy = jax.jit(
+            lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
         )
         self._move_anchor = jax.jit(_move_anchor, donate_argnums=0)
         outer, senders = self._where(*jax.eval_shape(self._make, params))
@@ -243,6 +245,9 @@ class SharedOuter:
         assert state.schedule is not None
         rank = state.schedule.rank
         outer, sender = state.outer.params[fragment], state.senders[fragment]
+        reference = None
+        if self._method.needs_reference:  # The outer step donates its parameters.
+            reference = self._copy(outer)
         origin = sender.anchor
         if origin is None:
             origin = transfer.move(outer, self._layout.fragments[fragment])
@@ -251,9 +256,6 @@ class SharedOuter:
         staged, mean, kept = self._send[fragment, rank](
             state.region.params, origin, sender.state, weights, state.region.key
         )
-        reference = None
-        if self._method.needs_reference:  # The outer step donates its parameters.
-            reference = jax.tree.map(lambda x: jnp.array(x, copy=True), outer)
         flight = InFlight(staged, mean, reference)
         senders = _set(state.senders, fragment, sender._replace(state=kept))
         return dataclasses.replace(state, senders=senders), flight

@@ -9,8 +9,10 @@ The order at a step is a contract, the same on every region:
 Where a method is one whole round late (`Schedule.sends_first`), what starts leaves
 before anything is applied, so that its message tells what the round itself learned.
 
-Nothing here waits for a device, but for schedules that adapt: before they choose they
-read the norm (or the effective rank) of the updates applied since the slot before.
+Nothing here waits for a device, but for two things. A schedule that chooses by what was
+applied reads it before it chooses, at the next slot. And on CPU devices, which share
+few threads, a program with collectives waits for the one before: two at once could
+each hold threads that the other needs, for ever.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ class SyncPrograms:
         self._method, self._schedule = method, method.schedule
         self._fragments, self._layout = fragments, layout
         self._sources, self._regions = sources, regions
+        self._shares_threads = mesh.devices.flat[0].platform == "cpu"
+        self._crossing: PyTree = None
         block = Block.of(mesh, regions.num)
         is_regional = isinstance(method.outer_optimizer, RegionalOuter)
         parts = (method, fragments, layout, block, params)
@@ -267,11 +271,18 @@ class SyncPrograms:
     def _send(self, state: TrainState, event: Event) -> tuple[TrainState, InFlight]:
         k = event.fragment
         weights = tuple(self._weights(state, event).tolist())
+        self._take_turns()
         state, flight = self.outer.send(state, k, weights)
+        self._crossing = flight.mean_pseudo_gradient
         # Regions that send at different times count as one of them at each time.
         share = 1 / self._regions.num if self._method.is_asynchronous else 1
         sent = state.bytes_sent + round(self.message_bytes(k, event.rank) * share)
         return dataclasses.replace(state, bytes_sent=sent), flight
+
+    def _take_turns(self) -> None:
+        """Waits, on CPUs, for the collectives that were handed out before."""
+        if self._shares_threads:
+            jax.block_until_ready(self._crossing)
 
     def _weights(self, state: TrainState, event: Event) -> np.ndarray:
         assert state.schedule is not None
@@ -317,7 +328,11 @@ class SyncPrograms:
 
     def _apply(self, state: TrainState, k: int, flight: InFlight, batch, regions):
         """The outer step and the merge of one sync."""
+        if self.outer.steps_on_mesh:
+            self._take_turns()
         state, norm = self.outer.receive(state, k, flight)
+        if self.outer.steps_on_mesh:
+            self._crossing = norm
         outer = self.outer.on_mesh(state, k)
         takes = None
         if self._method.is_asynchronous:

@@ -280,8 +280,13 @@ class _Loop:
         self._unread = []
 
     def settle(self, state: TrainState) -> None:
-        """Reads everything: what is judged, kept or given back is finite."""
+        """Reads everything: what is judged, kept or given back is finite.
+
+        Messages on their way are waited for: what follows has collectives of its own,
+        which must not overtake them.
+        """
         self.flush()
+        jax.block_until_ready(state.in_flight)
         self._check_params(state)
 
     def _read(self, turn: _Turn) -> None:
