@@ -21,7 +21,7 @@ from cocodc_jax.data import load
 from cocodc_jax.report import gantt, page, plots
 from cocodc_jax.report.comparison import compare
 from cocodc_jax.report.runs import Run, load_run
-from cocodc_jax.report.units import format_bytes, format_count
+from cocodc_jax.report.units import format_bytes
 from cocodc_jax.sync.methods import METHODS
 from experiments import flags
 from experiments.config import TrainConfig, dumps
@@ -136,11 +136,10 @@ def _write_report(
 
 def _print_table(comparison: dict, console: Console) -> None:
     table = Table("method", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    heads = ("loss", "outer", "sent/region", "kept", "drift", "stall", "tokens/s")
-    for head in (*heads, "to target"):
+    for head in ("loss", "outer", "sent/region", "kept", "drift", "to target"):
         table.add_column(head, justify="right")
     for name, row in comparison["methods"].items():
-        steps, speed = row["steps_to_target"], row["tokens_per_second"]
+        steps = row["steps_to_target"]
         table.add_row(
             name,
             f"{row['eval_loss']['mean']:.4f}",
@@ -148,8 +147,6 @@ def _print_table(comparison: dict, console: Console) -> None:
             format_bytes(row["bytes_sent_per_region"]["mean"]),
             format_bytes(row["outer_bytes"]["mean"]),
             f"{row['region_drift']['mean']:.1e}",
-            f"{row['stall_seconds']['mean']:.2f} s",
-            format_count(speed["mean"]) if speed else "-",
             "-" if steps is None else f"{steps:.0f} steps",
         )
     console.print(table)

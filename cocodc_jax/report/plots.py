@@ -35,7 +35,8 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     Returns:
       The figure; each line of the right panel carries its name and last value.
     """
-    figure = _figure(height_in=4.2)
+    # Room for a label a method beside the curves.
+    figure = _figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
     whole, late = figure.subplots(1, 2, width_ratios=(3, 4))
     curves = {name: eval_curve(group) for name, group in by_method(runs).items()}
     for index, curve in enumerate(curves.values()):
@@ -59,7 +60,7 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
       runs: as for `loss_by_steps`. Evaluations before anything was sent have no place
         on a log axis and are left out.
     """
-    figure = _figure(height_in=4.2)
+    figure = _figure(height_in=4.2 + 0.06 * len(by_method(runs)))
     axes = figure.subplots()
     for index, (name, group) in enumerate(by_method(runs).items()):
         curve = eval_curve(group)
@@ -70,9 +71,10 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     axes.set_xscale("log")
     as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
     axes.xaxis.set_major_formatter(as_bytes)
-    # Over few decades the powers of ten alone would be too few labels.
-    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.xaxis.set_minor_formatter(as_bytes)
+    low, high = axes.get_xlim()
+    if high < 1e3 * low:  # The powers of ten alone would be too few labels.
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.xaxis.set_minor_formatter(as_bytes)
     axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
@@ -103,7 +105,8 @@ def _figure(height_in: float) -> Figure:
 
 def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
     color = COLORS[index % len(COLORS)]
-    marker = MARKERS[index % len(MARKERS)]
+    # Once all colors are used, they come with other markers.
+    marker = MARKERS[(index + index // len(COLORS)) % len(MARKERS)]
     axes.fill_between(abscissa, curve.low, curve.high, color=color, alpha=0.2, lw=0)
     # About ten markers a line, however often it was evaluated.
     every = max(1, len(abscissa) // 10)
