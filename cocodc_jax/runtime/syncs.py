@@ -92,7 +92,8 @@ class SyncPrograms:
         self._method, self._schedule = method, method.schedule
         self._fragments, self._layout = fragments, layout
         self._sources, self._regions = sources, regions
-        self._shares_threads = mesh.devices.flat[0].platform == "cpu"
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._shares_threads = is_cpu and mesh.devices.size > 1
         self._crossing: PyTree = None
         block = Block.of(mesh, regions.num)
         is_regional = isinstance(method.outer_optimizer, RegionalOuter)

@@ -182,18 +182,6 @@ def test_gradients_are_averaged_without_a_schedule():
     assert outcome.bytes_sent == steps_bytes
 
 
-def test_the_two_halves_of_an_overlap():
-    """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
-    whole = lanes._two_halves(
-        {"w": jnp.array([10.0])}, {"w": jnp.array([4.0])}, {"w": jnp.array([1.0])}, 5
-    )
-    # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.
-    np.testing.assert_allclose(
-        whole["later_gradient"]["w"], [1.8 + 1.0 - 3.0], rtol=1e-6
-    )
-    assert whole["later_params"]["w"] == 4.0
-
-
 TABLE = rules.table(20)
 
 
