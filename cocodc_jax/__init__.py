@@ -2,7 +2,7 @@
 
 - `cocodc_jax.transforms`: delay compensation, compressors and outer optimizers as
   Optax transformations, for anybody's JAX code.
-- `cocodc_jax.methods`: data parallel, DiLoCo, Streaming DiLoCo, CoCoDC as values.
+- `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty more, as values.
 - `cocodc_jax.RegionProgram` and `cocodc_jax.run`: a method around your own loss.
 """
 

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
-from cocodc_jax.sync.schedule import ScheduleState
+from cocodc_jax.sync.events import ScheduleState
 
 PyTree = Any
 

@@ -25,11 +25,11 @@ from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional
 from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
 from cocodc_jax.runtime.syncs import Sync, SyncPrograms
+from cocodc_jax.sync.events import ScheduleState
 from cocodc_jax.sync.fragments import Fragments, cut
 from cocodc_jax.sync.methods import Method
 from cocodc_jax.sync.regional import RegionalOuter
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedule import ScheduleState
 from cocodc_jax.transforms.compressor import message_bytes
 
 PyTree = Any

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from cocodc_jax.sync.events import ScheduleState
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.schedule import ScheduleState
 
 PyTree = Any
 

@@ -39,11 +39,11 @@ from cocodc_jax.runtime.state import (
     Sender,
     TrainState,
 )
+from cocodc_jax.sync.events import Event, ScheduleState
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.methods import Method
 from cocodc_jax.sync.regional import RegionalOuter
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedule import Event, ScheduleState
 
 PyTree = Any
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from cocodc_jax.sync.events import Event, ScheduleState
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedule import Event, Schedule, ScheduleState
+from cocodc_jax.sync.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

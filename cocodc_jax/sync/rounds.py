@@ -28,7 +28,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync.schedule import Event, Schedule, ScheduleState
+from cocodc_jax.sync.events import Event, ScheduleState
+from cocodc_jax.sync.schedule import Schedule
 from cocodc_jax.transforms import low_rank
 from cocodc_jax.transforms.compressor import Compressor
 

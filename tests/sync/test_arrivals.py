@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocodc_jax.sync.arrivals import arrivals
+from cocodc_jax.sync.events import Event, ScheduleState
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedule import Event, ScheduleState
 
 TENTHS = st.lists(st.integers(10, 45), min_size=1, max_size=4).map(lambda x: [10, *x])
 

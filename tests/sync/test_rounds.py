@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from cocodc_jax.sync import merge, methods, schedule
+from cocodc_jax.sync.events import Event, ScheduleState
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.rings import Rings
 from cocodc_jax.sync.rounds import (
@@ -17,7 +18,6 @@ from cocodc_jax.sync.rounds import (
     effective_rank,
     ranked_rounds,
 )
-from cocodc_jax.sync.schedule import Event, ScheduleState
 
 
 def walk(rounds, measured, state=None):
