@@ -29,6 +29,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.runtime import parcel
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import REGION
 from cocodc_jax.runtime.rings import make_ring_sum
@@ -75,7 +76,7 @@ def make_send(
       is_anchored: whether pseudo-gradients are taken from each region's anchor.
       rings: to sum uncompressed pseudo-gradients by; None is an all-reduce.
       combines: whether the program makes the mean; otherwise what it gives in its
-        place are the messages of all regions, `[R, ...]`, for `make_combine`.
+        place are the messages of all regions, one piece each, for `make_combine`.
 
     Returns:
       `send(params [R, ...], origin, state [R, ...], weights [R], keys [R, 2]) ->
@@ -119,7 +120,9 @@ def make_send(
         staged, out, state = mapped(params, origin, state, weights, keys)
         if ring_sum is not None:
             out = ring_sum(out)
-        if compressor is not None and combines:
+        if not combines:
+            return staged, parcel.pack(out), state
+        if compressor is not None:
             # The weights too: else every message decoded would wait for its own.
             out, weights = _everywhere(mesh, (out, weights))
             out = weighted_sum_of_decoded(out, weights, compressor)
@@ -128,20 +131,23 @@ def make_send(
     return send
 
 
-def make_combine(compressor: Compressor | None, everywhere: Sharding) -> Callable:
-    """`combine(messages [R, ...], weights [R]) -> mean`, for the outer mesh.
+def make_combine(
+    compressor: Compressor | None, everywhere: Sharding, shapes: PyTree
+) -> Callable:
+    """`combine(rows [R, n], weights [R]) -> mean`, for the outer mesh.
 
-    Messages lie with their regions' processes. Uncompressed pseudo-gradients are summed
-    where they are and all-reduced; others are gathered as they are, `everywhere`, and
-    decoded by each process.
+    `rows` are the regions' messages, each in one piece (`parcel.pack`), `shapes` those
+    of one message. Rows lie with their regions' processes. Uncompressed
+    pseudo-gradients are summed where they are and all-reduced; others are gathered as
+    they are, `everywhere`, and decoded by each process.
     """
 
-    def combine(messages, weights):
+    def combine(rows, weights):
         if compressor is None:
-            return jax.tree.map(
-                lambda x: jnp.tensordot(weights.astype(x.dtype), x, axes=1), messages
-            )
-        messages = jax.lax.with_sharding_constraint(messages, everywhere)
+            total = jnp.tensordot(weights.astype(rows.dtype), rows, axes=1)
+            return parcel.unpack(total, shapes)
+        rows = jax.lax.with_sharding_constraint(rows, everywhere)
+        messages = parcel.unpack(rows, shapes)
         return weighted_sum_of_decoded(messages, weights, compressor)
 
     return combine

@@ -99,8 +99,10 @@ class SharedOuter:
 
             return send_inside
         encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
+        compressor = self._method.compressor_at(rank)
+        shapes = self._message_shapes(part, rank)
         combine = jax.jit(
-            exchange.make_combine(self._method.compressor_at(rank), layout.host),
+            exchange.make_combine(compressor, layout.host, shapes),
             out_shardings=layout.host,
         )
 
@@ -197,13 +199,16 @@ class SharedOuter:
         part = self._make_shapes(params, fragment)
         if self._method.rings:
             return ring_bytes(self._method.rings, part, self._num_regions)
+        return message_bytes(self._message_shapes(part, rank))
+
+    def _message_shapes(self, part: Fragment, rank: int) -> PyTree:
+        """Of one region's message of a fragment like `part`."""
         compressor = self._method.compressor_at(rank)
         if compressor is None:
-            return message_bytes(part)
+            return jax.eval_shape(lambda x: x, part)
         state = jax.eval_shape(compressor.init, part)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        message, _ = jax.eval_shape(compressor.encode, part, state, key)
-        return message_bytes(message)
+        return jax.eval_shape(compressor.encode, part, state, key)[0]
 
     def _make_shapes(self, params: PyTree, fragment: int) -> Fragment:
         return jax.eval_shape(lambda x: self._make(x)[0].params[fragment], params)

@@ -93,7 +93,9 @@ class SyncPrograms:
         self._fragments, self._layout = fragments, layout
         self._sources, self._regions = sources, regions
         is_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._shares_threads = is_cpu and mesh.devices.size > 1
+        # On the outer mesh a message has a device, and so its threads, to itself.
+        is_inside = is_cpu and not crosses_outside
+        self._shares_threads = is_inside and mesh.devices.size > 1
         self._crossing: PyTree = None
         block = Block.of(mesh, regions.num)
         is_regional = isinstance(method.outer_optimizer, RegionalOuter)
