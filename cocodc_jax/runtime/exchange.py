@@ -48,6 +48,17 @@ def outer_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
+    """The outer fragments that a run begins with: copies of one region's parameters."""
+    return tuple(
+        jax.tree.map(
+            lambda x: jnp.array(x, outer_dtype(x.dtype), copy=True),
+            fragments.take(params, k),
+        )
+        for k in range(len(fragments))
+    )
+
+
 def message_key(key_data: jax.Array) -> jax.Array:
     """One region's key for rounding a message: its own fold of the region's key."""
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), 4)

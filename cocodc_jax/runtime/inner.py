@@ -167,6 +167,13 @@ def _exchange(exchange, compressor, block: Block, grads, state: RegionState):
     ), sender
 
 
+def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
+    """The same for every region: leaves `[R, ...]`."""
+    return jax.tree.map(
+        lambda x: jnp.broadcast_to(x[None], (num_regions, *x.shape)), tree
+    )
+
+
 def where_active(active: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` for the regions that are `active`, bool `[R]`; `old` for the others."""
 

@@ -211,17 +211,15 @@ class RegionProgram:
     def _make_region(self, params: PyTree, key_data: jax.Array) -> RegionState:
         key = jax.random.wrap_key_data(key_data)
 
-        def spread(x):
-            return jnp.broadcast_to(x[None], (self.num_regions, *x.shape))
-
+        spread = functools.partial(inner.for_all_regions, num_regions=self.num_regions)
         sender = ()
         if self.method.step_exchange is not None:
             sender = self.method.step_exchange.init(params, self.method.compressor)
         return RegionState(
-            jax.tree.map(spread, params),
-            jax.tree.map(spread, self._optimizer.init(params)),
+            spread(params),
+            spread(self._optimizer.init(params)),
             jax.random.key_data(jax.random.split(key, self.num_regions)),
-            jax.tree.map(spread, sender),
+            spread(sender),
         )
 
     def abstract(self, params: PyTree, memory: ScheduleState | None) -> TrainState:

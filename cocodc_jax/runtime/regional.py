@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.runtime import exchange, transfer
-from cocodc_jax.runtime.inner import Block
+from cocodc_jax.runtime.inner import Block, for_all_regions
 from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.state import InFlight, OuterState, Sender, TrainState
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -70,17 +70,8 @@ class RegionalOuters:
         return self._new_outer(params), ()
 
     def _make(self, params: PyTree) -> OuterState:
-        parts = [
-            jax.tree.map(
-                lambda x: jnp.array(x, exchange.outer_dtype(x.dtype), copy=True),
-                self._fragments.take(params, k),
-            )
-            for k in range(len(self._fragments))
-        ]
-        spread = functools.partial(
-            jax.tree.map,
-            lambda x: jnp.broadcast_to(x[None], (self._num_regions, *x.shape)),
-        )
+        parts = exchange.outer_parts(self._fragments, params)
+        spread = functools.partial(for_all_regions, num_regions=self._num_regions)
         return OuterState(
             tuple(map(spread, parts)),
             tuple(spread(self._outer.init(part, self._compressor)) for part in parts),
@@ -161,7 +152,7 @@ class RegionalOuters:
             state.region.key,
             matching,
         )
-        outer = outer._replace(opt_states=_set(outer.opt_states, fragment, kept))
+        outer = outer.updated(fragment, outer.params[fragment], kept)
         return dataclasses.replace(state, outer=outer), InFlight(staged, arrived)
 
     def receive(
@@ -174,16 +165,9 @@ class RegionalOuters:
             outer.opt_states[fragment],
             flight.mean_pseudo_gradient,
         )
-        outer = OuterState(
-            _set(outer.params, fragment, params),
-            _set(outer.opt_states, fragment, opt_state),
-        )
+        outer = outer.updated(fragment, params, opt_state)
         return dataclasses.replace(state, outer=outer), norm
 
     def on_mesh(self, state: TrainState, fragment: int) -> Fragment:
         """The regions' outer fragments, where regions can take them in."""
         return state.outer.params[fragment]
-
-
-def _set(values: tuple, index: int, value: Any) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])

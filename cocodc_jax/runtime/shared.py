@@ -14,11 +14,17 @@ import optax
 from jax.sharding import Sharding
 
 from cocodc_jax.runtime import exchange, transfer
-from cocodc_jax.runtime.inner import Block, where_active
+from cocodc_jax.runtime.inner import Block, for_all_regions, where_active
 from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.mesh import regional
 from cocodc_jax.runtime.rings import ring_bytes
-from cocodc_jax.runtime.state import InFlight, OuterState, Sender, TrainState
+from cocodc_jax.runtime.state import (
+    InFlight,
+    OuterState,
+    Sender,
+    TrainState,
+    replaced,
+)
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.methods import Method
 from cocodc_jax.sync.rounds import effective_rank
@@ -141,21 +147,12 @@ class SharedOuter:
     def _make(
         self, params: PyTree, rank: int = 0
     ) -> tuple[OuterState, tuple[Sender, ...]]:
-        parts = tuple(
-            jax.tree.map(
-                lambda x: jnp.array(x, exchange.outer_dtype(x.dtype), copy=True),
-                self._fragments.take(params, k),
-            )
-            for k in range(len(self._fragments))
-        )
+        parts = exchange.outer_parts(self._fragments, params)
         senders = tuple(self._make_sender(part, rank) for part in parts)
         return OuterState(parts, tuple(map(self._optimizer.init, parts))), senders
 
     def _make_sender(self, part: Fragment, rank: int) -> Sender:
-        spread = functools.partial(
-            jax.tree.map,
-            lambda x: jnp.broadcast_to(x[None], (self._num_regions, *x.shape)),
-        )
+        spread = functools.partial(for_all_regions, num_regions=self._num_regions)
         compressor = self._method.compressor_at(rank)
         return Sender(
             spread(compressor.init(part) if compressor else ()),
@@ -262,7 +259,7 @@ class SharedOuter:
             state.region.params, origin, sender.state, weights, state.region.key
         )
         flight = InFlight(staged, mean, reference)
-        senders = _set(state.senders, fragment, sender._replace(state=kept))
+        senders = replaced(state.senders, fragment, sender._replace(state=kept))
         return dataclasses.replace(state, senders=senders), flight
 
     def receive(
@@ -277,10 +274,7 @@ class SharedOuter:
             transfer.move(flight.mean_pseudo_gradient, where),
             flight.reference,
         )
-        outer = OuterState(
-            _set(outer.params, fragment, params),
-            _set(outer.opt_states, fragment, opt_state),
-        )
+        outer = outer.updated(fragment, params, opt_state)
         return dataclasses.replace(state, outer=outer), norm
 
     def resize(self, state: TrainState, rank: int) -> TrainState:
@@ -316,7 +310,7 @@ class SharedOuter:
         """The state after the regions that `takes` tells have taken `outer`."""
         sender = state.senders[fragment]
         anchor = self._move_anchor(sender.anchor, outer, takes)
-        senders = _set(state.senders, fragment, sender._replace(anchor=anchor))
+        senders = replaced(state.senders, fragment, sender._replace(anchor=anchor))
         return dataclasses.replace(state, senders=senders)
 
 
@@ -325,7 +319,3 @@ def _move_anchor(anchor: Fragment, outer: Fragment, takes: jax.Array) -> Fragmen
         lambda o, a: jnp.broadcast_to(o[None], a.shape).astype(a.dtype), outer, anchor
     )
     return where_active(takes, spread, anchor)
-
-
-def _set(values: tuple, index: int, value: Any) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])

@@ -43,6 +43,13 @@ class OuterState(NamedTuple):
     params: tuple[Fragment, ...]
     opt_states: tuple[PyTree, ...]
 
+    def updated(self, fragment: int, params: Fragment, opt_state: PyTree) -> OuterState:
+        """The same with the entries of one fragment replaced."""
+        return OuterState(
+            replaced(self.params, fragment, params),
+            replaced(self.opt_states, fragment, opt_state),
+        )
+
 
 class Sender(NamedTuple):
     """What regions keep of a fragment between two messages; regional, `[R, ...]`.
@@ -55,6 +62,11 @@ class Sender(NamedTuple):
 
     state: PyTree
     anchor: Fragment | None = None
+
+
+def replaced(entries: tuple, index: int, entry: Any) -> tuple:
+    """`entries`, one a fragment, with one of them replaced."""
+    return (*entries[:index], entry, *entries[index + 1 :])
 
 
 class InFlight(NamedTuple):

@@ -9,6 +9,8 @@ what results is declared to be one array again. Nothing here waits or communicat
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +52,7 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
         if x.is_fully_addressable and sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         if not x.is_fully_replicated:
-            x = _replicate(x, NamedSharding(x.sharding.mesh, P()))
+            x = _replicate(NamedSharding(x.sharding.mesh, P()))(x)
         mine = x.addressable_data(0)
         shards = [
             jax.device_put(_cut(mine, index), device)
@@ -121,8 +123,10 @@ def _cut(x: jax.Array, index: tuple[slice, ...]) -> jax.Array:
     return x if is_whole else x[index]
 
 
-def _replicate(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.jit(lambda y: y, out_shardings=sharding)(x)
+@functools.cache
+def _replicate(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """One program for every mesh: a new one each time would compile at every sync."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def _map(fn, tree: PyTree, shardings: Any) -> PyTree:

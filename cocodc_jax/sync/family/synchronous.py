@@ -104,11 +104,9 @@ def sparseloco(
       outer_lr: eta.
       compress: the compressor with its error feedback.
     """
-    return Method(
-        "sparseloco",
-        schedule.staggered(sync_interval),
-        merge.replace(),
-        nesterov(outer_lr, 0.0),
+    return dataclasses.replace(
+        diloco(sync_interval, outer_lr, outer_momentum=0.0),
+        name="sparseloco",
         compressor=compression.parse(compress),
     )
 
@@ -148,11 +146,9 @@ def multi_ring(
       num_rings: how many rings at once, at least 1.
       outer_lr: eta.
     """
-    return Method(
-        "multi_ring",
-        schedule.staggered(sync_interval),
-        merge.replace(),
-        nesterov(outer_lr, 0.0),
+    return dataclasses.replace(
+        diloco(sync_interval, outer_lr, outer_momentum=0.0),
+        name="multi_ring",
         rings=Rings(num_rings),
         why_uncompressed="its rings pass on partial sums, which cannot be summed while "
         "they are encoded",
@@ -176,11 +172,9 @@ def local_training_ef(
       outer_lr: eta.
       compress: the compressor with its error feedback.
     """
-    return Method(
-        "local_training_ef",
-        schedule.staggered(sync_interval),
-        merge.replace(),
-        nesterov(outer_lr, 0.0),
+    return dataclasses.replace(
+        diloco(sync_interval, outer_lr, outer_momentum=0.0),
+        name="local_training_ef",
         compressor=compression.parse(compress),
     )
 
