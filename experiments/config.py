@@ -236,18 +236,22 @@ SECTIONS: dict[str, Any] = {
 }
 
 
+# A number, or a word such as "auto".
+COUNT_OR_WORD = int | str
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One configurable number or name.
 
     Attributes:
       section: the section it belongs to.
-      type: int, float, bool or str.
+      type: int, float, bool, str or `COUNT_OR_WORD`.
       help: what it means, with its unit.
     """
 
     section: str
-    type: type
+    type: Any
     help: str
 
 
@@ -278,9 +282,9 @@ def attribute_notes(cls: type) -> dict[str, str]:
     return {name: " ".join(lines).strip() for name, lines in notes.items()}
 
 
-def _leaf_type(field: dataclasses.Field) -> type:
+def _leaf_type(field: dataclasses.Field) -> Any:
     text = str(field.type).removesuffix(" | None")
-    plain = {"int": int, "float": float, "bool": bool}
+    plain = {"int": int, "float": float, "bool": bool, "int | str": COUNT_OR_WORD}
     if isinstance(field.type, type):
         return field.type
     return plain.get(text, str)

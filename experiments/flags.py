@@ -15,14 +15,30 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from experiments.config import LEAVES, TrainConfig
+from experiments.config import COUNT_OR_WORD, LEAVES, TrainConfig
 from experiments.configs import PRESETS
 from experiments.processes import Processes
 
 USAGE_ERROR = 2
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
+
+class _CountOrWord(flags.ArgumentParser):
+    """A whole number becomes one; what else there may be, the configuration says."""
+
+    syntactic_help = "a whole number or a word"
+
+    def parse(self, argument: int | str) -> int | str:
+        text = str(argument)
+        return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _define_count_or_word(name: str, default: int | str | None, text: str) -> None:
+    flags.DEFINE(_CountOrWord(), name, default, text)
+
+
 _DEFINE = {
+    COUNT_OR_WORD: _define_count_or_word,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     bool: flags.DEFINE_boolean,

@@ -18,8 +18,12 @@ class MethodConfig:
       sync_interval: H, inner steps within which every fragment is synchronised.
       num_fragments: K, fragments the model is cut into.
       fragment_strategy: strided, sequential or balanced.
-      delay_steps: tau, inner steps from a sync's start to its application.
-      syncs_per_interval: N, syncs in one interval of adaptive transmission.
+      delay_steps: tau, inner steps from a sync's start to its application; auto
+        follows what syncs take.
+      max_delay_steps: the longest delay that auto may choose.
+      syncs_per_interval: N, syncs in one interval of adaptive transmission; auto
+        is as many as the network carries.
+      network_share: gamma, share of the network that an automatic N may use.
       transmission_score: pseudo_gradient, aged or drift.
       outer_lr: learning rate of the outer optimizer.
       outer_momentum: momentum of the outer optimizer.
@@ -57,8 +61,10 @@ class MethodConfig:
     sync_interval: int | None = None
     num_fragments: int | None = None
     fragment_strategy: str | None = None
-    delay_steps: int | None = None
-    syncs_per_interval: int | None = None
+    delay_steps: int | str | None = None
+    max_delay_steps: int | None = None
+    syncs_per_interval: int | str | None = None
+    network_share: float | None = None
     transmission_score: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None

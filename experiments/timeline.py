@@ -183,7 +183,10 @@ def _first_warm_step(workdir: pathlib.Path) -> int:
         raise ValueError(f"workdir={str(workdir)!r} holds no run; name that of one")
     method = json.loads(path.read_text())["method"]
     interval = method.get("sync_interval") or 0
-    return interval + (method.get("delay_steps") or 0)
+    delay = method.get("delay_steps") or 0
+    if isinstance(delay, str):  # "auto": at most
+        delay = method.get("max_delay_steps") or interval
+    return interval + delay
 
 
 if __name__ == "__main__":

@@ -145,23 +145,57 @@ def make_send(
 def make_combine(
     compressor: Compressor | None, everywhere: Sharding, shapes: PyTree
 ) -> Callable:
-    """`combine(rows [R, n], weights [R]) -> mean`, for the outer mesh.
+    """Makes the program that crosses the outer mesh.
 
-    `rows` are the regions' messages, each in one piece (`parcel.pack`), `shapes` those
-    of one message. Rows lie with their regions' processes. Uncompressed
-    pseudo-gradients are summed where they are and all-reduced; others are gathered as
-    they are, `everywhere`, and decoded by each process.
+    Args:
+      compressor: of the messages; None for pseudo-gradients as they are.
+      everywhere: whole on every process's outer device.
+      shapes: of one region's message.
+
+    Returns:
+      `combine(rows [R, n], weights [R], times) -> (mean, times)`. `rows` are the
+      regions' messages, each in one piece (`parcel.pack`), with their regions'
+      processes; `times`, float32 `[R, 2]` or None, is what each process has measured,
+      and comes back with the rows of all. It crosses in the same piece, by one
+      collective: uncompressed pseudo-gradients are summed where they are and
+      all-reduced, others are gathered as they are and decoded by each process.
     """
 
-    def combine(rows, weights):
-        if compressor is None:
-            total = jnp.tensordot(weights.astype(rows.dtype), rows, axes=1)
-            return parcel.unpack(total, shapes)
-        rows = jax.lax.with_sharding_constraint(rows, everywhere)
+    def gather(rows, weights, times):
+        assert compressor is not None
+        both = (rows, times)
+        parts = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), both)
+        whole = jax.lax.with_sharding_constraint(parcel.pack(both), everywhere)
+        rows, times = parcel.unpack(whole, parts)
         messages = parcel.unpack(rows, shapes)
-        return weighted_sum_of_decoded(messages, weights, compressor)
+        return weighted_sum_of_decoded(messages, weights, compressor), times
 
-    return combine
+    def reduce(rows, weights, times):
+        weights = weights.astype(rows.dtype)
+        if times is None:
+            total = jnp.tensordot(weights, rows, axes=1)
+        else:
+            total = _sum_with_times(rows, weights, times)
+            end = total[-times.size :]
+            times = end.reshape(times.shape).astype(times.dtype)
+        return parcel.unpack(total, shapes), times
+
+    return reduce if compressor is None else gather
+
+
+def _sum_with_times(rows, weights, times):
+    """The weighted sum of rows, and behind it every region's own times.
+
+    In the sum each region has places of its own, where all others add zeros.
+    """
+    own = jnp.eye(len(times), dtype=rows.dtype)[:, :, None] * times[:, None, :]
+    weighed = weights[:, None] * rows
+    return jnp.concatenate([weighed, own.reshape(len(times), -1)], axis=1).sum(0)
+
+
+def times_bytes(compressor: Compressor | None, num_regions: int) -> int:
+    """Bytes that the times add to one region's message; see `make_combine`."""
+    return 8 * (num_regions if compressor is None else 1)
 
 
 def outer_step(

@@ -9,8 +9,10 @@ All times are seconds since the recorder began, plus what it was told went befor
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import queue
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +23,9 @@ import jax
 from cocodc_jax.runtime.syncs import Sync
 
 PyTree = Any
+
+# Scans over which the seconds of a step are looked at.
+_STEPS = 9
 
 
 @dataclasses.dataclass
@@ -63,6 +68,9 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], Flight] = {}
         self._stall_s = 0.0
+        self._sync_s = 0.0
+        self._went_on_s = 0.0
+        self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self.flights: list[Flight] = []
         self.marks: list[tuple[int, float]] = []
         self._error: Exception | None = None
@@ -83,6 +91,18 @@ class FlightRecorder:
             raise RuntimeError(
                 f"the timeline could not be measured: {self._error}"
             ) from self._error
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an inner step of late, 0 before any was measured."""
+        with self._lock:
+            return statistics.median(self._step_s) if self._step_s else 0.0
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds that the last sync to arrive was on its way, 0 before the first."""
+        with self._lock:
+            return self._sync_s
 
     @property
     def stall_s(self) -> float:
@@ -125,6 +145,8 @@ class FlightRecorder:
             flight.start_s = self._now()
             mean.block_until_ready()
             flight.arrival_s = self._now()
+            with self._lock:
+                self._sync_s = flight.arrival_s - flight.start_s
         except Exception as error:
             self._error = error
 
@@ -139,7 +161,13 @@ class FlightRecorder:
 
     def _follow(self, step: int, inner: jax.Array, merges: Sequence[Sync]) -> None:
         inner.block_until_ready()
-        self.marks.append((step, self._now()))
+        now = self._now()
+        with self._lock:
+            if self.marks and step > self.marks[-1][0]:
+                seconds = now - self._went_on_s
+                self._step_s.append(seconds / (step - self.marks[-1][0]))
+        self.marks.append((step, now))
+        self._went_on_s = now
         for sync in merges:
             begin = self._now()
             sync.norm.block_until_ready()
@@ -150,6 +178,7 @@ class FlightRecorder:
             if flight is not None:  # Otherwise it began before this process did.
                 flight.apply_step, flight.stall_s = step, stall
                 flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
+            self._went_on_s = self._now()
 
     def _now(self) -> float:
         return time.perf_counter() - self._zero

@@ -30,7 +30,7 @@ def make_merge(
     fragments: Fragments,
     fragment: int,
     rule: Merge,
-    delay_steps: int,
+    delay_steps: int | None,
     sources: Sources,
     block: Block,
     is_regional: bool = False,
@@ -42,24 +42,27 @@ def make_merge(
       fragments: the cut.
       fragment: which.
       rule: what each region does.
-      delay_steps: tau.
+      delay_steps: tau; None is given with each call.
       sources: where the rule's extra arguments come from.
       block: the regions a device holds.
       is_regional: whether the outer fragment has the regions in front.
 
     Returns:
-      `merge(params, rest, copies, outer, batch, learning_rate, takes) -> (params,
-      metrics)`: `params` of the regions, which may be donated; `rest` their
+      `merge(params, rest, copies, outer, batch, learning_rate, takes, delay) ->
+      (params, metrics)`: `params` of the regions, which may be donated; `rest` their
       `RegionState` without parameters, read only; `copies` the staged fragment and
       that of midway, each None unless the rule needs it; `batch` `[R, ...]`, the last
       one trained on, and `learning_rate` a float32 scalar, each None unless the rule
-      needs it; `takes` bool `[R]`, the regions that merge, or None for all. Metrics
+      needs it; `takes` bool `[R]`, the regions that merge, or None for all;
+      `delay` an int32 scalar, at least 1, or None where `delay_steps` says it. Metrics
       are float32 `[R]`.
     """
 
-    def one_region(local, staged, midway, outer, moment, params, batch, key_data, rate):
+    def one_region(local, staged, midway, outer, moment, params, batch, key_data, told):
+        rate, delay = told
         extra = {}
         if midway is not None:
+            assert delay_steps is not None
             extra |= later_half(staged, midway, local, delay_steps)
         if "learning_rate" in rule.needs:
             extra["learning_rate"] = rate
@@ -72,9 +75,12 @@ def make_merge(
         if batch is not None:
             whole = functools.partial(fragments.put, params, fragment)
             extra |= sources.of_batch(rule.needs, whole, batch, extra["key"])
-        return rule.apply(local, staged, outer, delay_steps=delay_steps, **extra)
+        steps = delay if delay_steps is None else delay_steps
+        return rule.apply(local, staged, outer, delay_steps=steps, **extra)
 
-    def merge(params: PyTree, rest: RegionState, copies, outer, batch, rate, takes):
+    def merge(
+        params: PyTree, rest: RegionState, copies, outer, batch, rate, takes, delay
+    ):
         moment = None
         if "second_moment" in rule.needs:
             assert sources.second_moment is not None
@@ -82,9 +88,10 @@ def make_merge(
             moment = fragments.take(moments, fragment, lead=1)
         with_batch = needs_batch(rule.needs)
         with_key = with_batch or "key" in rule.needs
-        shared = rate if is_regional else (outer, rate)
+        told = (rate, delay)
+        shared = told if is_regional else (outer, told)
         shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
-        outer, rate = (outer, shared) if is_regional else shared
+        outer, told = (outer, shared) if is_regional else shared
         local = fragments.take(params, fragment, lead=1)
         axes = (0, 0, 0, 0 if is_regional else None, 0, 0, 0, 0, None)
         merged, metrics = block.map(one_region, axes)(
@@ -95,7 +102,7 @@ def make_merge(
             params if with_batch else None,
             batch if with_batch else None,
             rest.key if with_key else None,
-            rate,
+            told,
         )
         if takes is not None:
             merged = where_active(takes, merged, local)
@@ -106,7 +113,7 @@ def make_merge(
         merge,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P(REGION), P(REGION), of_outer, P(REGION), P(), P(REGION)),
+        in_specs=(*(P(REGION),) * 3, of_outer, P(REGION), P(), P(REGION), P()),
         out_specs=(P(REGION), P(REGION)),
     )
 

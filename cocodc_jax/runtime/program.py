@@ -24,7 +24,7 @@ from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional
 from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
-from cocodc_jax.runtime.syncs import Sync, SyncPrograms
+from cocodc_jax.runtime.syncs import Sync, SyncPrograms, Times
 from cocodc_jax.sync.events import ScheduleState
 from cocodc_jax.sync.fragments import Fragments, cut
 from cocodc_jax.sync.methods import Method
@@ -263,13 +263,17 @@ class RegionProgram:
 
         return jax.tree.map(put, batches)
 
-    def advance(self, state: TrainState, batches: PyTree) -> tuple[TrainState, Output]:
+    def advance(
+        self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)
+    ) -> tuple[TrainState, Output]:
         """Runs T inner steps, then the events of the step they lead to.
 
         Args:
           state: donated.
           batches: leaves `[T, R, B, ...]`, on the mesh or on the host; T at most
             `steps_to_event(state)`.
+          times: seconds of an inner step and of a sync as this process has measured
+            them, 0 for not yet; for schedules that go by them.
 
         Raises:
           ValueError: if T would run past an event.
@@ -294,7 +298,7 @@ class RegionProgram:
         )
         syncs: tuple[Sync, ...] = ()
         if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(state, batches)
+            state, syncs = self._syncs.after_steps(state, batches, times)
         return state, Output(losses, aux, syncs)
 
     def settle(self, state: TrainState) -> TrainState:

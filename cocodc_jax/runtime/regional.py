@@ -128,7 +128,11 @@ class RegionalOuters:
         return InFlight(staged, place(arrived, lay(fragment, arrived)))
 
     def send(
-        self, state: TrainState, fragment: int, weights: tuple[float, ...]
+        self,
+        state: TrainState,
+        fragment: int,
+        weights: tuple[float, ...],
+        times: tuple[float, float],
     ) -> tuple[TrainState, InFlight]:
         """Starts a sync: the state with the senders' after it, and what is sent.
 
@@ -136,8 +140,9 @@ class RegionalOuters:
           state: its outer optimizer states are replaced.
           fragment: whose sync.
           weights: of no use here: all regions of a group count alike.
+          times: of no use here either: what is measured crosses on the outer mesh.
         """
-        del weights
+        del weights, times
         # The same draw on every region, and after a restart.
         rng = np.random.default_rng((self._outer.seed, state.step, fragment))
         matching = transfer.put(

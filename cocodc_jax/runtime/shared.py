@@ -63,6 +63,8 @@ class SharedOuter:
         self._is_divided = method.outer_placement == "divided"
         self._crosses_outside = crosses_outside
         self.steps_on_mesh = self._is_divided
+        assert method.schedule is not None
+        self._measures = method.schedule.measures
         self._num_regions = block.size * layout.mesh.shape["region"]
         self._send: dict[tuple[int, int], Callable] = {}
         self._resize: dict[tuple[int, int], Callable] = {}
@@ -99,9 +101,11 @@ class SharedOuter:
             arrives = layout.fragments[fragment]
             whole = jax.jit(send, out_shardings=(staged, arrives, kept))
 
-            def send_inside(params, origin, state, weights: tuple[float, ...], keys):
+            def send_inside(params, origin, state, weights, keys, times):
+                del times  # Schedules that measure have their messages cross outside.
                 inside = self._weights(weights, regional(layout.mesh))
-                return whole(params, origin, state, inside, keys)
+                copy, mean, state = whole(params, origin, state, inside, keys)
+                return copy, (mean, None), state
 
             return send_inside
         encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
@@ -112,17 +116,28 @@ class SharedOuter:
             out_shardings=layout.host,
         )
 
-        def send_outside(params, origin, state, weights: tuple[float, ...], keys):
+        measures = self._measures
+
+        def send_outside(params, origin, state, weights, keys, times):
             inside = self._weights(weights, regional(layout.mesh))
             copy, messages, state = encode(params, origin, state, inside, keys)
             rows = transfer.gather_rows(messages, layout.host_rows)
-            return copy, combine(rows, self._weights(weights, layout.host)), state
+            told = self._of_own_regions(times) if measures else None
+            arrives = combine(rows, self._weights(weights, layout.host), told)
+            return copy, arrives, state
 
         return send_outside
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
         return transfer.put(np.array(weights, float), sharding)
+
+    def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
+        """Rows `[R, 2]` on the outer devices, those of other processes as they say."""
+        where = self._layout.host_rows
+        shape = (self._num_regions, 2)
+        rows = np.broadcast_to(np.asarray(times, np.float32), shape)
+        return jax.make_array_from_callback(shape, where, rows.__getitem__)
 
     def _make_resize(self, fragment: int, part: Fragment, rank: int) -> Callable:
         ranked = self._method.ranked_compressors
@@ -196,7 +211,12 @@ class SharedOuter:
         part = self._make_shapes(params, fragment)
         if self._method.rings:
             return ring_bytes(self._method.rings, part, self._num_regions)
-        return message_bytes(self._message_shapes(part, rank))
+        size = message_bytes(self._message_shapes(part, rank))
+        if not self._measures:
+            return size
+        return size + exchange.times_bytes(
+            self._method.compressor_at(rank), self._num_regions
+        )
 
     def _message_shapes(self, part: Fragment, rank: int) -> PyTree:
         """Of one region's message of a fragment like `part`."""
@@ -232,10 +252,20 @@ class SharedOuter:
             staged = place(staged, layout.staged[fragment])
         arrives = layout.fragments[fragment]
         mean = place(part, layout.on_host(part) if self._crosses_outside else arrives)
-        return InFlight(staged, mean, part if self._method.needs_reference else None)
+        told: Any = None
+        if self._measures:
+            told = jax.ShapeDtypeStruct(
+                (self._num_regions, 2), jnp.float32, sharding=layout.host
+            )
+        reference = part if self._method.needs_reference else None
+        return InFlight(staged, mean, reference, times=told)
 
     def send(
-        self, state: TrainState, fragment: int, weights: tuple[float, ...]
+        self,
+        state: TrainState,
+        fragment: int,
+        weights: tuple[float, ...],
+        times: tuple[float, float],
     ) -> tuple[TrainState, InFlight]:
         """Starts a sync: the state with the senders after it, and what is on its way.
 
@@ -243,6 +273,8 @@ class SharedOuter:
           state: its senders are replaced; they fit the rank its schedule says.
           fragment: whose sync.
           weights: of the regions in the mean, of sum 1.
+          times: seconds of an inner step and of a sync as this process has measured
+            them, which go with the message where the schedule measures.
         """
         assert state.schedule is not None
         rank = state.schedule.rank
@@ -255,10 +287,10 @@ class SharedOuter:
             origin = transfer.move(outer, self._layout.fragments[fragment])
         if (fragment, rank) not in self._send:
             self._send[fragment, rank] = self._make_send(fragment, outer, rank)
-        staged, mean, kept = self._send[fragment, rank](
-            state.region.params, origin, sender.state, weights, state.region.key
+        staged, (mean, told), kept = self._send[fragment, rank](
+            state.region.params, origin, sender.state, weights, state.region.key, times
         )
-        flight = InFlight(staged, mean, reference)
+        flight = InFlight(staged, mean, reference, times=told)
         senders = replaced(state.senders, fragment, sender._replace(state=kept))
         return dataclasses.replace(state, senders=senders), flight
 

@@ -81,25 +81,32 @@ class InFlight(NamedTuple):
         is not there yet or the merge has no use for it.
       reference: the outer fragment when the sync started, or None if the outer
         optimizer has no use for it.
+      times: what regions had measured when they sent it, float32 `[R, 2]`: seconds of
+        an inner step and of a sync, 0 for not yet; it arrives with the mean. None
+        unless the schedule measures.
     """
 
     staged: Fragment | None
     mean_pseudo_gradient: PyTree
     reference: Fragment | None = None
     midway: Fragment | None = None
+    times: jax.Array | None = None
 
 
 class Observation(NamedTuple):
-    """What an adaptive schedule wants to know of an applied update.
+    """What a schedule wants to know of an applied update.
+
+    Still on its device, so that reading it can wait until the schedule has to choose.
 
     Attributes:
       fragment: whose.
-      value: float32 scalar, its norm or effective rank (`Schedule.observes`), still
-        on its device, so that reading it can wait until the schedule has to choose.
+      value: float32 scalar, its norm or effective rank (`Schedule.observes`).
+      times: as `InFlight.times`.
     """
 
     fragment: int
     value: jax.Array
+    times: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

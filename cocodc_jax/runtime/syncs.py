@@ -46,6 +46,7 @@ from cocodc_jax.sync.regional import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
+Times = tuple[float, float]
 
 
 class Sync(NamedTuple):
@@ -107,6 +108,8 @@ class SyncPrograms:
         )
         each = range(len(fragments))
         self._abstract_params = params
+        self._looks = method.schedule.measures or method.schedule.observes is not None
+        delay = None if method.schedule.measures else method.schedule.delay_steps
         self._merge = [
             jax.jit(
                 merging.make_merge(
@@ -114,7 +117,7 @@ class SyncPrograms:
                     fragments,
                     k,
                     method.merge,
-                    method.schedule.delay_steps,
+                    delay,
                     sources,
                     block,
                     is_regional,
@@ -198,13 +201,15 @@ class SyncPrograms:
         return outer, senders, flights
 
     def after_steps(
-        self, state: TrainState, batches: PyTree
+        self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)
     ) -> tuple[TrainState, tuple[Sync, ...]]:
         """Carries out the events of `state.step`, in the order the module says.
 
         Args:
           state: region parameters and outer state are donated.
           batches: of the steps just done, `[T, R, ...]`.
+          times: seconds of an inner step and of a sync as this process has measured
+            them, 0 for not yet; for schedules that go by them.
         """
         state = self._look_midway(state)
         last = None
@@ -217,7 +222,7 @@ class SyncPrograms:
             state, event = self._next_start(state)
             if event is None:
                 return state, syncs
-            state, flight = self._send(state, event)
+            state, flight = self._send(state, event, times)
             flights = {**state.in_flight, event.fragment: flight}
             state = dataclasses.replace(state, in_flight=flights)
             if self._schedule.delay_steps == 0:
@@ -228,10 +233,13 @@ class SyncPrograms:
         """Tells the schedule of every update applied; waits for what it observes."""
         memory = state.schedule
         assert memory is not None
-        for fragment, value in state.observed:
-            memory = self._schedule.observe(
-                memory, fragment, float(value), self._fragments.num_params[fragment]
-            )
+        for fragment, value, times in state.observed:
+            if self._schedule.observes:
+                size = self._fragments.num_params[fragment]
+                memory = self._schedule.observe(memory, fragment, float(value), size)
+            if times is not None:
+                rows = transfer.local_rows(times).tolist()
+                memory = self._schedule.observe_times(memory, rows)
         return dataclasses.replace(state, schedule=memory, observed=())
 
     def _send_then_finish(self, state: TrainState, batch: PyTree):
@@ -260,7 +268,7 @@ class SyncPrograms:
     def _next_start(self, state: TrainState) -> tuple[TrainState, Event | None]:
         assert state.schedule is not None
         may_start = self._schedule.may_start(state.schedule, state.step)
-        if self._schedule.observes and may_start:
+        if self._looks and may_start:
             state = self.settle(state)
         assert state.schedule is not None
         memory, event = self._schedule.start(
@@ -271,11 +279,13 @@ class SyncPrograms:
             state = self.outer.resize(state, memory.rank)
         return dataclasses.replace(state, schedule=memory), event
 
-    def _send(self, state: TrainState, event: Event) -> tuple[TrainState, InFlight]:
+    def _send(
+        self, state: TrainState, event: Event, times: Times = (0.0, 0.0)
+    ) -> tuple[TrainState, InFlight]:
         k = event.fragment
         weights = tuple(self._weights(state, event).tolist())
         self._take_turns()
-        state, flight = self.outer.send(state, k, weights)
+        state, flight = self.outer.send(state, k, weights, times)
         self._crossing = flight.mean_pseudo_gradient
         # Regions that send at different times count as one of them at each time.
         share = 1 / self._regions.num if self._method.is_asynchronous else 1
@@ -321,7 +331,9 @@ class SyncPrograms:
             flight = state.in_flight[k]
             rest = {i: v for i, v in state.in_flight.items() if i != k}
             state = dataclasses.replace(state, in_flight=rest)
-            state, norm, metrics = self._apply(state, k, flight, batch, regions)
+            state, norm, metrics = self._apply(
+                state, k, flight, batch, state.step - start_step, regions
+            )
             num_bytes = 0
             if start_step > 0:  # Not a round-late schedule's message of zero.
                 num_bytes = self.message_bytes(k, event.rank)
@@ -329,8 +341,10 @@ class SyncPrograms:
             syncs.append(Sync(k, start_step, state.step, num_bytes, norm, metrics))
         return state, tuple(syncs)
 
-    def _apply(self, state: TrainState, k: int, flight: InFlight, batch, regions):
-        """The outer step and the merge of one sync."""
+    def _apply(
+        self, state: TrainState, k: int, flight: InFlight, batch, delay: int, regions
+    ):
+        """The outer step and the merge of one sync, `delay` steps after its start."""
         if self.outer.steps_on_mesh:
             self._take_turns()
         state, norm = self.outer.receive(state, k, flight)
@@ -351,19 +365,20 @@ class SyncPrograms:
             batch,
             self._rate(state.step),
             takes,
+            np.int32(delay) if self._schedule.measures else None,
         )
         region = state.region._replace(params=local)
         return dataclasses.replace(state, region=region), norm, metrics
 
     def _observe(self, state: TrainState, k: int, flight: InFlight, norm: jax.Array):
         """The state with what the schedule wants to know of an applied mean."""
-        if self._schedule.observes is None:
+        if not self._looks:
             return state
         value = norm
         if self._schedule.observes == "effective_rank":
             assert isinstance(self.outer, SharedOuter)
             value = self.outer.effective_rank(state, k, flight)
-        observed = (*state.observed, Observation(k, value))
+        observed = (*state.observed, Observation(k, value, flight.times))
         return dataclasses.replace(state, observed=observed)
 
     def _measure_drift(self, state: TrainState) -> list[float]:

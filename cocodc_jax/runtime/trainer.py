@@ -232,7 +232,8 @@ class _Loop:
         length = self._steps_to_cut(state, num_steps)
         first_step, before = state.step, state.bytes_sent
         chunk = take_batches(batches, first_step, length)
-        state, output = self._program.advance(state, chunk)
+        times = (self._flights.step_s, self._flights.sync_s)
+        state, output = self._program.advance(state, chunk, times)
         self._watch(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._has_compiled |= not is_warm
@@ -271,6 +272,11 @@ class _Loop:
         # Without events, records would come as late as scans are long.
         every += () if event is not None else (self._cadence.log_every,)
         ahead.extend(n - state.step % n for n in every if n)
+        schedule = self._program.method.schedule
+        if schedule is not None and schedule.measures:
+            # Its events may be any number of steps apart, and every length of a scan
+            # is compiled: powers of two are few.
+            return 1 << (min(ahead).bit_length() - 1)
         return min(ahead)
 
     def flush(self) -> None:

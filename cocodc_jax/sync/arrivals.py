@@ -67,8 +67,9 @@ class Arrivals(Schedule):
         each = range(len(self.step_times))
         return min(self.arrival(m, state.step) for m in each)
 
-    def is_slot(self, step: int) -> bool:
+    def may_start(self, state: ScheduleState, step: int) -> bool:
         """Whether some region comes at `step`."""
+        del state
         return any(self._comes(m, step) for m in range(len(self.step_times)))
 
     def start(self, state, step, drift=None):

@@ -26,7 +26,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState:
-    """What a schedule remembers; one entry a fragment in tuples up to `rank`.
+    """What a schedule remembers; `delay` and tuples up to `rank`: an entry a fragment.
 
     Attributes:
       step: the step up to which events were given out.
@@ -39,6 +39,11 @@ class ScheduleState:
       rank: of the messages sent now, 0 where the schedule sets none.
       round_steps: steps of the round that goes on, 0 where all are alike.
       effective_ranks: of the last means applied, newest last.
+      delay: steps from each fragment's last start to its application, where the
+        schedule sets them; empty where all are alike.
+      next_slot: step of the next start, where the schedule sets it, else 0.
+      step_times: seconds of an inner step as the last messages told, newest last.
+      sync_times: seconds of a sync, likewise.
     """
 
     step: int
@@ -51,6 +56,10 @@ class ScheduleState:
     rank: int = 0
     round_steps: int = 0
     effective_ranks: tuple[float, ...] = ()
+    delay: tuple[int, ...] = ()
+    next_slot: int = 0
+    step_times: tuple[float, ...] = ()
+    sync_times: tuple[float, ...] = ()
 
     def to_json(self) -> dict:
         """Plain values, for a checkpoint."""

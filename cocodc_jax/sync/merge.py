@@ -137,7 +137,7 @@ def compensate(
     transform = optax.with_extra_args_support(transform)
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        if delay_steps == 0:  # No overlap, so no progress to keep.
+        if isinstance(delay_steps, int) and delay_steps == 0:  # Nothing to keep.
             return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
         g = jax.tree.map(
             lambda s, x: (s - x) / delay_steps,

@@ -164,13 +164,21 @@ class Method:
             why = "its outer state is divided over the inner mesh"
         elif self.is_asynchronous:
             why = "a region that comes alone is answered at once"
+        measures = self.schedule is not None and self.schedule.measures
+        if measures and (why or exchange == "program"):
+            raise ValueError(
+                f"exchange={exchange!r} is not possible for method={self.name!r} with "
+                "delay_steps='auto' or syncs_per_interval='auto': what regions measure "
+                f"goes with messages on the outer mesh{why and f', but {why}' or ''}; "
+                "use numbers"
+            )
         if exchange == "outer" and why:
             raise ValueError(
                 f"exchange='outer' is not possible for method={self.name!r}: {why}; "
                 "use 'program'"
             )
         if exchange == "auto":
-            return num_processes > 1 and why is None
+            return measures or (num_processes > 1 and why is None)
         return exchange == "outer"
 
     def weighted(self, region_weights: str | None) -> Method:
@@ -223,6 +231,11 @@ class Method:
             return self
         schedule = self.schedule.for_regions(regions)
         if self.merge.needs_midway:
+            if schedule.measures:
+                raise ValueError(
+                    f"delay_steps='auto' is not possible for method={self.name!r}, "
+                    "whose merge compares the two halves of the delay; use a number"
+                )
             if schedule.delay_steps < 2:
                 raise ValueError(
                     f"delay_steps={schedule.delay_steps} must be at least 2 for "

@@ -84,13 +84,11 @@ class Schedule:
                 f"{self.sync_interval}, too few for num_fragments="
                 f"{self.num_fragments}; lower slot_steps or raise sync_interval"
             )
-        # A fragment must be back before the slot that is its deadline.
-        longest = slots * self.slot_steps
-        if self.delay_steps > longest:
+        if self.delay_steps > self.longest_delay:
             raise ValueError(
                 f"delay_steps={self.delay_steps} is longer than sync_interval="
                 f"{self.sync_interval} allows; a fragment must arrive before it "
-                f"starts again: use at most {longest}"
+                f"starts again: use at most {self.longest_delay}"
             )
         if self.sends_first and self.delay_steps != self.sync_interval:
             raise ValueError(
@@ -98,6 +96,11 @@ class Schedule:
                 f"{self.sync_interval} where a message leaves before the one of the "
                 "round before is applied"
             )
+
+    @property
+    def longest_delay(self) -> int:
+        """A fragment must be back before the slot that is its deadline."""
+        return self.sync_interval // self.slot_steps * self.slot_steps
 
     @property
     def midway_steps(self) -> int:
@@ -108,6 +111,16 @@ class Schedule:
     def observes(self) -> str | None:
         """What `observe` wants to know of an applied mean; None is nothing."""
         return "norm" if self.score is not None else None
+
+    @property
+    def measures(self) -> bool:
+        """Whether it goes by what syncs took, see `paced.py`."""
+        return False
+
+    def delay_of(self, state: ScheduleState, fragment: int) -> int:
+        """Inner steps from the last start of `fragment` to its application."""
+        del state, fragment
+        return self.delay_steps
 
     def for_regions(self, regions: Regions) -> Schedule:
         """The same schedule for these regions.
@@ -141,21 +154,20 @@ class Schedule:
 
     def next_step(self, state: ScheduleState) -> int:
         """The first step after `state.step` at which something happens."""
-        slot = (state.step // self.slot_steps + 1) * self.slot_steps
-        ends = [start + self.delay_steps for _, start in state.in_flight]
+        ends = [start + self.delay_of(state, p) for p, start in state.in_flight]
         if self.looks_midway:
             halves = [start + self.midway_steps for _, start in state.in_flight]
             ends += [half for half in halves if half > state.step]
-        return min([slot, *ends])
+        return min([self.next_slot(state), *ends])
 
-    def is_slot(self, step: int) -> bool:
-        """Whether a fragment may start at `step`."""
-        return step > 0 and step % self.slot_steps == 0
+    def next_slot(self, state: ScheduleState) -> int:
+        """The first step after `state.step` at which a fragment may start."""
+        return (state.step // self.slot_steps + 1) * self.slot_steps
 
     def may_start(self, state: ScheduleState, step: int) -> bool:
         """Whether a fragment may start at `step`, after the events up to `state`."""
         del state
-        return self.is_slot(step)
+        return step > 0 and step % self.slot_steps == 0
 
     def finishes(
         self, state: ScheduleState, step: int
@@ -166,7 +178,9 @@ class Schedule:
         just arrived may leave again with what was merged; with `delay_steps=0` call
         once more after `start`.
         """
-        due = [(p, s) for p, s in state.in_flight if s + self.delay_steps <= step]
+        due = [
+            (p, s) for p, s in state.in_flight if s + self.delay_of(state, p) <= step
+        ]
         rest = tuple(x for x in state.in_flight if x not in due)
         state = dataclasses.replace(state, step=step, in_flight=rest)
         return state, [Event("finish", p, s) for p, s in due]
@@ -189,7 +203,7 @@ class Schedule:
           The new state and the event; None between slots, where every fragment is
           still in flight, and when asked again at the same step.
         """
-        if not self.is_slot(step) or step in state.last_start:
+        if not self.may_start(state, step) or step in state.last_start:
             return state, None
         fragment = self._choose(state, step, drift)
         if fragment is None:
@@ -225,6 +239,19 @@ class Schedule:
             ),
         )
 
+    def observe_times(
+        self, state: ScheduleState, times: Sequence[Sequence[float]]
+    ) -> ScheduleState:
+        """Tells a schedule that measures what syncs took; others do not care.
+
+        Args:
+          state: any.
+          times: of every region as it sent the message just applied, seconds of an
+            inner step and of a sync, 0 where it knew none yet.
+        """
+        del times
+        return state
+
     def _choose(self, state, step, drift) -> int | None:
         flying = {p for p, _ in state.in_flight}
         free = [p for p in range(self.num_fragments) if p not in flying]
@@ -245,7 +272,11 @@ class Schedule:
     def _slots_left(self, state: ScheduleState, fragment: int, step: int) -> int:
         """Slots that may pass before `fragment` must have started; 0 is now."""
         deadline = max(state.last_start[fragment], 0) + self.sync_interval
-        return (deadline - step) // self.slot_steps
+        return (deadline - step) // self._slot_steps(state)
+
+    def _slot_steps(self, state: ScheduleState) -> int:
+        del state
+        return self.slot_steps
 
     def _scores(self, state, step, drift) -> list[float]:
         if self.score == "drift":

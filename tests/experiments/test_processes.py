@@ -1,5 +1,6 @@
 """Several real processes: the run of one, a killed one, and what is refused."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -140,6 +141,28 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
     )
     assert code == 0, err
     assert_same_run(many, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compress", [[], ["--compress=int8"]], ids=["plain", "int8"])
+def test_processes_agree_on_delays_and_slots_that_are_measured(
+    run, corpus, tmp_path, compress
+):
+    auto = ["--method=cocodc", "--delay_steps=auto", "--syncs_per_interval=auto"]
+    flags = [*SMOKE, *auto, *compress, *corpus, f"--workdir={tmp_path}"]
+    code, _, err = run(LAUNCH, "--processes=2", "--", *flags)
+    assert code == 0, err
+    one, other = (
+        [(s["fragment"], s["start_step"], s["apply_step"]) for s in found["syncs"]]
+        for found in (
+            json.loads((tmp_path / folder / "timeline.json").read_text())
+            for folder in ("", "process_1")
+        )
+    )
+    assert one == other
+    assert len({apply - start for _, start, apply in one if apply}) > 1
+    starts = [start for _, start, _ in one]
+    assert len({b - a for a, b in itertools.pairwise(starts)}) > 1
 
 
 @pytest.mark.slow

@@ -133,3 +133,26 @@ class TestArraysThatCannotBeWaitedFor:
         recorder = FlightRecorder()
         recorder.started(0, 1, READY, self.deleted())
         recorder.__exit__(KeyError)
+
+
+def test_a_step_is_measured_without_the_wait_before_it():
+    outer, steps = Arriving(), Arriving()
+    with FlightRecorder() as recorder:
+        assert (recorder.step_s, recorder.sync_s) == (0.0, 0.0)
+        recorder.stepped(4, READY, merged(outer))
+        recorder.stepped(6, steps, [])
+        time.sleep(0.6)
+        outer.gate.set()
+        time.sleep(0.2)
+        steps.gate.set()
+    assert 0.05 < recorder.step_s < 0.3  # 0.1; 0.4 with the wait.
+
+
+def test_the_last_sync_to_arrive_tells_what_syncs_take():
+    mean = Arriving()
+    with FlightRecorder() as recorder:
+        recorder.started(1, 2, READY, {"w": READY})
+        recorder.started(0, 4, READY, {"w": mean})
+        time.sleep(0.3)
+        mean.gate.set()
+    assert recorder.sync_s > 0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cocodc_jax.sync import merge, schedule
+from cocodc_jax.sync import merge, paced
 from cocodc_jax.sync.family.nesterov import nesterov
 from cocodc_jax.sync.method import Method
 from cocodc_jax.transforms.compensation import delay_compensation
@@ -17,8 +17,8 @@ from cocodc_jax.transforms.secant import secant
 def cocodc(
     sync_interval: int = 100,
     num_fragments: int = 4,
-    delay_steps: int = 5,
-    syncs_per_interval: int | None = None,
+    delay_steps: int | str = 5,
+    syncs_per_interval: int | str | None = None,
     transmission_score: str = "pseudo_gradient",
     curvature: str | Curvature = "isotropic",
     curvature_units: str | None = None,
@@ -26,6 +26,8 @@ def cocodc(
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     fragment_strategy: str = "strided",
+    max_delay_steps: int | None = None,
+    network_share: float | None = None,
 ) -> Method:
     """CoCoDC (arXiv 2504.17672): delay compensation and adaptive transmission.
 
@@ -37,9 +39,9 @@ def cocodc(
     Args:
       sync_interval: H; every fragment starts at least once in so many steps.
       num_fragments: K.
-      delay_steps: tau.
+      delay_steps: tau; "auto" is what syncs turn out to take, see `paced`.
       syncs_per_interval: N, syncs in one interval, at least K; None is 2 K, the
-        paper's 8 for 4. `schedule.syncs_that_fit` gives the N a network allows.
+        paper's 8 for 4, "auto" as many as the network turns out to carry.
       transmission_score: what the adaptive choice ranks by, see `schedule.adaptive`.
       curvature: name or value of a Hessian-vector approximation, see
         `transforms.curvature`; or "secant", the isotropic one with a weight for each
@@ -50,18 +52,23 @@ def cocodc(
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential" or "balanced".
+      max_delay_steps: the longest that "auto" may choose; None is about H.
+      network_share: gamma in (0, 1], the share of the network that N "auto" may use;
+        None is 0.4.
     """
     chosen = _curvature(curvature, curvature_units, sync_interval)
     if syncs_per_interval is None:
         syncs_per_interval = min(2 * num_fragments, sync_interval)
     return Method(
         "cocodc",
-        schedule.adaptive(
+        paced.adaptive(
             sync_interval,
             num_fragments,
             delay_steps,
             syncs_per_interval,
             transmission_score,
+            max_delay_steps,
+            network_share,
         ),
         merge.compensate(
             delay_compensation(chosen, compensation_strength), chosen.needs
@@ -74,12 +81,14 @@ def cocodc(
 def cocodc_paper(
     sync_interval: int = 100,
     num_fragments: int = 4,
-    delay_steps: int = 5,
-    syncs_per_interval: int | None = None,
+    delay_steps: int | str = 5,
+    syncs_per_interval: int | str | None = None,
     compensation_strength: float = 0.5,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     fragment_strategy: str = "strided",
+    max_delay_steps: int | None = None,
+    network_share: float | None = None,
 ) -> Method:
     """CoCoDC to the letter (arXiv 2504.17672): g * g * D / H, in parameter units.
 
@@ -89,12 +98,15 @@ def cocodc_paper(
     Args:
       sync_interval: H.
       num_fragments: K.
-      delay_steps: tau.
-      syncs_per_interval: N; None is 2 K.
+      delay_steps: tau, or "auto".
+      syncs_per_interval: N, or "auto"; None is 2 K.
       compensation_strength: lambda.
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential" or "balanced".
+      max_delay_steps: the longest that "auto" may choose; None is about H.
+      network_share: gamma in (0, 1], the share of the network that N "auto" may use;
+        None is 0.4.
     """
     method = cocodc(
         sync_interval,
@@ -106,6 +118,8 @@ def cocodc_paper(
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
         fragment_strategy=fragment_strategy,
+        max_delay_steps=max_delay_steps,
+        network_share=network_share,
     )
     return dataclasses.replace(method, name="cocodc_paper")
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from cocodc_jax.sync import merge, schedule
+from cocodc_jax.sync import merge, paced, schedule
 from cocodc_jax.sync.family.nesterov import nesterov
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.rings import Rings
@@ -32,26 +32,29 @@ def diloco(
 def streaming_diloco(
     sync_interval: int = 100,
     num_fragments: int = 4,
-    delay_steps: int = 1,
+    delay_steps: int | str = 1,
     mixing_alpha: float = 0.5,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     fragment_strategy: str = "strided",
+    max_delay_steps: int | None = None,
 ) -> Method:
     """Streaming DiLoCo (arXiv 2501.18512, algorithm 2): fragments, overlap, mixing.
 
     Args:
       sync_interval: H, a multiple of `num_fragments`.
       num_fragments: K.
-      delay_steps: tau, inner steps between a sync's start and its application.
+      delay_steps: tau, inner steps between a sync's start and its application; "auto"
+        is what syncs turn out to take, see `paced`.
       mixing_alpha: weight on the local fragment, in [0, 1].
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential" or "balanced".
+      max_delay_steps: the longest that "auto" may choose; None is H.
     """
     return Method(
         "streaming_diloco",
-        schedule.staggered(sync_interval, num_fragments, delay_steps),
+        paced.staggered(sync_interval, num_fragments, delay_steps, max_delay_steps),
         merge.mix(mixing_alpha),
         nesterov(outer_lr, outer_momentum),
         fragment_strategy,
@@ -61,10 +64,11 @@ def streaming_diloco(
 def loscar(
     sync_interval: int = 100,
     num_fragments: int = 4,
-    delay_steps: int = 5,
+    delay_steps: int | str = 5,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     fragment_strategy: str = "strided",
+    max_delay_steps: int | None = None,
 ) -> Method:
     """LOSCAR-SGD's merge (arXiv 2605.20866): the local progress replayed, uncorrected.
 
@@ -74,14 +78,15 @@ def loscar(
     Args:
       sync_interval: H, a multiple of `num_fragments`.
       num_fragments: K.
-      delay_steps: tau.
+      delay_steps: tau, or "auto".
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential" or "balanced".
+      max_delay_steps: the longest that "auto" may choose; None is H.
     """
     return Method(
         "loscar",
-        schedule.staggered(sync_interval, num_fragments, delay_steps),
+        paced.staggered(sync_interval, num_fragments, delay_steps, max_delay_steps),
         merge.compensate(optax.identity()),
         nesterov(outer_lr, outer_momentum),
         fragment_strategy,
