@@ -299,8 +299,7 @@ class SyncPrograms:
 
     def _weights(self, state: TrainState, event: Event) -> np.ndarray:
         assert state.schedule is not None
-        before = state.step - state.schedule.interval[event.fragment]
-        since = (before,) * self._regions.num
+        since = state.step - state.schedule.interval[event.fragment]
         return self._regions.weights(
             since, state.step, self._method.weigh, event.regions
         )

@@ -80,7 +80,7 @@ class Regions:
 
     def weights(
         self,
-        since: Sequence[int],
+        since: int,
         tick: int,
         weigh: Weigh | None,
         taking_part: Sequence[int] | None = None,
@@ -88,7 +88,7 @@ class Regions:
         """Weights of the regions in a mean, float64 `[R]`, of sum 1.
 
         Args:
-          since: tick of each region's sync before.
+          since: tick of the sync before.
           tick: now.
           weigh: None weighs all alike.
           taking_part: who is counted; None is all.
@@ -96,8 +96,7 @@ class Regions:
         counted = np.zeros(self.num)
         counted[list(range(self.num) if taking_part is None else taking_part)] = 1
         if weigh is not None:
-            each = [self.steps_done(t)[m] for m, t in enumerate(since)]
-            steps = self.steps_done(tick) - np.array(each)
+            steps = self.steps_done(tick) - self.steps_done(since)
             weights = counted * weigh(steps, steps * np.array(self.batch_sizes))
             if weights.sum() > 0:  # Otherwise nobody did a step: all alike.
                 counted = weights

@@ -202,7 +202,7 @@ class TestQuorum:
         """4 steps of 2 sequences against 2 steps of 4; and a region that did none."""
         method = methods.get("decoupled_diloco")
         regions = Regions((1.0, 2.0, 5.0), (2, 4, 1))
-        weights = regions.weights((0,) * 3, 4, method.weigh)
+        weights = regions.weights(0, 4, method.weigh)
         assert weights.tolist() == [16 / 48, 32 / 48, 0]
 
 

@@ -62,12 +62,12 @@ def test_who_is_active_adds_up_to_the_steps_done(tenths, tick, num_ticks, more):
 def test_weights_by_tokens():
     """From tick 0 to 4 the regions did 4, 2 and 2 steps of 4, 2 and 8 sequences."""
     regions = Regions((1.0, 1.5, 2.0), (4, 2, 8))
-    weights = regions.weights((0, 0, 0), 4, lambda steps, tokens: tokens)
+    weights = regions.weights(0, 4, lambda steps, tokens: tokens)
     np.testing.assert_allclose(weights, np.array([16, 4, 16]) / 36)
     # Since tick 2 (2, 1, 1 steps done): 2, 1 and 1 more; region 1 is not counted.
-    weights = regions.weights((2,) * 3, 4, lambda steps, tokens: tokens, (0, 2))
+    weights = regions.weights(2, 4, lambda steps, tokens: tokens, (0, 2))
     np.testing.assert_allclose(weights, [8 / 16, 0, 8 / 16])
-    squares = regions.weights((0,) * 3, 4, lambda n, tokens: tokens * tokens / n)
+    squares = regions.weights(0, 4, lambda n, tokens: tokens * tokens / n)
     np.testing.assert_allclose(squares, np.array([64, 8, 128]) / 200)
 
 
@@ -75,24 +75,21 @@ def test_weights_by_tokens():
 def test_weights_are_a_mean(tenths, tick, ticks, data):
     regions = made(tenths)
     part = data.draw(st.sets(st.integers(0, regions.num - 1), min_size=1))
-    since = (tick,) * regions.num
     counted = tuple(sorted(part))
-    weights = regions.weights(
-        since, tick + ticks, lambda n, tokens: 3 * tokens, counted
-    )
+    weights = regions.weights(tick, tick + ticks, lambda n, tokens: 3 * tokens, counted)
     assert (weights >= 0).all()
     assert weights.sum() == pytest.approx(1)
     assert not weights[[m for m in range(regions.num) if m not in part]].any()
     # A common factor is none.
-    same = regions.weights(since, tick + ticks, lambda n, tokens: tokens, counted)
+    same = regions.weights(tick, tick + ticks, lambda n, tokens: tokens, counted)
     np.testing.assert_allclose(weights, same)
-    alike = regions.weights(since, tick + ticks, None, counted)
+    alike = regions.weights(tick, tick + ticks, None, counted)
     np.testing.assert_allclose(alike[list(counted)], 1 / len(counted))
 
 
 def test_if_nobody_did_a_step_all_count_alike():
     regions = Regions((1.0, 4.0, 4.0), (1, 1, 1))
-    weights = regions.weights((0,) * 3, 3, lambda steps, tokens: tokens, (1, 2))
+    weights = regions.weights(0, 3, lambda steps, tokens: tokens, (1, 2))
     np.testing.assert_allclose(weights, [0, 0.5, 0.5])
 
 
