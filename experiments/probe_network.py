@@ -12,9 +12,11 @@ Large vectors go first: they open TCP's windows for what follows. On new connect
 small ones take longer, up to a fifth in the lab.
 
 Process 0 prints the median over the repeats, of the slowest process. Where the links
-are told, as to the lab, it prints what `cocodc_jax/network/gloo.py` predicts: measured
-over predicted is what TCP and the machines add. WORKDIR/probe.json has every second
-measured. Exit code 2 and one line on standard error for bad flags.
+are told, as to the lab, it prints what `cocodc_jax/network/gloo.py` predicts; measured
+over predicted is what TCP and the machines add. An all-gather takes that long where the
+regions begin apart, as they do when each begins a while after its last one, and less
+where they happen to begin "at once". WORKDIR/probe.json has every second measured. Exit
+code 2 and one line on standard error for bad flags.
 """
 
 import functools
@@ -183,32 +185,46 @@ def probe(
     num_bytes = 4 * num_values
     send = make_exchange(name, outer_devices(), num_values)
     seconds = measure(send, repeats, pause_s)
-    predicted = None
-    if links is not None:
-        predicted = collective_cost(links, COLLECTIVES[name], num_bytes).seconds
-    return {
+    row = {
         "collective": name,
         "num_bytes": num_bytes,
         "measured_s": max(map(statistics.median, seconds)),
-        "predicted_s": predicted,
         "seconds": seconds,
     }
+    return row if links is None else row | predict(name, num_bytes, links)
+
+
+def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
+    """Predicts the seconds of an exchange.
+
+    Args:
+      name: a key of `COLLECTIVES`.
+      num_bytes: of each process's vector.
+      links: between the processes.
+
+    Returns:
+      "predicted_s", of regions that begin apart, and "at_once_s", of those that begin
+      at the same moment.
+    """
+    kind = COLLECTIVES[name]
+    phases = gloo.PHASES[kind](links.num_regions, num_bytes)
+    ends = gloo.seconds_of(links, phases, [0.0] * links.num_regions)
+    predicted = collective_cost(links, kind, num_bytes).seconds
+    return {"predicted_s": predicted, "at_once_s": max(ends)}
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Prints a table of the rows that `probe` gives."""
     table = Table("collective", box=box.SIMPLE, pad_edge=False)
-    for head in ("MB", "measured s", "predicted s", "ratio"):
+    for head in ("MB", "measured s", "predicted s", "ratio", "at once s"):
         table.add_column(head, justify="right")
     for row in rows:
-        predicted = row["predicted_s"]
-        table.add_row(
-            row["collective"],
-            f"{row['num_bytes'] / 1e6:g}",
-            f"{row['measured_s']:.3f}",
-            f"{predicted:.3f}" if predicted else "",
-            f"{row['measured_s'] / predicted:.2f}" if predicted else "",
-        )
+        cells = [f"{row['num_bytes'] / 1e6:g}", f"{row['measured_s']:.3f}"]
+        if "predicted_s" in row:
+            ratio = row["measured_s"] / row["predicted_s"]
+            cells += [f"{row['predicted_s']:.3f}", f"{ratio:.2f}"]
+            cells.append(f"{row['at_once_s']:.3f}")
+        table.add_row(row["collective"], *cells)
     console.print(table)
 
 

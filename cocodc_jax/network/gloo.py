@@ -11,19 +11,17 @@ steps
                                      the other (the all-gather: send i, then say it)
 
 and a segment leaves when its receiver has said that it is ready. So at most two are
-under way, and each pair of them takes a round trip besides its bytes. What a rank sends
-leaves through one port in order, the word "ready" too: it waits behind the segments
-that the rank has begun to send. On equal links, with a delay of a seconds that is
-longer than the x seconds of a segment, and S even, an all-reduce takes
+under way, and each pair of them takes a round trip besides its bytes. On equal links,
+with a delay of a seconds, longer than half a segment's x, and S even, M > 2 ranks take
 
-    (M - 1) S (2 a + x) + 2 x                  a plain ring: 2 (M - 1) (a + S x)
+    all-reduce    (M - 1) S (2 a + x) + 2 x         a plain ring: 2 (M - 1) (a + S x)
 
-With two ranks the word "ready" meets the own segments more often.
-
-An exchange begins where the one before has left the ranks, each as long after its own
-end: that is how regions begin that wait for each other's fragments. Staggered so, an
-all-gather takes up to half as long again as one that all begin at once, since "ready"
-comes behind a segment then.
+Of two ranks each is both neighbours of the other, and what it sends leaves through one
+connection in order: the word "ready" waits behind the segments that were given to the
+connection before it. Then it matters when they begin. Here an exchange begins where the
+one before has left the ranks, each as long after its own end, as regions do that wait
+for each other's fragments. Apart from each other so, an all-gather of two takes half as
+long again, besides the delays, as one that both begin at once.
 
 Not in the model: TCP. Its windows, pacing and losses come on top;
 `experiments.probe_network` measures them. A send is done when its first byte leaves, as
@@ -78,7 +76,7 @@ class Phase:
 
 def all_reduce_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
     """Returns the two phases of an all-reduce of a `num_bytes` float32 vector."""
-    if num_ranks == 1 or num_bytes == 0:
+    if num_ranks == 1 or num_bytes < 1:
         return []
     most = min(math.ceil(num_bytes / (2 * num_ranks)), _MOST_BYTES)
     segment = _round_up(most, _VALUE_BYTES)
@@ -113,9 +111,9 @@ def seconds_of(
       phases: a rank begins the next when it is done with one.
       starts_s: when each rank begins.
     """
-    clock, ports = list(starts_s), [_Port.of(state, p) for p in range(len(starts_s))]
+    clock, outlets = list(starts_s), [_Outlet() for _ in starts_s]
     for phase in phases:
-        clock = _run(state, phase, clock, ports)
+        clock = _run(state, phase, clock, outlets)
     return clock
 
 
@@ -147,47 +145,38 @@ def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:
 
 
 @dataclasses.dataclass
-class _Port:
-    """What a rank sends through: as fast as the fastest of its links.
+class _Outlet:
+    """A rank's connection to the neighbour that it sends segments to.
 
     Attributes:
-      bytes_per_s: of the port.
-      free_s: when all that was given to it has left it.
-      link_free_s: when all that was given to it has left the link to the neighbour.
+      free_s: when all that was given to it has left.
       before_s: `free_s` before the last segment was given to it.
       given_s: when that was.
     """
 
-    bytes_per_s: float
     free_s: float = -math.inf
-    link_free_s: float = -math.inf
     before_s: float = -math.inf
     given_s: float = -math.inf
 
-    @classmethod
-    def of(cls, state: LinkState, rank: int) -> "_Port":
-        return cls(float(np.delete(state.bytes_per_s[rank], rank).max(initial=0.0)))
-
     def word(self, time_s: float) -> float:
-        """When a word given to the port at `time_s` leaves it."""
+        """When a word given to it at `time_s` leaves; words take no time."""
         is_behind = self.given_s <= time_s
         return max(time_s, self.free_s if is_behind else self.before_s)
 
-    def send(self, time_s: float, size: float, rate: float) -> tuple[float, float]:
+    def send(self, time_s: float, busy_s: float) -> tuple[float, float]:
         """Takes a segment; when its first byte leaves, and when its last has left."""
-        begin = max(time_s, self.link_free_s)
-        self.link_free_s = begin + _transfer_s(size, rate)
-        self.before_s, self.given_s = self.free_s, time_s
-        self.free_s = max(time_s, self.free_s) + _transfer_s(size, self.bytes_per_s)
-        return begin, self.link_free_s
+        begin = max(time_s, self.free_s)
+        self.given_s, self.before_s, self.free_s = time_s, self.free_s, begin + busy_s
+        return begin, self.free_s
 
 
 def _run(
-    state: LinkState, phase: Phase, clock: list[float], ports: list[_Port]
+    state: LinkState, phase: Phase, clock: list[float], outlets: list[_Outlet]
 ) -> list[float]:
-    """One phase, from when each rank begins it to when it is done; uses the ports."""
+    """One phase, from when each rank begins it to when it is done; uses the outlets."""
     ranks = range(state.num_regions)
     to = [(rank + phase.hop) % len(ranks) for rank in ranks]
+    source = [(rank - phase.hop) % len(ranks) for rank in ranks]
     rate, delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
     # Of the last two segments, the older first: when a rank's own began to leave, and
     # when the neighbour's had come.
@@ -198,7 +187,8 @@ def _run(
 
         def send(rank, time_s, size, now_begun=now_begun, now_came=now_came):
             target = to[rank]
-            begin, end = ports[rank].send(time_s, size, rate[rank][target])
+            busy_s = _transfer_s(size, rate[rank][target])
+            begin, end = outlets[rank].send(time_s, busy_s)
             now_begun[rank] = begin
             now_came[target] = end + delay[rank][target]
 
@@ -209,8 +199,10 @@ def _run(
             is_told = told.get(to[rank], math.inf) < clock[rank]
             if phase.sends_first and is_told and sizes[rank]:
                 send(rank, clock[rank], sizes[rank])
-            source = to.index(rank)
-            told[rank] = ports[rank].word(clock[rank]) + delay[rank][source]
+            word = clock[rank]
+            if to[rank] == source[rank]:  # One of two ranks: the same connection.
+                word = outlets[rank].word(word)
+            told[rank] = word + delay[rank][source[rank]]
         for rank in ranks:
             if sizes[rank] and now_begun[rank] == -math.inf:
                 send(rank, max(clock[rank], told[to[rank]]), sizes[rank])

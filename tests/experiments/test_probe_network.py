@@ -1,7 +1,6 @@
 """The probe as a user runs it, in two processes, and what it refuses."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ def test_two_processes(command, tmp_path):
     out, err = first.communicate(timeout=120)
     silent, second_err = second.communicate(timeout=120)
     assert (first.returncode, second.returncode) == (0, 0), err + second_err
-    assert silent == ""
+    assert "all_reduce" not in silent
     rows = json.loads((tmp_path / probe_network.FILE).read_text())["rows"]
     assert [(row["collective"], row["num_bytes"]) for row in rows] == [
         ("all_reduce", 400_000),
@@ -46,11 +45,13 @@ def test_two_processes(command, tmp_path):
         assert np.shape(row["seconds"]) == (2, 3)
         medians = np.median(row["seconds"], axis=1)
         assert row["measured_s"] == max(medians) > 0
-        # Packets of 65000 bytes: two round trips, or one, and some bytes.
-        share = payload_share(65000)
-        bytes_s = row["num_bytes"] / 125e6 / share
+        # In packets of 65000 bytes.
+        bytes_s = row["num_bytes"] / 125e6 / payload_share(65000)
         if row["collective"] == "all_reduce":
             assert row["predicted_s"] == pytest.approx(0.04 + bytes_s)
+        else:
+            assert row["at_once_s"] == pytest.approx(0.02 + bytes_s)
+            assert row["predicted_s"] == pytest.approx(0.02 + 1.5 * bytes_s)
         ratio = row["measured_s"] / row["predicted_s"]
         assert f"{row['measured_s']:.3f}" in out
         assert f"{row['predicted_s']:.3f}" in out
@@ -87,7 +88,7 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
         ("--collectives=ring", "collectives='ring' is unknown; use all_reduce"),
         ("--bandwidth_mbit=0", "bandwidth_mbit=0 must be positive"),
         ("--links=nowhere.yaml", "links=nowhere.yaml: No such file"),
-        ("--repeats=0", "repeats=0"),
+        ("--repeats=0", "flag --repeats=0"),
         ("often", "unexpected argument 'often'"),
     ],
 )
@@ -97,7 +98,7 @@ def test_bad_flags(flag, message, monkeypatch, capsys):
     monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "127.0.0.1:1")
     assert probe_network.main(["probe", flag]) == 2
     err = capsys.readouterr().err
-    assert message in err.replace("--repeats=0", "repeats=0")
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -105,7 +106,6 @@ def test_it_takes_two(monkeypatch, capsys):
     monkeypatch.delenv("COCODC_NUM_PROCESSES", raising=False)
     assert probe_network.main(["probe"]) == 2
     assert "COCODC_NUM_PROCESSES in the environment must be" in capsys.readouterr().err
-    assert os.environ.get("COCODC_NUM_PROCESSES") is None
 
 
 def test_help(capsys):

@@ -119,8 +119,8 @@ def states(draw, max_regions=5):
     return LinkState(rate, delay)
 
 
-@given(states(), st.floats(0, 1e8))
-@settings(max_examples=60, deadline=None)
+@given(states(), st.floats(0, 3e7))
+@settings(max_examples=40, deadline=None)
 def test_an_all_reduce_that_all_begin_at_once_is_monotone(state, num_bytes):
     starts = [0.0] * state.num_regions
 
@@ -136,8 +136,8 @@ def test_an_all_reduce_that_all_begin_at_once_is_monotone(state, num_bytes):
     assert base <= seconds(far, num_bytes) * slack
 
 
-@given(states(), st.sampled_from(NAMES), st.floats(8, 1e8))
-@settings(max_examples=60, deadline=None)
+@given(states(), st.sampled_from(NAMES), st.floats(8, 3e7))
+@settings(max_examples=40, deadline=None)
 def test_it_is_never_below_its_slowest_link(state, name, num_bytes):
     num = state.num_regions
     hop = {"gloo": -1, "gloo_gather": 1}[name]
