@@ -61,6 +61,7 @@ def test_two_processes(command, tmp_path):
 def test_links(tmp_path):
     assert probe_network.read_links(values_of(), 2) is None
     state = probe_network.read_links(values_of("--bandwidth_mbit=8", "--mtu=520"), 2)
+    assert state is not None
     assert state.bytes_per_s[0, 1] == 900_000  # of a million, 52 bytes of 520 headers
     assert state.delay_s[0, 1] == 0.05
     path = tmp_path / "links.yaml"
@@ -73,6 +74,7 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
     state = probe_network.read_links(
         values_of(links, "--bandwidth_mbit=8", "--mtu=520"), 2
     )
+    assert state is not None
     assert state.bytes_per_s[0, 1] == 450_000
     assert state.bytes_per_s[1, 0] == 900_000  # at most
     assert state.delay_s[1, 0] == 0.01
