@@ -57,7 +57,7 @@ def test_all_gather_of_two_that_begin_apart_by_hand():
 
 
 def test_ready_of_three_ranks_waits_for_nothing_by_hand():
-    # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" goes another
+    # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" goes its own
     # way than 1, at 6, and is there at 7; 2 leaves behind 1, to 13, then 3, to 17.
     phases = gloo.all_gather_phases(3, 8)
     assert seconds_of(equal_state(3, 1.0), phases, [0, 0, 0]) == [18, 18, 18]
