@@ -23,9 +23,11 @@ one before has left the ranks, each as long after its own end, as regions do tha
 for each other's fragments. Apart from each other so, an all-gather of two takes half as
 long again, besides the delays, as one that both begin at once.
 
-Not in the model: TCP. Its windows, pacing and losses come on top;
-`experiments.probe_network` measures them. A send is done when its first byte leaves, as
-the socket's buffer holds a segment: that takes a `net.core.wmem_max` of 1 MiB or more.
+Not in the model: TCP, and a line that all connections of a region share. Windows and
+pacing make exchanges on connections that have carried little yet up to a fifth longer,
+lost packets more (`experiments.probe_network` measures). A send is done when its first
+byte leaves, as the socket's buffer holds a segment: that takes a `net.core.wmem_max` of
+1 MiB or more.
 
 Sources: github.com/pytorch/gloo: gloo/allreduce.cc (ring), gloo/allgather.cc,
 gloo/transport/tcp/pair.cc; github.com/openxla/xla,

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.network import gloo
+from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.gloo import Phase, seconds_of, settled_s
 from cocodc_jax.network.links import Link, LinkState, uniform
@@ -57,8 +58,8 @@ def test_all_gather_of_two_that_begin_apart_by_hand():
 
 
 def test_ready_of_three_ranks_waits_for_nothing_by_hand():
-    # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" goes its own
-    # way than 1, at 6, and is there at 7; 2 leaves behind 1, to 13, then 3, to 17.
+    # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" has its own
+    # way, is said at 6 and there at 7; 2 leaves behind 1, to 13, then 3, to 17.
     phases = gloo.all_gather_phases(3, 8)
     assert seconds_of(equal_state(3, 1.0), phases, [0, 0, 0]) == [18, 18, 18]
 
@@ -168,3 +169,10 @@ def test_limits():
     assert math.isinf(collective_cost(cut, "gloo", 16).seconds)
     # One after the other: no part of it leaves the links free.
     assert collective_cost(equal_state(2, 10.0), "gloo", 16).latency_s == 0.0
+
+
+def test_of_two_in_a_channel_the_second_begins_when_the_first_has_ended():
+    cost = collective_cost(equal_state(2, 10.0), "gloo", 16)
+    channel = Channel(lambda time_s, num_bytes: cost, sharing="fifo")
+    first, second = channel.submit(0.0, 16), channel.submit(0.0, 16)
+    assert (channel.arrival_s(first), channel.arrival_s(second)) == (56, 112)
