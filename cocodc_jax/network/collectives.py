@@ -12,6 +12,9 @@ B bytes, bandwidth w, delay a and M regions:
     pairs     log2 M (a + B / w)          M a power of two; up to two more otherwise
     gather    (M - 1) (a + B / w)         each region contributes B bytes
 
+"gloo" (all-reduce) and "gloo_gather" are no lists of rounds: they are what JAX's CPU
+processes do, step by step (`gloo.py`).
+
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
 """
@@ -21,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from cocodc_jax.network import gloo
 from cocodc_jax.network.links import LinkState
 
 Round = list[tuple[int, int, float]]
@@ -33,7 +37,8 @@ class CollectiveCost:
 
     Attributes:
       seconds: from the start until the last region has its result.
-      latency_s: the part that remains with messages of no bytes.
+      latency_s: the part that remains with messages of no bytes, in which the links
+        are free for others; 0 for gloo's, of which a process does one after the other.
       bytes_sent: bytes each region puts on its links, one number per region.
     """
 
@@ -95,12 +100,13 @@ def pairs_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
     return [extra, *rounds, [(dst, src, size) for src, dst, size in extra]]
 
 
-COLLECTIVES: dict[str, Builder] = {
+ROUNDS: dict[str, Builder] = {
     "ring": ring_rounds,
     "tree": tree_rounds,
     "pairs": pairs_rounds,
     "gather": all_gather_rounds,
 }
+COLLECTIVES = (*ROUNDS, *gloo.PHASES)
 
 
 def rounds_s(
@@ -151,8 +157,9 @@ def collective_cost(
 
     Args:
       state: the links, M regions.
-      name: "ring", "tree" or "pairs" (all-reduce), or "gather" (all-gather of encoded
-        messages, which each region then decodes and averages).
+      name: "ring", "tree", "pairs" or "gloo" (all-reduce), or "gather" or
+        "gloo_gather" (all-gather of encoded messages, which each region then decodes
+        and averages).
       num_bytes: bytes of the vector to reduce, or of one region's message.
       order: a permutation of the region ids (position in the ring, tree or cube);
         None takes them as they come.
@@ -174,7 +181,19 @@ def collective_cost(
         raise ValueError(
             f"order={order!r} must be a permutation of 0..{state.num_regions - 1}"
         )
-    return cost_of(state, COLLECTIVES[name](order, num_bytes))
+    if name in gloo.PHASES:
+        return _gloo_cost(state, gloo.PHASES[name](len(order), num_bytes), order)
+    return cost_of(state, ROUNDS[name](order, num_bytes))
+
+
+def _gloo_cost(
+    state: LinkState, phases: Sequence[gloo.Phase], order: Sequence[int]
+) -> CollectiveCost:
+    """The cost with `order[k]` as gloo's rank k."""
+    seconds = gloo.settled_s(state.subset(order), phases)
+    sent = gloo.bytes_sent(phases, len(order))
+    by_region = dict(zip(order, sent, strict=True))
+    return CollectiveCost(seconds, 0.0, tuple(by_region[i] for i in range(len(order))))
 
 
 def point_to_point_s(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from cocodc_jax.network.collectives import COLLECTIVES, rounds_s
+from cocodc_jax.network.collectives import ROUNDS, rounds_s
 from cocodc_jax.network.links import LinkState
 
 EXACT_REGIONS = 7
@@ -23,13 +23,16 @@ def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
 
     Args:
       state: the links, M regions.
-      name: a key of `collectives.COLLECTIVES`.
+      name: one of `collectives.COLLECTIVES`.
       num_bytes: bytes of the vector (it decides whether delay or bandwidth counts).
 
     Returns:
       A permutation of 0..M-1. Ties go to the lexicographically smallest order found.
+      For gloo's collectives it is 0..M-1: its ranks are the processes by number.
     """
-    build = COLLECTIVES[name]
+    if name not in ROUNDS:
+        return tuple(range(state.num_regions))
+    build = ROUNDS[name]
 
     def cost(order: Order) -> tuple[float, Order]:
         return rounds_s(state, build(order, num_bytes)), order

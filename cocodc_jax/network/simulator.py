@@ -85,7 +85,7 @@ def link_costs(
 
     Args:
       topology: regions and links.
-      collective: a key of `collectives.COLLECTIVES`.
+      collective: one of `collectives.COLLECTIVES`.
       order: order of the regions; None finds the best for the links at time 0.
       num_bytes: size of message the order is chosen for.
     """
@@ -120,9 +120,10 @@ def simulate(
       workload: bytes and step times; step_time_s has M entries, fragment_bytes K.
       schedule: what is sent when.
       num_steps: inner steps per region.
-      collective: how a mean crosses regions: "ring", "tree", "pairs" or "gather".
+      collective: how a mean crosses regions, one of `collectives.COLLECTIVES`.
       order: order of the regions in it; None finds the best for the links at time 0.
-      sharing: how syncs under way together share the links: "fair" or "fifo".
+      sharing: how syncs under way together share the links: "fair" or "fifo". Gloo's
+        collectives are "fifo": a process does one after the other.
 
     Raises:
       ValueError: if the counts of regions or fragments do not match, or a name is

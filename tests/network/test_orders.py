@@ -64,3 +64,7 @@ def test_a_broken_link_is_avoided():
     state = LinkState(rate, np.zeros((8, 8)))
     found = orders.best_order(state, "ring", 1e9)
     assert found[(found.index(0) + 1) % 8] == 7
+
+
+def test_ranks_of_gloo_are_not_chosen():
+    assert orders.best_order(random_state(5, seed=3), "gloo", 1e8) == (0, 1, 2, 3, 4)

@@ -1,0 +1,220 @@
+"""Seconds of gloo's collectives: what JAX's CPU processes really do over a network.
+
+XLA runs the exchanges between CPU devices of several processes with gloo over TCP. Its
+all-reduce is a ring reduce-scatter and then a ring all-gather of a vector that is cut
+in N segments, the same number S = N / M >= 2 for each of M ranks, of at most 1 MiB; its
+all-gather a ring of messages cut in halves, S = 2. In each phase every rank takes the
+steps
+
+    i = 0, 1, ..., (M - 1) S - 1:    wait until segment i - 2 has come and gone, then
+                                     say "ready for i" to one neighbour and send i to
+                                     the other (the all-gather: send i, then say it)
+
+and a segment leaves when its receiver has said that it is ready. So at most two are
+under way, and each pair of them takes a round trip besides its bytes. On equal links,
+with a delay of a seconds, longer than half a segment's x, and S even, M > 2 ranks take
+
+    all-reduce    (M - 1) S (2 a + x) + 2 x         a plain ring: 2 (M - 1) (a + S x)
+
+Of two ranks each is both neighbours of the other, and what it sends leaves through one
+connection in order: the word "ready" waits behind the segments that were given to the
+connection before it. Then it matters when they begin. Here an exchange begins where the
+one before has left the ranks, each as long after its own end, as regions do that wait
+for each other's fragments. Apart from each other so, an all-gather of two takes half as
+long again, besides the delays, as one that both begin at once.
+
+Not in the model: TCP, and a line that all connections of a region share. Windows and
+pacing make exchanges on connections that have carried little yet up to a fifth longer,
+lost packets more (`experiments.probe_network` measures). A send is done when its first
+byte leaves, as the socket's buffer holds a segment: that takes a `net.core.wmem_max` of
+1 MiB or more.
+
+Sources: github.com/pytorch/gloo: gloo/allreduce.cc (ring), gloo/allgather.cc,
+gloo/transport/tcp/pair.cc; github.com/openxla/xla,
+xla/backends/cpu/collectives/gloo_communicator.cc for what is chosen of it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cocodc_jax.network.links import LinkState
+
+_MOST_BYTES = 2**20  # of a segment
+_VALUE_BYTES = 4  # segments hold whole float32 values
+_HEADER_BYTES = 52  # of a packet: IPv4, and TCP with timestamps
+_REPEATS = 10  # until the staggering is the same as before
+
+
+def payload_share(mtu_bytes: int) -> float:
+    """Returns the share of a link's bytes that is left for data.
+
+    Each packet of `mtu_bytes` has 20 bytes of IPv4 header, 20 of TCP and 12 of its
+    timestamps. `Link` counts payload: what a wire carries is to be multiplied by this.
+
+    >>> round(payload_share(1500), 3)
+    0.965
+    """
+    return 1 - _HEADER_BYTES / mtu_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Once round the ring.
+
+    Attributes:
+      sizes: bytes that each rank sends in each step, float64 `[steps, M]`; where it is
+        0 nothing is sent, and nobody told.
+      hop: a rank sends to the rank so much further: 1 or -1.
+      sends_first: whether a rank sends before it says that it is ready.
+    """
+
+    sizes: np.ndarray
+    hop: int
+    sends_first: bool
+
+
+def all_reduce_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
+    """Returns the two phases of an all-reduce of a `num_bytes` float32 vector."""
+    if num_ranks == 1 or num_bytes < 1:
+        return []
+    most = min(math.ceil(num_bytes / (2 * num_ranks)), _MOST_BYTES)
+    segment = _round_up(most, _VALUE_BYTES)
+    num = _round_up(max(math.ceil(num_bytes / segment), 2 * num_ranks), num_ranks)
+    sizes = np.clip(num_bytes - segment * np.arange(num), 0.0, segment)
+    per_rank = num // num_ranks
+    gathered = np.arange(num - per_rank)[:, None] + per_rank * np.arange(num_ranks)
+    scattered = gathered + per_rank
+    return [Phase(sizes[part % num], -1, False) for part in (scattered, gathered)]
+
+
+def all_gather_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
+    """Returns the one phase of an all-gather of `num_bytes` of each rank."""
+    first = num_bytes // 2
+    halves = np.tile([first, num_bytes - first], num_ranks - 1)
+    return [Phase(np.repeat(halves[:, None], num_ranks, axis=1), 1, True)]
+
+
+PHASES: dict[str, Callable[[int, float], list[Phase]]] = {
+    "gloo": all_reduce_phases,
+    "gloo_gather": all_gather_phases,
+}
+
+
+def seconds_of(
+    state: LinkState, phases: Sequence[Phase], starts_s: Sequence[float]
+) -> list[float]:
+    """Returns when each rank is done with one collective, in seconds.
+
+    Args:
+      state: the links; ranks are numbered as its regions.
+      phases: a rank begins the next when it is done with one.
+      starts_s: when each rank begins.
+    """
+    clock, outlets = list(starts_s), [_Outlet() for _ in starts_s]
+    for phase in phases:
+        clock = _run(state, phase, clock, outlets)
+    return clock
+
+
+def settled_s(state: LinkState, phases: Sequence[Phase]) -> float:
+    """Returns the seconds that the ranks wait for a collective that they do repeatedly.
+
+    Args:
+      state: the links; ranks are numbered as its regions. At first each begins the
+        longest delay there and back after the rank before.
+      phases: of the collective.
+    """
+    late_s = 2 * float(state.delay_s.max())
+    starts = [late_s * rank for rank in range(state.num_regions)]
+    taken = 0.0
+    for _ in range(_REPEATS):
+        ends = seconds_of(state, phases, starts)
+        taken = max(end - start for end, start in zip(ends, starts, strict=True))
+        if math.isinf(taken):
+            break
+        starts = [end - min(ends) for end in ends]
+    return taken
+
+
+def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:
+    """Returns what each rank sends."""
+    return sum(
+        (phase.sizes.sum(axis=0) for phase in phases), np.zeros(num_ranks)
+    ).tolist()
+
+
+@dataclasses.dataclass
+class _Outlet:
+    """A rank's connection to the neighbour that it sends segments to.
+
+    Attributes:
+      free_s: when all that was given to it has left.
+      before_s: `free_s` before the last segment was given to it.
+      given_s: when that was.
+    """
+
+    free_s: float = -math.inf
+    before_s: float = -math.inf
+    given_s: float = -math.inf
+
+    def word(self, time_s: float) -> float:
+        """When a word given to it at `time_s` leaves; words take no time."""
+        is_behind = self.given_s <= time_s
+        return max(time_s, self.free_s if is_behind else self.before_s)
+
+    def send(self, time_s: float, busy_s: float) -> tuple[float, float]:
+        """Takes a segment; when its first byte leaves, and when its last has left."""
+        begin = max(time_s, self.free_s)
+        self.given_s, self.before_s, self.free_s = time_s, self.free_s, begin + busy_s
+        return begin, self.free_s
+
+
+def _run(
+    state: LinkState, phase: Phase, clock: list[float], outlets: list[_Outlet]
+) -> list[float]:
+    """One phase, from when each rank begins it to when it is done; uses the outlets."""
+    ranks = range(state.num_regions)
+    to = [(rank + phase.hop) % len(ranks) for rank in ranks]
+    source = [(rank - phase.hop) % len(ranks) for rank in ranks]
+    rate, delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
+    # Of the last two segments, the older first: when a rank's own began to leave, and
+    # when the neighbour's had come.
+    begun, came = ([[-math.inf] * len(ranks)] * 2 for _ in range(2))
+    for sizes in phase.sizes.tolist():
+        clock = list(map(max, clock, begun[0], came[0]))
+        now_begun, now_came = ([-math.inf] * len(ranks) for _ in range(2))
+
+        def send(rank, time_s, size, now_begun=now_begun, now_came=now_came):
+            target = to[rank]
+            busy_s = _transfer_s(size, rate[rank][target])
+            begin, end = outlets[rank].send(time_s, busy_s)
+            now_begun[rank] = begin
+            now_came[target] = end + delay[rank][target]
+
+        # When the word of a rank is with the one that it receives from. The rank that
+        # is ahead says it first: nobody's can be there before that rank is.
+        told: dict[int, float] = {}
+        for rank in sorted(ranks, key=clock.__getitem__):
+            is_told = told.get(to[rank], math.inf) < clock[rank]
+            if phase.sends_first and is_told and sizes[rank]:
+                send(rank, clock[rank], sizes[rank])
+            word = clock[rank]
+            if to[rank] == source[rank]:  # One of two ranks: the same connection.
+                word = outlets[rank].word(word)
+            told[rank] = word + delay[rank][source[rank]]
+        for rank in ranks:
+            if sizes[rank] and now_begun[rank] == -math.inf:
+                send(rank, max(clock[rank], told[to[rank]]), sizes[rank])
+        begun, came = [begun[1], now_begun], [came[1], now_came]
+    return list(map(max, clock, *begun, *came))
+
+
+def _transfer_s(size: float, rate: float) -> float:
+    return size / rate if rate > 0 else math.inf
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,274 @@
+r"""Measures what a network gives to this framework's exchanges between CPU devices.
+
+    python -m experiments.wan --regions=4 --bandwidth_mbit=100 --latency_ms=50 -- \
+        python -m experiments.probe_network --bandwidth_mbit=100 --latency_ms=50
+
+Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
+COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS (the lab is one). A vector of
+float32 crosses as a fragment does in training, on one CPU device a process: in an
+all-reduce, as what is not compressed, and in an all-gather, as what is. Before each the
+processes rest, as between two fragments, since TCP starts again slowly after a rest.
+Large vectors go first: they open TCP's windows for what follows. On new connections
+small ones take longer, up to a fifth in the lab.
+
+Process 0 prints the median over the repeats, of the slowest process. Where the links
+are told, as to the lab, it prints what `cocodc_jax/network/gloo.py` predicts; measured
+over predicted is what TCP and the machines add. An all-gather takes that long where the
+regions begin apart, as they do when each begins a while after its last one, and less
+where they happen to begin "at once". WORKDIR/probe.json has every second measured. Exit
+code 2 and one line on standard error for bad flags.
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.network import gloo, world
+from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.links import Link, LinkState, uniform
+from cocodc_jax.runtime import exchange, mesh, transfer
+from experiments import agreement
+from experiments.lab import schedule
+from experiments.processes import COUNT, Processes, failing_alone
+
+FILE = "probe.json"
+COLLECTIVES = {"all_reduce": "gloo", "all_gather": "gloo_gather"}
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns this program's flags, apart from those of other programs."""
+    values = flags.FlagValues()
+    number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
+    count = functools.partial(
+        flags.DEFINE_integer, flag_values=values, lower_bound=1, upper_bound=None
+    )
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    text("sizes_mb", "16,4,1,0.1", "10^6 bytes of a process's vector, in this order")
+    text("collectives", ",".join(COLLECTIVES), "which, with commas")
+    count("repeats", 5, "exchanges of each size, after one that is not counted")
+    number("pause_s", 1.0, "seconds of rest before each exchange")
+    number("bandwidth_mbit", None, "Mbit/s of each link, or at most, with --links")
+    number("latency_ms", 50.0, "milliseconds one way; needs --bandwidth_mbit")
+    text("links", None, "YAML file with regions and links (network/world.py)")
+    count("mtu", None, "bytes of a packet; default: what the lab takes for such links")
+    text("workdir", None, f"folder for {FILE}")
+    return values
+
+
+def read_sizes(values: flags.FlagValues) -> list[int]:
+    """Returns the sizes to measure, in float32 values."""
+    try:
+        sizes = [round(float(word) * 1e6 / 4) for word in values.sizes_mb.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(
+            f"sizes_mb={values.sizes_mb!r} must be positive numbers, with commas"
+        )
+    return sizes
+
+
+def read_collectives(values: flags.FlagValues) -> list[str]:
+    """Returns the names of what to measure."""
+    names = values.collectives.split(",")
+    for name in names:
+        if name not in COLLECTIVES:
+            raise ValueError(
+                f"collectives={name!r} is unknown; use {', '.join(COLLECTIVES)}"
+            )
+    return names
+
+
+def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
+    """Returns what the links between `num` processes carry, None if nobody told.
+
+    Args:
+      values: the flags; bandwidths as the lab takes them, headers included.
+      num: processes; process k is the k-th region.
+    """
+    if values.bandwidth_mbit == 0:
+        raise ValueError("bandwidth_mbit=0 must be positive")
+    gbps = (values.bandwidth_mbit or 0) / 1000
+    if values.links:
+        try:
+            topology = world.load_topology(values.links)
+        except OSError as error:
+            raise ValueError(f"links={values.links}: {error.strerror}") from error
+        if topology.num_regions != num:
+            raise ValueError(
+                f"links={values.links} has {topology.num_regions} regions, but there "
+                f"are {num} processes; start one for each"
+            )
+    elif gbps:
+        topology = uniform(num, Link(gbps, values.latency_ms / 1000))
+    else:
+        return None
+    conditions = schedule.conditions_over_time(topology)[0]
+    mtu = values.mtu or schedule.usual_mtu_bytes(conditions)
+    state = topology.at()
+    rate = np.minimum(state.bytes_per_s, gbps * 1e9 / 8 or np.inf)
+    return LinkState(rate * gloo.payload_share(mtu), state.delay_s)
+
+
+def outer_devices() -> Mesh:
+    """Returns an inner mesh of one CPU device a process, which is its outer one too."""
+    first = {d.process_index: d for d in reversed(jax.devices("cpu"))}
+    return mesh.make_mesh(len(first), devices=[first[k] for k in sorted(first)])
+
+
+def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.Array]:
+    """Makes a function that sends a vector of every process over the network.
+
+    Args:
+      name: a key of `COLLECTIVES`.
+      outer: as from `outer_devices`.
+      num_values: float32 values of a process's vector.
+    """
+    num, everywhere = outer.size, mesh.outer_sharding(outer)
+    rows = transfer.put(np.ones((num, num_values), np.float32), mesh.outer_rows(outer))
+    if name == "all_gather":
+        gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
+        return functools.partial(gather, rows)
+    shape = jax.ShapeDtypeStruct((num_values,), np.float32)
+    combine = exchange.make_combine(None, everywhere, shape)
+    weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
+    return functools.partial(jax.jit(combine, out_shardings=everywhere), rows, weights)
+
+
+def measure(
+    send: Callable[[], jax.Array], repeats: int, pause_s: float
+) -> list[list[float]]:
+    """Returns the seconds of each exchange, of every process.
+
+    Args:
+      send: the exchange; the first one compiles it and is not counted.
+      repeats: how many to time.
+      pause_s: of rest before each.
+    """
+    send().block_until_ready()
+    taken = []
+    for _ in range(repeats):
+        time.sleep(pause_s)
+        began = time.perf_counter()
+        send().block_until_ready()
+        taken.append(time.perf_counter() - began)
+    return agreement.gather(taken)
+
+
+def probe(
+    name: str, num_values: int, repeats: int, pause_s: float, links: LinkState | None
+) -> dict[str, Any]:
+    """Measures one collective and size; every process gets the same row.
+
+    Args:
+      name: a key of `COLLECTIVES`.
+      num_values: float32 values of a process's vector.
+      repeats: as in `measure`.
+      pause_s: as in `measure`.
+      links: to predict by, if they are known.
+    """
+    num_bytes = 4 * num_values
+    send = make_exchange(name, outer_devices(), num_values)
+    seconds = measure(send, repeats, pause_s)
+    row = {
+        "collective": name,
+        "num_bytes": num_bytes,
+        "measured_s": max(map(statistics.median, seconds)),
+        "seconds": seconds,
+    }
+    return row if links is None else row | predict(name, num_bytes, links)
+
+
+def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
+    """Predicts the seconds of an exchange.
+
+    Args:
+      name: a key of `COLLECTIVES`.
+      num_bytes: of each process's vector.
+      links: between the processes.
+
+    Returns:
+      "predicted_s", of regions that begin apart, and "at_once_s", of those that begin
+      at the same moment.
+    """
+    kind = COLLECTIVES[name]
+    phases = gloo.PHASES[kind](links.num_regions, num_bytes)
+    ends = gloo.seconds_of(links, phases, [0.0] * links.num_regions)
+    predicted = collective_cost(links, kind, num_bytes).seconds
+    return {"predicted_s": predicted, "at_once_s": max(ends)}
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Prints a table of the rows that `probe` gives."""
+    table = Table("collective", box=box.SIMPLE, pad_edge=False)
+    for head in ("MB", "measured s", "predicted s", "ratio", "at once s"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        cells = [f"{row['num_bytes'] / 1e6:g}", f"{row['measured_s']:.3f}"]
+        if "predicted_s" in row:
+            ratio = row["measured_s"] / row["predicted_s"]
+            cells += [f"{row['predicted_s']:.3f}", f"{ratio:.2f}"]
+            cells.append(f"{row['at_once_s']:.3f}")
+        table.add_row(row["collective"], *cells)
+    console.print(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program; returns its exit code."""
+    values = define_flags()
+    try:
+        if rest := values(argv)[1:]:
+            raise ValueError(f"unexpected argument {rest[0]!r}; flags begin with --")
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        processes = Processes.from_environment()
+        if processes.num_processes < 2:
+            raise ValueError(
+                f"{COUNT} in the environment must be at least 2; run under "
+                "experiments.wan, or set it in every region"
+            )
+        links = read_links(values, processes.num_processes)
+        sizes, names = read_sizes(values), read_collectives(values)
+        processes.start(processes.num_processes)
+    except (ValueError, flags.Error) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    with failing_alone():
+        rows = [
+            probe(name, num_values, values.repeats, values.pause_s, links)
+            for name, num_values in itertools.product(names, sizes)
+        ]
+        if jax.process_index() == 0:
+            show(rows, Console())
+            if values.workdir:
+                _write(pathlib.Path(values.workdir), values, rows)
+    return 0
+
+
+def _write(
+    workdir: pathlib.Path, values: flags.FlagValues, rows: list[dict[str, Any]]
+) -> None:
+    told = {name: values[name].value for name in values if name != "help"}
+    workdir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"flags": told, "rows": rows}, indent=1)
+    (workdir / FILE).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

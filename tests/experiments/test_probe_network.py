@@ -1,0 +1,115 @@
+"""The probe as a user runs it, in two processes, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cocodc_jax.network.gloo import payload_share
+from experiments import launch_local, probe_network
+
+PROBE = "experiments.probe_network"
+
+
+def values_of(*arguments):
+    values = probe_network.define_flags()
+    values(["probe", *arguments])
+    return values
+
+
+def test_two_processes(command, tmp_path):
+    told = {
+        "COCODC_NUM_PROCESSES": "2",
+        "COCODC_COORDINATOR_ADDRESS": f"127.0.0.1:{launch_local.free_port()}",
+    }
+    flags = (
+        "--sizes_mb=0.4,0.02", "--repeats=3", "--pause_s=0", f"--workdir={tmp_path}",
+        "--bandwidth_mbit=1000", "--latency_ms=10",
+    )  # fmt: skip
+    first, second = [
+        command(PROBE, *flags, env=told | {"COCODC_PROCESS_ID": str(k)})
+        for k in range(2)
+    ]
+    out, err = first.communicate(timeout=120)
+    silent, second_err = second.communicate(timeout=120)
+    assert (first.returncode, second.returncode) == (0, 0), err + second_err
+    assert "all_reduce" not in silent
+    rows = json.loads((tmp_path / probe_network.FILE).read_text())["rows"]
+    assert [(row["collective"], row["num_bytes"]) for row in rows] == [
+        ("all_reduce", 400_000),
+        ("all_reduce", 20_000),
+        ("all_gather", 400_000),
+        ("all_gather", 20_000),
+    ]
+    for row in rows:
+        assert np.shape(row["seconds"]) == (2, 3)
+        medians = np.median(row["seconds"], axis=1)
+        assert row["measured_s"] == max(medians) > 0
+        # In packets of 65000 bytes.
+        bytes_s = row["num_bytes"] / 125e6 / payload_share(65000)
+        if row["collective"] == "all_reduce":
+            assert row["predicted_s"] == pytest.approx(0.04 + bytes_s)
+        else:
+            assert row["at_once_s"] == pytest.approx(0.02 + bytes_s)
+            assert row["predicted_s"] == pytest.approx(0.02 + 1.5 * bytes_s)
+        ratio = row["measured_s"] / row["predicted_s"]
+        assert f"{row['measured_s']:.3f}" in out
+        assert f"{row['predicted_s']:.3f}" in out
+        assert f"{ratio:.2f}" in out
+
+
+def test_links(tmp_path):
+    assert probe_network.read_links(values_of(), 2) is None
+    state = probe_network.read_links(values_of("--bandwidth_mbit=8", "--mtu=520"), 2)
+    assert state is not None
+    assert state.bytes_per_s[0, 1] == 900_000  # of a million, 52 bytes of 520 headers
+    assert state.delay_s[0, 1] == 0.05
+    path = tmp_path / "links.yaml"
+    path.write_text("""
+regions: [here, there]
+default: {bandwidth_gbps: 0.016, latency_ms: 10}
+links: [{from: here, to: there, bandwidth_gbps: 0.004}]
+""")
+    links = f"--links={path}"
+    state = probe_network.read_links(
+        values_of(links, "--bandwidth_mbit=8", "--mtu=520"), 2
+    )
+    assert state is not None
+    assert state.bytes_per_s[0, 1] == 450_000
+    assert state.bytes_per_s[1, 0] == 900_000  # at most
+    assert state.delay_s[1, 0] == 0.01
+    with pytest.raises(ValueError, match="has 2 regions, but there are 3 processes"):
+        probe_network.read_links(values_of(links), 3)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--sizes_mb=1,x", "sizes_mb='1,x' must be positive numbers"),
+        ("--sizes_mb=0", "sizes_mb='0' must be positive numbers"),
+        ("--collectives=ring", "collectives='ring' is unknown; use all_reduce"),
+        ("--bandwidth_mbit=0", "bandwidth_mbit=0 must be positive"),
+        ("--links=nowhere.yaml", "links=nowhere.yaml: No such file"),
+        ("--repeats=0", "flag --repeats=0"),
+        ("often", "unexpected argument 'often'"),
+    ],
+)
+def test_bad_flags(flag, message, monkeypatch, capsys):
+    monkeypatch.setenv("COCODC_NUM_PROCESSES", "2")
+    monkeypatch.setenv("COCODC_PROCESS_ID", "0")
+    monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    assert probe_network.main(["probe", flag]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_it_takes_two(monkeypatch, capsys):
+    monkeypatch.delenv("COCODC_NUM_PROCESSES", raising=False)
+    assert probe_network.main(["probe"]) == 2
+    assert "COCODC_NUM_PROCESSES in the environment must be" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    assert probe_network.main(["probe", "--help"]) == 0
+    assert "--pause_s" in capsys.readouterr().out
