@@ -280,11 +280,11 @@ def _open(open_text: Callable, config: TrainConfig, mesh: Mesh) -> TextData:
     if jax.process_count() == 1:
         return open_text(config.data, regions)
     size = regions // mesh.shape[REGION]
-    places = [place.flat[0].process_index for place in mesh.devices]
+    places = [{d.process_index for d in place.flat} for place in mesh.devices]
     own = [
         place * size + i
-        for place, process in enumerate(places)
-        if process == jax.process_index()
+        for place, processes in enumerate(places)
+        if jax.process_index() in processes
         for i in range(size)
     ]
     if jax.process_index() != 0:

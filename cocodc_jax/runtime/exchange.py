@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime import parcel
 from cocodc_jax.runtime.inner import Block
-from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime.mesh import MEMBER, REGION
 from cocodc_jax.runtime.rings import make_ring_sum
 from cocodc_jax.sync.every_step import mean_of_decoded, weighted_sum_of_decoded
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -148,17 +148,25 @@ def make_combine(
     """`combine(rows [R, n], weights [R]) -> mean`, for the outer mesh.
 
     `rows` are the regions' messages, each in one piece (`parcel.pack`), `shapes` those
-    of one message. Rows lie with their regions' processes. Uncompressed
-    pseudo-gradients are summed where they are and all-reduced; others are gathered as
-    they are, `everywhere`, and decoded by each process.
+    of one message; columns after it are of no account. Rows lie with their regions'
+    processes. Uncompressed pseudo-gradients are summed where they are and all-reduced;
+    others are gathered as they are, `everywhere`, and decoded by each process. Where a
+    region is several processes, each does so with its share of the columns, and what
+    crossed is gathered inside the region.
     """
+
+    def whole(x):
+        if isinstance(everywhere, NamedSharding):
+            shares = P(*(None,) * (x.ndim - 1), MEMBER)
+            crossed = NamedSharding(everywhere.mesh, shares)
+            x = jax.lax.with_sharding_constraint(x, crossed)
+        return jax.lax.with_sharding_constraint(x, everywhere)
 
     def combine(rows, weights):
         if compressor is None:
             total = jnp.tensordot(weights.astype(rows.dtype), rows, axes=1)
-            return parcel.unpack(total, shapes)
-        rows = jax.lax.with_sharding_constraint(rows, everywhere)
-        messages = parcel.unpack(rows, shapes)
+            return parcel.unpack(whole(total), shapes)
+        messages = parcel.unpack(whole(rows), shapes)
         return weighted_sum_of_decoded(messages, weights, compressor)
 
     return combine
