@@ -20,6 +20,8 @@ SMOKE = [
     "--num_fragments=2", "--sync_interval=8", "--delay_steps=2",
 ]  # fmt: skip
 STREAMING = [*SMOKE, "--method=streaming_diloco"]
+# Two regions of two devices, each of which may be a process of its own.
+PAIRS = ["--regions=2", "--data_axis=2"]
 BARE = ["--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0"]
 
 
@@ -124,9 +126,17 @@ def test_killed_and_resumed_equals_unbroken(run, corpus, killed, tmp_path):
         (4, [*BARE, "--method=noloco"]),
         (2, [*BARE, "--method=demo"]),
         (2, [*BARE, "--method=data_parallel"]),
+        (4, [*STREAMING, *PAIRS, "--exchange=program"]),
+        (4, [*STREAMING, *PAIRS, "--compress=int8"]),
+        (4, [*STREAMING, "--regions=2", "--model_axis=2"]),
+        (4, [*STREAMING, "--regions=2", "--data_axis=2", "--model_axis=2"]),
+        (4, [*STREAMING, "--regions=2", "--stages=2", "--microbatches=2"]),
+        (2, [*STREAMING, "--regions=1", "--data_axis=2"]),
+        (4, [*BARE, *PAIRS, "--method=noloco"]),
+        (4, [*BARE, *PAIRS, "--method=co2"]),
     ],
     ids=lambda x: (
-        "-".join(re.findall(r"(?:method|exchange|compress)=(\w+)", str(x))) or str(x)
+        "-".join(re.findall(r"--(?!preset|steps|\w+_)(\w+=\w+)", str(x))) or str(x)
     ),
 )
 def test_processes_are_one(run, corpus, tmp_path, count, flags):
@@ -140,6 +150,20 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
     )
     assert code == 0, err
     assert_same_run(many, one)
+
+
+def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
+    one, many = tmp_path / "one", tmp_path / "many"
+    flags = [*STREAMING, *PAIRS, *corpus]
+    code, _, err = run(TRAIN, *flags, f"--workdir={one}")
+    assert code == 0, err
+    code, _, err = run(LAUNCH, "--processes=4", "--", *flags, f"--workdir={many}")
+    assert code == 0, err
+    assert_same_run(many, one)
+    # The processes of a region tell the same of it; another region is another.
+    names = ("", "process_1", "process_2", "process_3")
+    files = [(many / name / "metrics.jsonl").read_bytes() for name in names]
+    assert files[0] == files[1] != files[2] == files[3]
 
 
 @pytest.mark.slow
@@ -222,8 +246,12 @@ def test_the_launcher_says_what_is_wrong_once(run, tmp_path):
     assert (code, err) == (
         2,
         "error: --num_processes=3 must divide regions=4, so that each process holds "
-        "whole regions\n",
+        "whole regions, or be a multiple of it, so that each region is as many "
+        "processes\n",
     )
+    code, _, err = run(LAUNCH, "--processes=8", "--", "--preset=smoke", workdir)
+    assert code == 2
+    assert err.startswith("error: --num_processes=8 makes 2 processes of each of")
     code, _, err = run(LAUNCH, "--regions=2", "--", "--preset=smoke", "--step=3")
     assert code == 2
     assert err.startswith("error: Unknown command line flag 'step'")
@@ -277,7 +305,20 @@ def test_regions_are_shared_out_whole():
     check_shares(4, 2)
     with pytest.raises(ValueError, match="num_processes=3 must divide regions=4"):
         check_shares(4, 3)
-    with pytest.raises(ValueError, match="num_processes=8 must divide regions=4"):
+    with pytest.raises(ValueError, match="num_processes=6 must divide regions=4, so"):
+        Processes("127.0.0.1:1", 6, 1).start(num_regions=4)
+
+
+def test_processes_share_a_region_out_evenly():
+    check_shares(2, 4, devices_per_region=6)
+    with pytest.raises(
+        ValueError,
+        match=r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
+        r"data_axis \* model_axis = 3 devices; .*multiple of 2, as with data_axis=2, "
+        "or use num_processes=4",
+    ):
+        check_shares(4, 8, devices_per_region=3)
+    with pytest.raises(ValueError, match="model_axis = 1 devices; .*num_processes=4"):
         Processes("127.0.0.1:1", 8, 1).start(num_regions=4)
 
 
