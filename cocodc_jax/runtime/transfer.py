@@ -50,11 +50,11 @@ def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.
       axis: the region axis.
     """
     shape = (*x.shape[:axis], num_rows, *x.shape[axis + 1 :])
-    indices = sharding.addressable_devices_indices_map(shape).values()
+    indices = _own_indices(sharding, shape).values()
     starts = sorted({index[axis].start or 0 for index in indices})
     size = x.shape[axis] // len(starts)
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         first = starts.index(index[axis].start or 0) * size
         rows = slice(first, first + size)
         return x[(*index[:axis], rows, *index[axis + 1 :])]
@@ -79,9 +79,7 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
         mine = x.addressable_data(0)
         shards = [
             jax.device_put(_cut(mine, index), device)
-            for device, index in sharding.addressable_devices_indices_map(
-                x.shape
-            ).items()
+            for device, index in _own_indices(sharding, x.shape).items()
         ]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
@@ -104,7 +102,7 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
         num_shares = _num_shares(sharding)
         width = -(-x.shape[1] // num_shares)
         shape = (x.shape[0], width * num_shares)
-        ((device, index),) = sharding.addressable_devices_indices_map(shape).items()
+        ((device, index),) = _own_indices(sharding, shape).items()
         first = index[1].start or 0
         rows = [
             jax.device_put(_columns(part, first, width), device)
@@ -147,6 +145,11 @@ def _starts(x: jax.Array, axis: int) -> list[int]:
 
 def _start(shard: Any, axis: int) -> int:
     return shard.index[axis].start or 0
+
+
+def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
+    """Which part of an array each device of this process has."""
+    return dict(sharding.addressable_devices_indices_map(shape))
 
 
 def _num_shares(sharding: Sharding) -> int:
