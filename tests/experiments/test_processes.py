@@ -150,7 +150,6 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
         (4, [*STREAMING, "--regions=2", "--model_axis=2"]),
         (4, [*STREAMING, "--regions=2", "--data_axis=2", "--model_axis=2"]),
         (4, [*STREAMING, "--regions=2", "--stages=2", "--scan_layers"]),
-        (2, [*STREAMING, "--regions=1", "--data_axis=2"]),
         (4, [*BARE, *PAIRS, "--method=noloco"]),
         (4, [*BARE, *PAIRS, "--method=co2"]),
     ],
