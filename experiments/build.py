@@ -15,6 +15,7 @@ from cocodc_jax.runtime.evaluate import make_evaluate
 from cocodc_jax.runtime.mesh import STAGE, Mesh, inner_devices
 from cocodc_jax.runtime.second_moment import adam_second_moment
 from experiments.config import RunConfig, TrainConfig
+from experiments.processes import check_shares
 
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
@@ -55,23 +56,18 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
             f"devices={run.devices} has no meaning for {count} processes, which share "
             "the regions out; leave it out"
         )
-    if run.regions % count:
-        raise ValueError(
-            f"regions={run.regions} must be a multiple of the {count} processes, so "
-            "that each holds whole regions"
-        )
+    check_shares(run.regions, count, run.devices_per_region)
     there = jax.local_device_count()
-    most = run.regions // count
-    fitting = [
-        n for n in range(1, most + 1)
-        if most % n == 0 and n * run.devices_per_region <= there
-    ]  # fmt: skip
+    members = max(count // run.regions, 1)
+    own = run.devices_per_region // members
+    most = max(run.regions // count, 1)
+    fitting = [n for n in range(1, most + 1) if most % n == 0 and n * own <= there]
     if not fitting:
         raise ValueError(
-            f"one region needs {run.devices_per_region} devices, but a process has "
-            f"{there}; lower stages, data_axis or model_axis"
+            f"one region needs {own} devices of a process, but a process has {there}; "
+            "lower stages, data_axis or model_axis"
         )
-    return inner_devices(fitting[-1] * run.devices_per_region)
+    return inner_devices(fitting[-1] * own)
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:

@@ -63,8 +63,8 @@ def define(without: Sequence[str] = ()) -> None:
     flags.DEFINE_integer(
         "num_processes",
         None,
-        "Processes that share the regions; 0 asks the cluster (SLURM, GKE, TPU, MPI). "
-        "Default: a launcher's, or 1.",
+        "Processes that share the regions, or several to a region; 0 asks the cluster "
+        "(SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.",
     )
     flags.DEFINE_integer("process_id", None, "Which of the processes this one is.")
     flags.DEFINE_integer(

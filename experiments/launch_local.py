@@ -25,7 +25,11 @@ def define_flags() -> absl_flags.FlagValues:
     values = absl_flags.FlagValues()
     for name, text in (
         ("regions", "regions that train; default: what the flags after -- say"),
-        ("processes", "processes that share the regions out; default: one per region"),
+        (
+            "processes",
+            "processes that share the regions out, or several to a region; "
+            "default: one per region",
+        ),
     ):
         absl_flags.DEFINE_integer(name, None, text, flag_values=values, lower_bound=1)
     absl_flags.DEFINE_float(
@@ -96,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         flags.parse([argv[0], *train_flags])
         config, workdir = read_flags()
         count = own.processes or config.run.regions
-        processes.check_shares(config.run.regions, count)
+        processes.check_shares(config.run.regions, count, config.run.devices_per_region)
     return launch(train_flags, workdir, count, own.grace_s)
 
 

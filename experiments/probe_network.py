@@ -40,7 +40,7 @@ from rich.table import Table
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.runtime import exchange, mesh, transfer
+from cocodc_jax.runtime import crossing, mesh, transfer
 from experiments import agreement
 from experiments.lab import schedule
 from experiments.processes import COUNT, Processes, failing_alone
@@ -145,9 +145,10 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
         gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
         return functools.partial(gather, rows)
     shape = jax.ShapeDtypeStruct((num_values,), np.float32)
-    combine = exchange.make_combine(None, everywhere, shape)
+    combine = crossing.make_combine(None, everywhere, shape)
     weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
-    return functools.partial(jax.jit(combine, out_shardings=everywhere), rows, weights)
+    mean = jax.jit(lambda *given: combine(*given)[0], out_shardings=everywhere)
+    return functools.partial(mean, rows, weights)
 
 
 def measure(

@@ -2,7 +2,8 @@
 
 Every process runs the same command. One of them, process 0, is the coordinator that
 the others look for; on SLURM, Cloud TPU pods, GKE and under MPI, JAX finds all of that
-by itself.
+by itself. A process holds whole regions, or a region is several processes that follow
+one another.
 
 When one process ends, so do all. Its connections close, so the next exchange fails in
 the others within a second or so; if its machine is gone without a word, or the network,
@@ -112,11 +113,12 @@ class Processes:
             }
         return cls(**found | given)
 
-    def start(self, num_regions: int) -> None:
+    def start(self, num_regions: int, devices_per_region: int = 1) -> None:
         """Meets the other processes; call before the first JAX computation.
 
         Args:
           num_regions: regions of the run.
+          devices_per_region: devices that share one region.
 
         Raises:
           ValueError: if the regions cannot be shared out, the coordinator cannot be
@@ -125,7 +127,7 @@ class Processes:
         if self.num_processes == 1:
             return
         if self.num_processes:
-            check_shares(num_regions, self.num_processes)
+            check_shares(num_regions, self.num_processes, devices_per_region)
         if self.process_id == 0:
             self._check_port()
         # Without it CPU processes have no collectives; other platforms ignore it.
@@ -185,16 +187,33 @@ class Processes:
 ONE_PROCESS = Processes()
 
 
-def check_shares(num_regions: int, num_processes: int) -> None:
+def check_shares(
+    num_regions: int, num_processes: int, devices_per_region: int = 1
+) -> None:
     """Refuses a number of processes that cannot share the regions out.
+
+    Args:
+      num_regions: regions of the run.
+      num_processes: processes, each of whole regions or so many to each region.
+      devices_per_region: devices that share one region, and so its processes.
 
     Raises:
       ValueError: naming the numbers and what would be right.
     """
-    if num_regions % num_processes:
+    if num_regions % num_processes and num_processes % num_regions:
         raise ValueError(
             f"num_processes={num_processes} must divide regions={num_regions}, so that "
-            "each process holds whole regions"
+            "each process holds whole regions, or be a multiple of it, so that each "
+            "region is as many processes"
+        )
+    members = max(num_processes // num_regions, 1)
+    if devices_per_region % members:
+        raise ValueError(
+            f"num_processes={num_processes} makes {members} processes of each of "
+            f"regions={num_regions}, which cannot share its stages * data_axis * "
+            f"model_axis = {devices_per_region} devices; make that a multiple of "
+            f"{members}, as with data_axis={members}, or use "
+            f"num_processes={num_regions}"
         )
 
 

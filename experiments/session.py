@@ -121,9 +121,10 @@ class Session:
                     hooks=Hooks(
                         record=writer.write,
                         clock=watch,
-                        snapshot=lambda: {
+                        snapshot=lambda progress: {
                             "processes": gather(
                                 {
+                                    "progress": progress,
                                     "stream": stream.get_state(),
                                     "metrics_bytes": writer.offset,
                                     "seconds": watch.seconds,
@@ -175,14 +176,14 @@ class Session:
             if restored is None:
                 return self.program.init(params, jax.random.fold_in(key, 1)), None, {}
             state, extra = restored
-            position = _position(extra["snapshot"]["processes"])
+            position = _position(extra["processes"])
             stream.set_state(position["stream"])
         except ValueError as error:
             raise ResumeError(
                 f"the run in {self.workdir} cannot go on: {error}; restore what was "
                 "changed, or name another workdir"
             ) from error
-        return state, extra["progress"], position
+        return state, _progress(extra["processes"], self.text.regions), position
 
     @property
     def own_dir(self) -> pathlib.Path:
@@ -280,11 +281,11 @@ def _open(open_text: Callable, config: TrainConfig, mesh: Mesh) -> TextData:
     if jax.process_count() == 1:
         return open_text(config.data, regions)
     size = regions // mesh.shape[REGION]
-    places = [place.flat[0].process_index for place in mesh.devices]
+    places = [{d.process_index for d in place.flat} for place in mesh.devices]
     own = [
         place * size + i
-        for place, process in enumerate(places)
-        if process == jax.process_index()
+        for place, processes in enumerate(places)
+        if jax.process_index() in processes
         for i in range(size)
     ]
     if jax.process_index() != 0:
@@ -325,6 +326,19 @@ def _position(saved: list[dict]) -> dict:
         regions |= each["stream"]["regions"]
     stream = {**saved[0]["stream"], "regions": regions}
     return {**own, "stream": stream}
+
+
+def _progress(saved: list[dict], regions: Sequence[int]) -> dict:
+    """The records' sums of this process, with the losses of the regions it has now."""
+    process = jax.process_index()
+    own = saved[process] if len(saved) == jax.process_count() else saved[0]
+    losses = {
+        region: [row[i] for row in each["progress"]["window"]]
+        for each in saved
+        for i, region in enumerate(each["stream"]["regions"])
+    }
+    window = np.array([losses[str(region)] for region in regions]).T
+    return {**own["progress"], "window": list(window)}
 
 
 class _Watch:

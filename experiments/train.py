@@ -24,7 +24,7 @@ def main() -> None:
     with flags.usage_errors():
         config, workdir = read_flags()
         processes = flags.processes()
-        processes.start(config.run.regions)
+        processes.start(config.run.regions, config.run.devices_per_region)
         session = prepare(config, workdir, processes=processes)
     try:
         summary = session.train()

@@ -26,10 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime import parcel
+from cocodc_jax.runtime import crossing
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import REGION
 from cocodc_jax.runtime.rings import make_ring_sum
@@ -87,12 +87,14 @@ def make_send(
       is_anchored: whether pseudo-gradients are taken from each region's anchor.
       rings: to sum uncompressed pseudo-gradients by; None is an all-reduce.
       combines: whether the program makes the mean; otherwise what it gives in its
-        place are the messages of all regions, one piece each, for `make_combine`.
+        place are the messages of all regions, one piece each, for `crossing`.
 
     Returns:
-      `send(params [R, ...], origin, state [R, ...], weights [R], keys [R, 2]) ->
-      (staged [R, ...] or None, mean, state)`. `origin` is the outer fragment, or the
-      anchors `[R, ...]`. A region of weight 0 does not send, and keeps its state.
+      `send(params [R, ...], origin, state [R, ...], weights [R], keys [R, 2], times)
+      -> (staged [R, ...] or None, mean, state)`. `origin` is the outer fragment, or the
+      anchors `[R, ...]`; `times` float32 `[R, 2]`, what regions have measured, goes
+      along with pieces, or is None. A region of weight 0 does not send, and keeps its
+      state.
     """
 
     def of_regions(params, origin, state, weights, keys):
@@ -127,12 +129,12 @@ def make_send(
     )
     ring_sum = rings and make_ring_sum(mesh, rings)
 
-    def send(params, origin, state, weights, keys):
+    def send(params, origin, state, weights, keys, times=None):
         staged, out, state = mapped(params, origin, state, weights, keys)
         if ring_sum is not None:
             out = ring_sum(out)
         if not combines:
-            return staged, parcel.pack(out), state
+            return staged, crossing.make_piece(out, times, compressor), state
         if compressor is not None:
             # The weights too: else every message decoded would wait for its own.
             out, weights = _everywhere(mesh, (out, weights))
@@ -140,62 +142,6 @@ def make_send(
         return staged, out, state
 
     return send
-
-
-def make_combine(
-    compressor: Compressor | None, everywhere: Sharding, shapes: PyTree
-) -> Callable:
-    """Makes the program that crosses the outer mesh.
-
-    Args:
-      compressor: of the messages; None for pseudo-gradients as they are.
-      everywhere: whole on every process's outer device.
-      shapes: of one region's message.
-
-    Returns:
-      `combine(rows [R, n], weights [R], times) -> (mean, times)`. `rows` are the
-      regions' messages, each in one piece (`parcel.pack`), with their regions'
-      processes; `times`, float32 `[R, 2]` or None, is what each process has measured,
-      and comes back with the rows of all. It crosses in the same piece, by one
-      collective: uncompressed pseudo-gradients are summed where they are and
-      all-reduced, others are gathered as they are and decoded by each process.
-    """
-
-    def gather(rows, weights, times):
-        assert compressor is not None
-        both = (rows, times)
-        parts = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), both)
-        whole = jax.lax.with_sharding_constraint(parcel.pack(both), everywhere)
-        rows, times = parcel.unpack(whole, parts)
-        messages = parcel.unpack(rows, shapes)
-        return weighted_sum_of_decoded(messages, weights, compressor), times
-
-    def reduce(rows, weights, times):
-        weights = weights.astype(rows.dtype)
-        if times is None:
-            total = jnp.tensordot(weights, rows, axes=1)
-        else:
-            total = _sum_with_times(rows, weights, times)
-            end = total[-times.size :]
-            times = end.reshape(times.shape).astype(times.dtype)
-        return parcel.unpack(total, shapes), times
-
-    return reduce if compressor is None else gather
-
-
-def _sum_with_times(rows, weights, times):
-    """The weighted sum of rows, and behind it every region's own times.
-
-    In the sum each region has places of its own, where all others add zeros.
-    """
-    own = jnp.eye(len(times), dtype=rows.dtype)[:, :, None] * times[:, None, :]
-    weighed = weights[:, None] * rows
-    return jnp.concatenate([weighed, own.reshape(len(times), -1)], axis=1).sum(0)
-
-
-def times_bytes(compressor: Compressor | None, num_regions: int) -> int:
-    """Bytes that the times add to one region's message; see `make_combine`."""
-    return 8 * (num_regions if compressor is None else 1)
 
 
 def outer_step(

@@ -30,7 +30,8 @@ class Layout:
       fragments: of each fragment on the mesh, the same for all regions.
       staged: of each fragment with its region axis.
       host: of what the outer devices keep, one copy in each process.
-      host_rows: of messages on the outer devices, regions over processes.
+      host_rows: of messages on the outer devices, regions over processes, and columns
+        over the processes of a region.
     """
 
     mesh: Mesh

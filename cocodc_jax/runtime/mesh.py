@@ -4,13 +4,15 @@ The inner mesh has the axes `(region, stage, data, model)`. Programs are manual 
 `region` alone; data and tensor parallelism inside a region stay with the compiler,
 and the stages of a pipeline with the loss function (`models/pipeline.py`).
 With fewer devices than regions each place along the region axis holds a block of
-regions.
+regions. With several processes each holds whole regions, or each region is several
+whole processes.
 
 The outer state has one copy in each process, whatever the number of regions. It lives
 on a host device that no region computes on: the process's own CPU where regions are on
 accelerators, a spare virtual device where regions are on the CPU. With several
 processes these devices form the *outer mesh*, over which messages can cross while the
-inner mesh computes.
+inner mesh computes. Its axes are `(process, member)`: where a region is several
+processes these are the members, and each sends its share of the region's message.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from jax.sharding import (
 )
 
 REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
-PROCESS = "process"
+PROCESS, MEMBER = "process", "member"
 
 
 def use_cpu_devices(num_devices: int) -> None:
@@ -93,10 +95,14 @@ def make_mesh(
 def inner_devices(per_process: int) -> list[Any]:
     """The first devices of every process, which leaves CPU processes one outside.
 
+    Those of a process stand together, whatever their ids, so that neighbours share a
+    region before processes do.
+
     Args:
       per_process: how many of each.
     """
-    return [d for d in jax.devices() if _place(d) < per_process]
+    by_process = sorted(jax.devices(), key=lambda d: d.process_index)
+    return [d for d in by_process if _place(d) < per_process]
 
 
 def _place(device: Any) -> int:
@@ -131,17 +137,41 @@ def outer_sharding(mesh: Mesh) -> Sharding:
 
 
 def outer_rows(mesh: Mesh) -> Sharding:
-    """Where messages `[R, ...]` lie for the outer mesh: each with its own process."""
+    """Where messages `[R, n]` lie for the outer mesh: with their regions' processes.
+
+    The members of a region have equal shares of its columns.
+    """
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh))
-    return NamedSharding(outer_mesh(mesh), PartitionSpec(PROCESS))
+    return NamedSharding(outer_mesh(mesh), PartitionSpec(PROCESS, MEMBER))
 
 
 def outer_mesh(mesh: Mesh) -> Mesh:
-    """The outer devices of all processes, in the order of their regions."""
-    processes = dict.fromkeys(d.process_index for d in mesh.devices.flat)
+    """The outer devices of all processes, in the order of their regions.
+
+    Raises:
+      ValueError: if processes neither hold whole regions nor make up whole ones.
+    """
+    places = [_processes(place) for place in mesh.devices]
+    processes = _processes(mesh.devices)
+    members = len(places[0])
+    is_even = {len(place) for place in places} == {members}
+    if not is_even or (members > 1 and len(processes) != members * len(places)):
+        raise ValueError(
+            f"the places along the mesh's region axis lie in the processes {places}: "
+            "each process must hold whole places, or each place be so many processes "
+            "of its own"
+        )
     devices = np.array([outer_device(mesh, p) for p in processes])
-    return Mesh(devices, (PROCESS,), axis_types=(AxisType.Auto,))
+    axes = (PROCESS, MEMBER)
+    return Mesh(
+        devices.reshape(-1, members), axes, axis_types=(AxisType.Auto,) * len(axes)
+    )
+
+
+def _processes(devices: np.ndarray) -> list[int]:
+    """Of which processes `devices` are, in their order."""
+    return list(dict.fromkeys(d.process_index for d in devices.flat))
 
 
 def regional(mesh: Mesh, inside: Iterable[Any] = ()) -> NamedSharding:

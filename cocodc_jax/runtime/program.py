@@ -141,8 +141,10 @@ class RegionProgram:
             method.step_exchange,
             method.compressor,
         )
+        # Losses are whole inside each region: every process reads those of its own.
+        of_steps = NamedSharding(self.mesh, P(None, REGION))
         self._steps = jax.jit(
-            steps, donate_argnums=0, out_shardings=(self._where(shapes), None)
+            steps, donate_argnums=0, out_shardings=(self._where(shapes), of_steps)
         )
         self._mean = jax.jit(
             jax.shard_map(
@@ -251,7 +253,8 @@ class RegionProgram:
     def put_batches(self, batches: PyTree) -> PyTree:
         """Places host batches `[T, R, B, ...]` on the mesh, B over the data axis.
 
-        With several processes each gives the rows of its own regions.
+        With several processes each gives the rows of its own regions, whole, also
+        those that it shares with other processes.
         """
 
         def put(x):
@@ -259,7 +262,7 @@ class RegionProgram:
             sharding = NamedSharding(self.mesh, spec)
             if isinstance(x, jax.Array) or sharding.is_fully_addressable:
                 return jax.device_put(x, sharding)
-            return jax.make_array_from_process_local_data(sharding, x)
+            return transfer.put_own(x, sharding, self.num_regions, axis=1)
 
         return jax.tree.map(put, batches)
 

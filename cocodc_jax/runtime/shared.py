@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from cocodc_jax.runtime import exchange, transfer
+from cocodc_jax.runtime import crossing, exchange, transfer
 from cocodc_jax.runtime.inner import Block, for_all_regions, where_active
 from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.mesh import regional
@@ -63,9 +63,9 @@ class SharedOuter:
         self._is_divided = method.outer_placement == "divided"
         self._crosses_outside = crosses_outside
         self.steps_on_mesh = self._is_divided
-        assert method.schedule is not None
-        self._measures = method.schedule.measures
         self._num_regions = block.size * layout.mesh.shape["region"]
+        assert method.schedule is not None
+        self._num_times = self._num_regions if method.schedule.measures else 0
         self._send: dict[tuple[int, int], Callable] = {}
         self._resize: dict[tuple[int, int], Callable] = {}
         self._effective_rank = jax.jit(effective_rank)
@@ -109,22 +109,22 @@ class SharedOuter:
 
             return send_inside
         encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
-        compressor = self._method.compressor_at(rank)
-        shapes = self._message_shapes(part, rank)
         combine = jax.jit(
-            exchange.make_combine(compressor, layout.host, shapes),
+            crossing.make_combine(
+                self._method.compressor_at(rank),
+                layout.host,
+                self._message_shapes(part, rank),
+                self._num_times,
+            ),
             out_shardings=layout.host,
         )
 
-        measures = self._measures
-
         def send_outside(params, origin, state, weights, keys, times):
             inside = self._weights(weights, regional(layout.mesh))
-            copy, messages, state = encode(params, origin, state, inside, keys)
-            rows = transfer.gather_rows(messages, layout.host_rows)
-            told = self._of_own_regions(times) if measures else None
-            arrives = combine(rows, self._weights(weights, layout.host), told)
-            return copy, arrives, state
+            told = self._of_own_regions(times) if self._num_times else None
+            copy, pieces, state = encode(params, origin, state, inside, keys, told)
+            rows = transfer.gather_rows(pieces, layout.host_rows)
+            return copy, combine(rows, self._weights(weights, layout.host)), state
 
         return send_outside
 
@@ -133,8 +133,8 @@ class SharedOuter:
         return transfer.put(np.array(weights, float), sharding)
 
     def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
-        """Rows `[R, 2]` on the outer devices, those of other processes as they say."""
-        where = self._layout.host_rows
+        """Regional `[R, 2]`; the rows of other processes are as they say."""
+        where = cast(Sharding, self._layout.region.key)
         shape = (self._num_regions, 2)
         rows = np.broadcast_to(np.asarray(times, np.float32), shape)
         return jax.make_array_from_callback(shape, where, rows.__getitem__)
@@ -211,12 +211,9 @@ class SharedOuter:
         part = self._make_shapes(params, fragment)
         if self._method.rings:
             return ring_bytes(self._method.rings, part, self._num_regions)
+        compressor = self._method.compressor_at(rank)
         size = message_bytes(self._message_shapes(part, rank))
-        if not self._measures:
-            return size
-        return size + exchange.times_bytes(
-            self._method.compressor_at(rank), self._num_regions
-        )
+        return size + crossing.times_bytes(compressor, self._num_times)
 
     def _message_shapes(self, part: Fragment, rank: int) -> PyTree:
         """Of one region's message of a fragment like `part`."""
@@ -253,7 +250,7 @@ class SharedOuter:
         arrives = layout.fragments[fragment]
         mean = place(part, layout.on_host(part) if self._crosses_outside else arrives)
         told: Any = None
-        if self._measures:
+        if self._num_times:
             told = jax.ShapeDtypeStruct(
                 (self._num_regions, 2), jnp.float32, sharding=layout.host
             )

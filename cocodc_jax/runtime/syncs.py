@@ -123,7 +123,7 @@ class SyncPrograms:
                     is_regional,
                 ),
                 donate_argnums=0,
-                out_shardings=(layout.region.params, None),
+                out_shardings=(layout.region.params, layout.region.key),
             )
             for k in each
         ]

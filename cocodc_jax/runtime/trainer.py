@@ -101,13 +101,14 @@ class Hooks:
     Attributes:
       record: takes each record, in order: kinds "train", "sync" and "eval".
       clock: takes a `Clock` after each turn.
-      snapshot: JSON-able positions (data, files) to keep with a checkpoint.
+      snapshot: what to keep with a checkpoint, JSON-able: given the sums of the
+        records so far, this process's own, it adds positions (data, files).
       should_stop: asked every turn; True ends the run early, after a checkpoint.
     """
 
     record: Callable[[Record], None] = lambda record: None
     clock: Callable[[Clock], None] = lambda clock: None
-    snapshot: Callable[[], dict] = dict
+    snapshot: Callable[[dict], dict] = lambda progress: {"progress": progress}
     should_stop: Callable[[], bool] = lambda: False
 
 
@@ -160,7 +161,7 @@ def train(
       hooks: what to call.
       evaluate: from `make_evaluate`.
       checkpoints: where to save.
-      progress: of the run so far, as a checkpoint gives it back.
+      progress: the sums of the records so far, as `Hooks.snapshot` was given them.
       earlier_s: seconds that the run has taken before, for its timeline.
 
     Raises:
@@ -370,10 +371,7 @@ class _Loop:
     def save(self, state: TrainState) -> TrainState:
         """Reads everything, then starts to save."""
         self.settle(state)
-        extra = {
-            "progress": self._records.progress(),
-            "snapshot": self._hooks.snapshot(),
-        }
+        extra = self._hooks.snapshot(self._records.progress())
         state = self._checkpoints.save(self._program, state, extra)
         self._read_s = time.perf_counter()
         return state

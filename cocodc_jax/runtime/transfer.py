@@ -4,7 +4,7 @@ With several processes an array may lie on devices of all of them, and JAX moves
 nothing between two such arrays' devices. But every process has what it needs at hand:
 a value that is the same for all regions is whole on each process's own devices, and a
 regional value's rows are where the regions are. So each process moves its own, and
-what results is declared to be one array again. Nothing here waits or communicates.
+what results is declared to be one array again. Nothing here waits, or crosses regions.
 """
 
 from __future__ import annotations
@@ -39,6 +39,29 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
     return _map(one, tree, shardings)
 
 
+def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.Array:
+    """Places host values of which every process has its own regions' rows.
+
+    Args:
+      x: this process's rows along `axis`, in order, whole; the processes of one region
+        have the same.
+      sharding: rows over places, of which each has equally many; the rest in any way.
+      num_rows: of all processes.
+      axis: the region axis.
+    """
+    shape = (*x.shape[:axis], num_rows, *x.shape[axis + 1 :])
+    indices = _own_indices(sharding, shape).values()
+    starts = sorted({index[axis].start or 0 for index in indices})
+    size = x.shape[axis] // len(starts)
+
+    def part(index: Any) -> np.ndarray:
+        first = starts.index(index[axis].start or 0) * size
+        rows = slice(first, first + size)
+        return x[(*index[:axis], rows, *index[axis + 1 :])]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
 def move(tree: PyTree, shardings: Any) -> PyTree:
     """Moves device arrays that are the same for all regions to other devices.
 
@@ -56,9 +79,7 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
         mine = x.addressable_data(0)
         shards = [
             jax.device_put(_cut(mine, index), device)
-            for device, index in sharding.addressable_devices_indices_map(
-                x.shape
-            ).items()
+            for device, index in _own_indices(sharding, x.shape).items()
         ]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
@@ -70,17 +91,25 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
 
     Args:
       tree: arrays with their leading axis over regions, whole inside each region.
-      sharding: of the result: all rows on a device, or rows over one device of each
-        process, in the order of the processes.
+      sharding: of the result: all rows on a device; or of arrays `[R, n]` the rows over
+        one device of each process, in the order of the processes, and where a region
+        has several an equal share of the columns on each, the last ones padded.
     """
 
     def one(x):
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        (device,) = sharding.addressable_devices
-        rows = [jax.device_put(part, device) for part in _own_rows(x)]
+        num_shares = _num_shares(sharding)
+        width = -(-x.shape[1] // num_shares)
+        shape = (x.shape[0], width * num_shares)
+        ((device, index),) = _own_indices(sharding, shape).items()
+        first = index[1].start or 0
+        rows = [
+            jax.device_put(_columns(part, first, width), device)
+            for part in _own_rows(x)
+        ]
         mine = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, [mine])
+        return jax.make_array_from_single_device_arrays(shape, sharding, [mine])
 
     return jax.tree.map(one, tree)
 
@@ -116,6 +145,26 @@ def _starts(x: jax.Array, axis: int) -> list[int]:
 
 def _start(shard: Any, axis: int) -> int:
     return shard.index[axis].start or 0
+
+
+def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
+    """Which part of an array each device of this process has."""
+    return dict(sharding.addressable_devices_indices_map(shape))
+
+
+def _num_shares(sharding: Sharding) -> int:
+    """Into how many parts `sharding` divides the columns of an array `[R, n]`."""
+    assert isinstance(sharding, NamedSharding)
+    over = sharding.spec[1] if len(sharding.spec) > 1 else None
+    return 1 if over is None else sharding.mesh.shape[over]
+
+
+def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
+    """Columns of `[r, n]` from `first` on, with zeros after the last, `[r, width]`."""
+    if first == 0 and width == x.shape[1]:
+        return x
+    part = x[:, first : first + width]
+    return jnp.pad(part, ((0, 0), (0, width - part.shape[1])))
 
 
 def _cut(x: jax.Array, index: tuple[slice, ...]) -> jax.Array:

@@ -9,9 +9,10 @@ import signal
 import socket
 import time
 
+import numpy as np
 import pytest
 
-from experiments import agreement, processes
+from experiments import agreement, processes, session
 from experiments.agreement import check_alike
 from experiments.processes import Processes, check_shares
 
@@ -19,8 +20,11 @@ TRAIN, LAUNCH = "experiments.train", "experiments.launch_local"
 SMOKE = [
     "--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0",
     "--num_fragments=2", "--sync_interval=8", "--delay_steps=2",
+    "--log_every=3",  # Every checkpoint is within what a record averages over.
 ]  # fmt: skip
 STREAMING = [*SMOKE, "--method=streaming_diloco"]
+# Two regions of two devices, each of which may be a process of its own.
+PAIRS = ["--regions=2", "--data_axis=2"]
 BARE = ["--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0"]
 
 
@@ -115,6 +119,23 @@ def test_killed_and_resumed_equals_unbroken(run, corpus, killed, tmp_path):
 
 
 @pytest.mark.slow
+def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
+    one, many = tmp_path / "one", tmp_path / "many"
+    flags = [*STREAMING, *PAIRS, *corpus]
+    code, _, err = run(TRAIN, *flags, f"--workdir={one}")
+    assert code == 0, err
+    flags.append(f"--workdir={many}")
+    launcher = command(LAUNCH, "--processes=4", "--", *flags)
+    wait_for(many / "checkpoints" / "8", launcher)
+    os.kill(children(launcher.pid)[3], signal.SIGKILL)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    code, _, err = run(LAUNCH, "--processes=2", "--", *flags)
+    assert code == 0, err
+    assert_same_run(many, one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "flags"),
     [
@@ -125,9 +146,16 @@ def test_killed_and_resumed_equals_unbroken(run, corpus, killed, tmp_path):
         (4, [*BARE, "--method=noloco"]),
         (2, [*BARE, "--method=demo"]),
         (2, [*BARE, "--method=data_parallel"]),
+        (4, [*STREAMING, *PAIRS, "--exchange=program"]),
+        (4, [*STREAMING, *PAIRS, "--compress=int8"]),
+        (4, [*STREAMING, "--regions=2", "--model_axis=2"]),
+        (4, [*STREAMING, "--regions=2", "--data_axis=2", "--model_axis=2"]),
+        (4, [*STREAMING, "--regions=2", "--stages=2", "--scan_layers"]),
+        (4, [*BARE, *PAIRS, "--method=noloco"]),
+        (4, [*BARE, *PAIRS, "--method=co2"]),
     ],
     ids=lambda x: (
-        "-".join(re.findall(r"(?:method|exchange|compress)=(\w+)", str(x))) or str(x)
+        "-".join(re.findall(r"--(?!preset|steps|\w+_)(\w+=\w+)", str(x))) or str(x)
     ),
 )
 def test_processes_are_one(run, corpus, tmp_path, count, flags):
@@ -141,6 +169,21 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
     )
     assert code == 0, err
     assert_same_run(many, one)
+
+
+def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
+    one, many = tmp_path / "one", tmp_path / "many"
+    short = ["--steps=8", "--sync_interval=4", "--checkpoint_every=0"]
+    flags = [*STREAMING, *PAIRS, *short, *corpus]
+    code, _, err = run(TRAIN, *flags, f"--workdir={one}")
+    assert code == 0, err
+    code, _, err = run(LAUNCH, "--processes=4", "--", *flags, f"--workdir={many}")
+    assert code == 0, err
+    assert_same_run(many, one)
+    # The processes of a region tell the same of it; another region is another.
+    names = ("", "process_1", "process_2", "process_3")
+    files = [(many / name / "metrics.jsonl").read_bytes() for name in names]
+    assert files[0] == files[1] != files[2] == files[3]
 
 
 @pytest.mark.slow
@@ -245,8 +288,12 @@ def test_the_launcher_says_what_is_wrong_once(run, tmp_path):
     assert (code, err) == (
         2,
         "error: --num_processes=3 must divide regions=4, so that each process holds "
-        "whole regions\n",
+        "whole regions, or be a multiple of it, so that each region is as many "
+        "processes\n",
     )
+    code, _, err = run(LAUNCH, "--processes=8", "--", "--preset=smoke", workdir)
+    assert code == 2
+    assert err.startswith("error: --num_processes=8 makes 2 processes of each of")
     code, _, err = run(LAUNCH, "--regions=2", "--", "--preset=smoke", "--step=3")
     assert code == 2
     assert err.startswith("error: Unknown command line flag 'step'")
@@ -300,8 +347,53 @@ def test_regions_are_shared_out_whole():
     check_shares(4, 2)
     with pytest.raises(ValueError, match="num_processes=3 must divide regions=4"):
         check_shares(4, 3)
-    with pytest.raises(ValueError, match="num_processes=8 must divide regions=4"):
+    with pytest.raises(ValueError, match="num_processes=6 must divide regions=4, so"):
+        Processes("127.0.0.1:1", 6, 1).start(num_regions=4)
+
+
+def test_processes_share_a_region_out_evenly():
+    check_shares(2, 4, devices_per_region=6)
+    with pytest.raises(
+        ValueError,
+        match=r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
+        r"data_axis \* model_axis = 3 devices; .*multiple of 2, as with data_axis=2, "
+        "or use num_processes=4",
+    ):
+        check_shares(4, 8, devices_per_region=3)
+    with pytest.raises(ValueError, match="model_axis = 1 devices; .*num_processes=4"):
         Processes("127.0.0.1:1", 8, 1).start(num_regions=4)
+
+
+@pytest.mark.parametrize(
+    ("process", "count", "regions", "window", "ratios"),
+    [
+        (1, 2, (2, 3), [[5, 6], [7, 8]], [0.75]),
+        (0, 1, (0, 1, 2, 3), [[1, 2, 5, 6], [3, 4, 7, 8]], [0.5]),
+        (3, 8, (1,), [[2], [4]], [0.5]),
+    ],
+    ids=["the same", "one", "two to a region"],
+)
+def test_losses_go_on_where_their_regions_are(
+    monkeypatch, process, count, regions, window, ratios
+):
+    saved = [
+        {
+            "progress": {"window": [[1.0, 2.0], [3.0, 4.0]], "ratios": [0.5]},
+            "stream": {"regions": {"0": {}, "1": {}}},
+        },
+        {
+            "progress": {"window": [[5.0, 6.0], [7.0, 8.0]], "ratios": [0.75]},
+            "stream": {"regions": {"2": {}, "3": {}}},
+        },
+    ]
+    monkeypatch.setattr(session.jax, "process_index", lambda: process)
+    monkeypatch.setattr(session.jax, "process_count", lambda: count)
+    found = session._progress(saved, regions)
+    assert np.array(found["window"]).tolist() == window
+    assert found["ratios"] == ratios
+    for each in saved:
+        each["progress"]["window"] = []
+    assert session._progress(saved, regions)["window"] == []
 
 
 def test_a_launcher_tells_by_the_environment(monkeypatch):

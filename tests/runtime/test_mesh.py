@@ -1,5 +1,8 @@
 """The inner mesh's shape, and the device that keeps the outer state."""
 
+import re
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -97,26 +100,63 @@ def three_of_two_processes(monkeypatch):
 
 
 def test_every_process_gives_its_first_devices(three_of_two_processes):
-    assert [str(d) for d in inner_devices(1)] == ["1.0", "0.0"]
-    assert [str(d) for d in inner_devices(2)] == ["1.0", "0.0", "1.1", "0.1"]
+    assert [str(d) for d in inner_devices(1)] == ["0.0", "1.0"]
+    # Neighbours, which may share a region, are of one process.
+    assert [str(d) for d in inner_devices(2)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def grid(places):
+    """A mesh of places along the region axis, as far as `outer_mesh` looks at it."""
+    devices = [[Device(p, i) for p, i in place] for place in places]
+    return types.SimpleNamespace(
+        devices=np.array(devices).reshape(len(places), 1, -1, 1)
+    )
 
 
 def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
     three_of_two_processes, monkeypatch
 ):
-    class Grid:
-        devices = np.array(inner_devices(2)).reshape(4, 1, 1, 1)
-
     monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
-    assert [str(d) for d in outer_mesh(Grid)] == ["1.2", "0.2"]
-    assert str(outer_device(Grid, 0)) == "0.2"
-    Grid.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
-    assert str(outer_device(Grid, 1)) == "1.0"  # None to spare.
+    inner = types.SimpleNamespace(
+        devices=np.array(inner_devices(2)[::-1]).reshape(4, 1, 1, 1)
+    )
+    assert outer_mesh(inner).astype(str).tolist() == [["1.2"], ["0.2"]]
+    assert str(outer_device(inner, 0)) == "0.2"
+    inner.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
+    assert str(outer_device(inner, 1)) == "1.0"  # None to spare.
+
+
+def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):
+    found = [Device(p, i) for p in range(6) for i in range(3)]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: found)
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    inner = types.SimpleNamespace(
+        devices=np.array(inner_devices(2)).reshape(2, 3, 2, 1)  # Three stages.
+    )
+    assert outer_mesh(inner).astype(str).tolist() == [
+        ["0.2", "1.2", "2.2"],
+        ["3.2", "4.2", "5.2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        # Three processes of two devices cannot be two regions of three devices.
+        ([[(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]], r"[[0, 1], [1, 2]]"),
+        ([[(0, 0), (0, 1)], [(1, 0), (2, 0)]], r"[[0], [1, 2]]"),
+        ([[(0, 0), (1, 0)], [(0, 1), (1, 1)]], r"[[0, 1], [0, 1]]"),
+    ],
+    ids=["one in two regions", "uneven", "two in two regions"],
+)
+def test_a_process_that_is_part_of_two_regions_is_refused(places, text):
+    with pytest.raises(ValueError, match=re.escape(f"lie in the processes {text}")):
+        outer_mesh(grid(places))
 
 
 def test_in_one_process_the_outer_mesh_is_one_device():
     mesh = make_mesh(4)
-    assert outer_mesh(mesh).shape == {"process": 1}
+    assert outer_mesh(mesh).shape == {"process": 1, "member": 1}
     (device,) = outer_mesh(mesh).devices.flat
     assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
     assert device == outer_device(mesh)

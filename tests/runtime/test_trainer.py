@@ -33,7 +33,10 @@ class Run:
         hooks = Hooks(
             record=self.records.append,
             clock=self.clocks.append,
-            snapshot=lambda: {"num_records": len(self.records)},
+            snapshot=lambda progress: {
+                "progress": progress,
+                "num_records": len(self.records),
+            },
             should_stop=stop or (lambda: False),
         )
         if folder:
@@ -42,7 +45,7 @@ class Run:
             if restored:
                 state, extra = restored
                 progress = extra["progress"]
-                self.offset = extra["snapshot"]["num_records"]
+                self.offset = extra["num_records"]
         batches = options.pop("batches", None) or tiny.stream(state.step)
         try:
             self.result = train(

@@ -85,3 +85,63 @@ def test_nothing_waits(mesh, outside):
     moved = transfer.move(slow(square), outside)
     assert not moved.is_ready()
     moved.block_until_ready()
+
+
+class OfOneProcess:
+    """As much of a sharding as a process sees that has some of its devices."""
+
+    def __init__(self, sharding, devices):
+        self.sharding, self.devices = sharding, devices
+
+    def addressable_devices_indices_map(self, shape):
+        indices = self.sharding.addressable_devices_indices_map(shape)
+        return {d: index for d, index in indices.items() if d in self.devices}
+
+
+def give_parts(shape, sharding, part):
+    indices = sharding.addressable_devices_indices_map(shape)
+    return shape, {device.id: part(index) for device, index in indices.items()}
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[2], [7], [0, 1, 6, 7]],
+    ids=["member of place 1", "member of place 3", "places 0 and 3"],
+)
+def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
+    mesh = make_mesh(4, data=2)
+    x = np.arange(2 * 8 * 4).reshape(2, 8, 4)  # Steps, regions, batch.
+    own = sorted({2 * (i // 2) + j for i in ids for j in range(2)})
+    sharding = NamedSharding(mesh, P(None, "region", "data"))
+    mine = OfOneProcess(sharding, [jax.devices()[i] for i in ids])
+    monkeypatch.setattr(jax, "make_array_from_callback", give_parts)
+    shape, parts = transfer.put_own(x[:, own], mine, 8, axis=1)
+    assert shape == x.shape
+    assert sorted(parts) == ids
+    for i, part in parts.items():
+        rows, half = slice(i // 2 * 2, i // 2 * 2 + 2), slice(i % 2 * 2, i % 2 * 2 + 2)
+        np.testing.assert_array_equal(part, x[:, rows, half])
+
+
+@pytest.mark.parametrize("spec", [P(None, "region", "data"), P(None, "region")])
+def test_one_process_gives_every_row(mesh, spec):
+    x = np.arange(2 * 8 * 4).reshape(2, 8, 4)
+    sharding = NamedSharding(mesh, spec)
+    found = transfer.put_own(x, sharding, 8, axis=1)
+    assert found.sharding == sharding
+    np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "num_shares"), [(7, 3), (6, 3), (1, 2), (5, 1)]
+)
+def test_shares_of_a_message_are_equal_and_together_whole(num_columns, num_shares):
+    x = np.arange(1, 2 * num_columns + 1, dtype=np.uint8).reshape(2, num_columns)
+    width = -(-num_columns // num_shares)
+    parts = [
+        transfer._columns(jnp.asarray(x), i * width, width) for i in range(num_shares)
+    ]
+    assert {part.shape for part in parts} == {(2, width)}
+    joined = np.concatenate(parts, axis=1)
+    np.testing.assert_array_equal(joined[:, :num_columns], x)
+    assert not joined[:, num_columns:].any()
