@@ -156,6 +156,7 @@ def make_combine(
     """
 
     def whole(x):
+        # In two steps, so that the slow network carries each share once a region.
         if isinstance(everywhere, NamedSharding):
             shares = P(*(None,) * (x.ndim - 1), MEMBER)
             crossed = NamedSharding(everywhere.mesh, shares)
