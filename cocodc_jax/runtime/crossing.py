@@ -67,6 +67,7 @@ def make_combine(
     sent = (shapes, _times_shape(compressor, shapes, num_times))
 
     def whole(x):
+        # In two steps, so that the slow network carries each share once a region.
         if isinstance(everywhere, NamedSharding):
             shares = P(*(None,) * (x.ndim - 1), MEMBER)
             crossed = NamedSharding(everywhere.mesh, shares)

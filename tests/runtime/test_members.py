@@ -62,7 +62,9 @@ def groups(line):
 
 def ordered(text):
     """Device ids written as `[3,2]T(1,0)`, perhaps in another order than that."""
-    shape, turn = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    found = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    assert found is not None
+    shape, turn = found.groups()
     ids = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
     return (ids.transpose(numbers(turn)) if turn else ids).ravel()
 
