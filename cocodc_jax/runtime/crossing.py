@@ -5,6 +5,12 @@ messages are gathered as they are, and each process decodes them. Where a region
 several processes, each does so with its share of the columns, and what crossed is
 gathered inside the region.
 
+An all-reduce is the backend's own ("ring": gloo's passes partial sums on, 2 (M - 1)
+messages one after the other, each of which waits for the network's delay), or "direct":
+each place sends every other its part of the vector, sums the parts it gets, and sends
+the sum to all: the same bytes with two delays, and every place has the same sum to the
+last bit.
+
 What regions have measured (`sync/paced.py`) goes along in the same piece: behind a
 compressed message as it is; behind a pseudo-gradient in a place of each region's own,
 where the others add zeros.
@@ -17,11 +23,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime import parcel
-from cocodc_jax.runtime.mesh import MEMBER
+from cocodc_jax.runtime.mesh import MEMBER, PROCESS
 from cocodc_jax.sync.every_step import weighted_sum_of_decoded
 from cocodc_jax.transforms.compressor import Compressor
 
@@ -50,6 +56,7 @@ def make_combine(
     everywhere: Sharding,
     shapes: PyTree,
     num_times: int = 0,
+    all_reduce: str = "ring",
 ) -> Callable:
     """Makes the program that crosses the outer mesh.
 
@@ -58,6 +65,7 @@ def make_combine(
       everywhere: whole on every process's outer device.
       shapes: of one region's message.
       num_times: regions whose times go along; 0 for none.
+      all_reduce: "ring" or "direct".
 
     Returns:
       `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are as `make_piece`
@@ -79,7 +87,10 @@ def make_combine(
             messages, times = parcel.unpack(whole(rows), sent)
             return weighted_sum_of_decoded(messages, weights, compressor), times
         weights = weights.astype(rows.dtype)
-        total = jnp.tensordot(weights, rows, axes=1)
+        if all_reduce == "direct" and isinstance(everywhere, NamedSharding):
+            total = _direct_sum(everywhere.mesh, rows, weights)
+        else:
+            total = jnp.tensordot(weights, rows, axes=1)
         mean, times = parcel.unpack(whole(total), sent)
         if times is not None:
             share = weights[:, None]
@@ -88,6 +99,27 @@ def make_combine(
         return mean, times
 
     return combine
+
+
+def _direct_sum(mesh: Mesh, rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted sum of `rows` `[R, n]` over all places, `[n]`, columns over members."""
+    num = mesh.shape[PROCESS]
+
+    def of_place(rows, weights):
+        own = jnp.tensordot(weights, rows, axes=1)
+        parts = jnp.pad(own, (0, -len(own) % num)).reshape(num, -1)
+        summed = jax.lax.all_to_all(parts, PROCESS, 0, 0).sum(0)
+        copies = jnp.broadcast_to(summed, (num, *summed.shape))
+        return jax.lax.all_to_all(copies, PROCESS, 0, 0).reshape(-1)[: len(own)]
+
+    # What every place has is not seen to be the same: all places make it alike.
+    return jax.shard_map(
+        of_place,
+        mesh=mesh,
+        in_specs=(P(PROCESS, MEMBER), P(PROCESS)),
+        out_specs=P(MEMBER),
+        check_vma=False,
+    )(rows, weights)
 
 
 def times_bytes(compressor: Compressor | None, num_times: int) -> int:
