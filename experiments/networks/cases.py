@@ -1,0 +1,94 @@
+"""What is compared: networks by name, and how many steps of a method are looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+
+from cocodc_jax.network.links import Topology
+from cocodc_jax.sync.method import Method
+from experiments import wan
+
+LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
+UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
+# Without syncs there is a mark by the clock every `log_every` steps.
+EVERY_STEP_WINDOW = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network of the lab.
+
+    Attributes:
+      name: for folders and tables.
+      flags: of `experiments.wan`.
+      topology: what they describe, for the simulator.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    topology: Topology
+
+
+def network(text: str, num_regions: int) -> Network:
+    """The network that a word names.
+
+    Args:
+      text: Mbit/s of each pair of regions, "unequal", or a YAML file of links.
+      num_regions: that the run has.
+
+    Raises:
+      ValueError: naming the word and what would be right.
+    """
+    is_number = text.replace(".", "", 1).isdigit()
+    name = text if is_number or text == "unequal" else pathlib.Path(text).stem
+    flags = (f"--links={UNEQUAL if text == 'unequal' else text}",)
+    if is_number:
+        flags = (f"--bandwidth_mbit={text}", f"--latency_ms={LATENCY_MS}")
+        flags = (f"--regions={num_regions}", *flags)
+    values = wan.define_flags()
+    values(["wan", *flags])
+    try:
+        if is_number and not 0 < float(text) < math.inf:
+            raise ValueError("a bandwidth must be positive")
+        topology = wan.build_topology(values)
+    except ValueError as error:
+        raise ValueError(
+            f"networks: {text!r} is no network ({error}); use Mbit/s, unequal, or a "
+            "YAML file of links"
+        ) from error
+    if topology.num_regions != num_regions:
+        raise ValueError(
+            f"networks: {text!r} has {topology.num_regions} regions, but the run has "
+            f"regions={num_regions}"
+        )
+    return Network(name, flags, topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """The steps of a run that are looked at.
+
+    Attributes:
+      first_step: where they begin; by then every program has been compiled.
+      last_step: where they and the run end.
+    """
+
+    first_step: int
+    last_step: int
+
+
+def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
+    """The steps to look at: whole intervals, or `EVERY_STEP_WINDOW` without any.
+
+    Args:
+      method: whose run it is.
+      log_every: steps between two marks where there are no syncs.
+      num_intervals: sync intervals to look at, at least 1.
+    """
+    if method.schedule is None:
+        window = log_every * math.ceil(EVERY_STEP_WINDOW / log_every)
+        return Stretch(log_every, log_every + window)
+    first = method.schedule.sync_interval + method.schedule.delay_steps
+    return Stretch(first, first + num_intervals * method.schedule.sync_interval)
