@@ -14,6 +14,7 @@ The regions of a lab share this machine's cores: with --step_seconds they comput
 part of a step only, and leave the cores to the network for the rest.
 """
 
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -86,8 +87,6 @@ class Comparison:
         if not values.workdir:
             raise ValueError("workdir=None is no folder; name one for the results")
         self._workdir = pathlib.Path(values.workdir)
-        self._train = list(train)
-        self._base = train_config(train)
         self._methods = _distinct("methods", values.methods)
         for name in self._methods:
             if name not in syncs.METHODS:
@@ -95,6 +94,8 @@ class Comparison:
                     f"methods={','.join(self._methods)} names {name!r}, which the "
                     f"simulator does not know; use some of {', '.join(syncs.METHODS)}"
                 )
+        _distinct("networks", values.networks)
+        self._train, self._base = list(train), train_config(train)
         check_method_flags(self._base, self._methods)
         regions = self._base.run.regions
         self._networks = [cases.network(word, regions) for word in values.networks]
@@ -172,20 +173,18 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
     except LabRunError as error:
         print(f"error: the regions left alone: {error}", file=sys.stderr)
         return 1
-    apart_step_s = alone.pace.step_s
     rows = []
     for entry in comparison.rows(alone):
         rows.append(entry)
         print(*report.cells(entry)[:5], sep="  ", file=sys.stderr)
-        result = {"command": command, "apart_step_s": apart_step_s, "rows": rows}
+        apart = dataclasses.asdict(alone)
+        result = {"command": command, "apart": apart, "rows": rows}
         (workdir / "networks.json").write_text(dumps(result))
-    text = report.markdown(rows, apart_step_s, command)
-    (workdir / "networks.md").write_text(text)
+    (workdir / "networks.md").write_text(report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):
         save_png(plot.slowdowns(rows), str(workdir / "networks.png"))
     console.print(report.table(rows))
-    console.print(f"Without a network: {apart_step_s:.3f} s per step. {report.NOTE}",
-                  highlight=False)  # fmt: skip
+    console.print(report.note(alone), highlight=False)
     return int(any("error" in entry for entry in rows))
 
 

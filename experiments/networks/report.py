@@ -26,7 +26,7 @@ HEADS = (
     "sent",
     "relayed",
 )
-NOTE = (
+_NOTE = (
     "Slowdown: seconds per step over those of the same steps without a network, "
     "measured and simulated. Stall: seconds of waiting in 100 steps. Sync: seconds of "
     "one, mean. sim/lab: simulated over measured, of seconds per step, stall and sync. "
@@ -110,10 +110,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     return out
 
 
-def markdown(rows: Sequence[dict[str, Any]], apart_step_s: float, command: str) -> str:
+def note(alone: Measured) -> str:
+    """What the numbers are, and those of the regions left alone."""
+    return (
+        f"Without a network: {alone.pace.step_s:.3f} s per step, and "
+        f"{format_bytes(alone.relayed_bytes)} relayed to begin and to evaluate. {_NOTE}"
+    )
+
+
+def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> str:
     """The table, failures, and what made them, as Markdown text."""
     lines = [
-        f"Without a network: {apart_step_s:.3f} s per step. {NOTE}",
+        note(alone),
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * 2}{'---:|' * (len(HEADS) - 2)}",

@@ -8,6 +8,7 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.network.timeline import SyncRecord, Timeline
+from experiments import compare_networks
 from experiments.lab import kernel
 from experiments.method_config import MethodConfig
 from experiments.networks import cases, lab_run, measure, plot, predict, report
@@ -53,7 +54,7 @@ def test_what_is_no_network(text, regions, message):
         ("diloco", {"sync_interval": 40}, (40, 200)),
         ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (45, 205)),
         ("data_parallel", {}, (10, 30)),
-        ("apart", {}, (10, 30)),
+        ("apart", {}, (10, 110)),
     ],
 )
 def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
@@ -179,7 +180,9 @@ def test_rows_compare_measured_and_simulated():
 
 
 def test_the_tables_say_the_same():
-    text = report.markdown(rows(), 0.25, "python -m this")
+    alone = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 3_000_000)
+    text = report.markdown(rows(), alone, "python -m this")
+    assert text.startswith("Without a network: 0.250 s per step, and 3.00 MB relayed")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {len(report.HEADS) + 1}
     assert "| 100 | diloco | 0.500 | 2.00 | 1.60 | 0.80 | 10.00 |" in text
@@ -229,13 +232,30 @@ marks = [[2, 1.0], [4, 3.0]]
         ([], "workdir=None is no folder"),
         (["--workdir={}", "--methods=snoo"], "names 'snoo', which the simulator"),
         (["--workdir={}", "--networks=20,20"], "networks=20,20 must be some names"),
-        (["--workdir={}", "--", "--workdir=x"], "workdir=x is decided for each run"),
-        (["--workdir={}", "--", "--steps=9"], "Unknown command line flag 'steps'"),
-        (["--workdir={}", "--", "--rank=9"], "rank=9 has no meaning for"),
+        (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
     ],
 )
-def test_bad_flags_are_one_line(run, tmp_path, flags, message):
+def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
     words = [word.format(tmp_path / "new") for word in flags]
+    assert compare_networks.main(["compare_networks", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--workdir=x", "workdir=x is decided for each run"),
+        ("--steps=9", "Unknown command line flag 'steps'"),
+        ("--rank=9", "rank=9 has no meaning for"),
+    ],
+)
+def test_flags_of_training_are_checked_before_anything_runs(
+    run, tmp_path, flag, message
+):
+    words = (f"--workdir={tmp_path / 'new'}", "--", flag)
     code, _, error = run("experiments.compare_networks", *words)
     assert code == 2
     assert message in error
@@ -255,7 +275,7 @@ def test_two_methods_over_one_network(run, corpus, tmp_path):
     assert code == 0, error
     assert "streaming_diloco" in out
     found = json.loads((tmp_path / "networks.json").read_text())
-    assert found["apart_step_s"] == pytest.approx(0.2, rel=0.5)
+    assert found["apart"]["pace"]["step_s"] == pytest.approx(0.2, rel=0.5)
     blocking, streaming = found["rows"]
     assert blocking["measured"]["stall_s"] > streaming["measured"]["stall_s"]
     assert blocking["sent_bytes"] < blocking["relayed_bytes"]
