@@ -90,8 +90,9 @@ def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
     """
     if method.schedule is None:
         window = ALONE_STEPS if method.step_exchange is None else EXCHANGE_STEPS
-        # There, the clock is read every `log_every` steps.
-        whole = log_every * math.ceil(window / log_every)
-        return Stretch(log_every, log_every + whole)
+        # There, the clock is read every `log_every` steps; regions that do not wait for
+        # one another must all have compiled before.
+        first = log_every * math.ceil(window / 2 / log_every)
+        return Stretch(first, first + log_every * math.ceil(window / log_every))
     first = method.schedule.sync_interval + method.schedule.delay_steps
     return Stretch(first, first + num_intervals * method.schedule.sync_interval)

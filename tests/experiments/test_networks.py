@@ -54,7 +54,7 @@ def test_what_is_no_network(text, regions, message):
         ("diloco", {"sync_interval": 40}, (40, 200)),
         ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (45, 205)),
         ("data_parallel", {}, (10, 30)),
-        ("apart", {}, (10, 110)),
+        ("apart", {}, (50, 150)),
     ],
 )
 def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
