@@ -1,7 +1,7 @@
 r"""Trains with several methods over several emulated networks, and in the simulator.
 
     python -m experiments.compare_networks --workdir=DIR --networks=100,1000 \
-        --methods=diloco,cocodc -- --preset=tiny --step_seconds=0.25
+        --methods=diloco,cocodc -- --preset=tiny --eval_batches=4 --step_seconds=0.25
 
 Every run is one of `experiments.wan` with a process for each region; flags after --
 are those of `experiments.train`. How fast regions go is compared with the same regions
@@ -25,17 +25,19 @@ from rich.console import Console
 
 from cocodc_jax.network import syncs
 from cocodc_jax.report.plots import save_png
+from cocodc_jax.sync.methods import defaults
 from experiments import flags
-from experiments.config import TrainConfig, dumps
+from experiments.config import LEAVES, TrainConfig, dumps
 from experiments.lab import kernel
 from experiments.networks import cases, lab_run, plot, predict, report
 from experiments.networks.lab_run import LabRunError, Measured
 from experiments.train import check_method_flags
 
 APART = "apart"
+WIDTH = 132  # of the table, also where the output is no terminal
 # Decided here, for speed is all that is looked at.
 FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
-WITHOUT = ("method", "steps", "eval_batches", *FIXED)
+WITHOUT = ("method", "steps", *FIXED)
 
 
 def define_flags() -> absl_flags.FlagValues:
@@ -95,7 +97,8 @@ class Comparison:
                     f"simulator does not know; use some of {', '.join(syncs.METHODS)}"
                 )
         _distinct("networks", values.networks)
-        self._train, self._base = list(train), train_config(train)
+        self._base = train_config(train)
+        self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
         check_method_flags(self._base, self._methods)
         regions = self._base.run.regions
         self._networks = [cases.network(word, regions) for word in values.networks]
@@ -135,11 +138,20 @@ class Comparison:
     ) -> tuple[Measured, cases.Stretch]:
         config, run = self._base.replace(method=method).method, self._base.run
         stretch = cases.stretch(config.build(), run.log_every, self._intervals)
-        leaves = {"method": method, "steps": stretch.last_step} | FIXED
-        leaves["eval_batches"] = run.regions
-        given = [f"--{name}={value}" for name, value in leaves.items()]
-        command = lab_run.lab_command(network, folder, [*self._train, *given])
+        train = self._train_flags(method, stretch.last_step)
+        command = lab_run.lab_command(network, folder, train)
         return lab_run.measured(command, folder, stretch, self._limit_s), stretch
+
+    def _train_flags(self, method: str, num_steps: int) -> list[str]:
+        """What was given, less what this method has no use for; and what is fixed."""
+        base, taken = self._base, defaults(method)
+        leaves = {"preset": base.preset}
+        for name in self._given:
+            section = LEAVES[name].section
+            if section != "method" or name in taken:
+                leaves[name] = getattr(getattr(base, section), name)
+        leaves |= {"method": method, "steps": num_steps, **FIXED}
+        return [f"--{name}={value}" for name, value in leaves.items()]
 
 
 def train_config(train: Sequence[str]) -> TrainConfig:
@@ -167,7 +179,7 @@ def _distinct(name: str, words: Sequence[str]) -> list[str]:
 
 def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
     """Runs and reports; returns the exit code, 1 if a run has failed."""
-    console = Console()
+    console = Console(width=WIDTH)
     try:
         alone = comparison.apart()
     except LabRunError as error:

@@ -67,7 +67,8 @@ def _bar(
         xytext=(0, 2),
         textcoords="offset points",
         ha="center",
-        fontsize=6,
+        fontsize=7,
+        rotation=90,
     )
 
 

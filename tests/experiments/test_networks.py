@@ -265,21 +265,31 @@ def test_flags_of_training_are_checked_before_anything_runs(
 
 @needs_lab
 @pytest.mark.slow
-def test_two_methods_over_one_network(run, corpus, tmp_path):
+def test_two_methods_over_one_network(command, corpus, tmp_path):
     flags = (
         f"--workdir={tmp_path}", "--networks=100", "--methods=diloco,streaming_diloco",
         "--intervals=1", "--", "--preset=smoke", "--regions=2", "--log_every=4",
         "--sync_interval=8", "--num_fragments=2", "--step_seconds=0.2", *corpus,
     )  # fmt: skip
-    code, out, error = run("experiments.compare_networks", *flags)
-    assert code == 0, error
+
+    def finish():
+        process = command("experiments.compare_networks", *flags)
+        out, error = process.communicate(timeout=900)
+        assert process.returncode == 0, error
+        return out, json.loads((tmp_path / "networks.json").read_text())
+
+    out, found = finish()
     assert "streaming_diloco" in out
-    found = json.loads((tmp_path / "networks.json").read_text())
-    assert found["apart"]["pace"]["step_s"] == pytest.approx(0.2, rel=0.5)
+    # No step is faster than its pace; how much slower depends on the machine.
+    assert found["apart"]["pace"]["step_s"] > 0.199
     blocking, streaming = found["rows"]
-    assert blocking["measured"]["stall_s"] > streaming["measured"]["stall_s"]
-    assert blocking["sent_bytes"] < blocking["relayed_bytes"]
+    assert len(blocking["fragment_bytes"]) == 1
+    assert sum(streaming["fragment_bytes"]) == blocking["fragment_bytes"][0]
+    assert blocking["measured"]["stall_s"] > 0
+    # A round trip of 0.1 s: no sync is shorter, measured or simulated.
+    for row in found["rows"]:
+        assert row["measured"]["sync_s"] > 0.1
+        assert row["simulated"]["sync_s"] > 0.1
+        assert row["sent_bytes"] < row["relayed_bytes"]
     assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
-    again = run("experiments.compare_networks", *flags)  # Nothing is left to run.
-    assert again[0] == 0
-    assert json.loads((tmp_path / "networks.json").read_text()) == found
+    assert finish()[1] == found  # Nothing is left to run.
