@@ -59,7 +59,7 @@ def define_flags() -> absl_flags.FlagValues:
     absl_flags.DEFINE_integer(
         "intervals",
         4,
-        "sync intervals to look at, after the first",
+        "sync intervals to look at, after the first two",
         lower_bound=1,
         flag_values=values,
     )

@@ -94,5 +94,8 @@ def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
         # one another must all have compiled before.
         first = log_every * math.ceil(window / 2 / log_every)
         return Stretch(first, first + log_every * math.ceil(window / log_every))
-    first = method.schedule.sync_interval + method.schedule.delay_steps
-    return Stretch(first, first + num_intervals * method.schedule.sync_interval)
+    interval, delay = method.schedule.sync_interval, method.schedule.delay_steps
+    # The last fragment may be merged for the first time, and its merge compiled, right
+    # after step `interval + delay`.
+    first = 2 * interval + delay
+    return Stretch(first, first + num_intervals * interval)

@@ -51,8 +51,8 @@ def test_what_is_no_network(text, regions, message):
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
-        ("diloco", {"sync_interval": 40}, (40, 200)),
-        ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (45, 205)),
+        ("diloco", {"sync_interval": 40}, (80, 240)),
+        ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (85, 245)),
         ("data_parallel", {}, (10, 30)),
         ("apart", {}, (50, 150)),
     ],
