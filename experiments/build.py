@@ -12,9 +12,11 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.runtime.evaluate import make_evaluate
+from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import STAGE, Mesh, inner_devices
 from cocodc_jax.runtime.second_moment import adam_second_moment
 from experiments.config import RunConfig, TrainConfig
+from experiments.lab.pace import paced
 from experiments.processes import check_shares
 
 
@@ -92,21 +94,25 @@ def program_key(config: TrainConfig) -> tuple:
     """What two runs of one model have in common if one program serves both."""
     run = config.run
     regions = run.unequal(config.data.batch_per_region)
-    pipeline = (run.microbatches, run.random_routing, run.exchange)
-    return (config.method, config.optimizer, run.steps, regions, pipeline)
+    others = (run.microbatches, run.random_routing, run.exchange, run.step_seconds)
+    return (config.method, config.optimizer, run.steps, regions, others)
 
 
 def build_program(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
 ) -> cc.RegionProgram:
-    """The method around the model's loss; compiles nothing."""
+    """The method around the model's loss; compiles nothing.
+
+    Raises:
+      ValueError: if the method has no use for `step_seconds`.
+    """
     steps = config.run.steps
     shapes = jax.eval_shape(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
     return cc.RegionProgram(
-        _make_loss_fn(config.run, model),
+        _make_loss_fn(config.run, model, method, mesh),
         config.optimizer.build(steps, method),
         method,
         shapes,
@@ -123,11 +129,26 @@ def build_program(
     )
 
 
-def _make_loss_fn(run: RunConfig, model: models.TransformerConfig) -> models.LossFn:
-    if not run.is_pipelined:
-        return models.make_loss_fn(model)
-    routed = run.regions if run.random_routing else None
-    return models.make_pipelined_loss_fn(model, run.stages, run.microbatches, routed)
+def _make_loss_fn(
+    run: RunConfig,
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    mesh: Mesh,
+) -> models.LossFn:
+    loss_fn = models.make_loss_fn(model)
+    if run.is_pipelined:
+        routed = run.regions if run.random_routing else None
+        loss_fn = models.make_pipelined_loss_fn(
+            model, run.stages, run.microbatches, routed
+        )
+    if not run.step_seconds:
+        return loss_fn
+    if "gradient_fn" in method.merge.needs:
+        raise ValueError(
+            f"step_seconds={run.step_seconds} paces inner steps, but the merges of "
+            f"method={method.name!r} take gradients too; use another curvature"
+        )
+    return paced(loss_fn, run.step_seconds, Block.of(mesh, run.regions))
 
 
 def build_evaluate(

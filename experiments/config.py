@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,8 @@ class RunConfig:
       microbatches: parts that a pipeline cuts each region's batch into.
       random_routing: whether a pipeline hands activations on to the next stage of a
         random region (NoLoCo).
+      step_seconds: least seconds of an inner step; above 0 the CPU plays an accelerator
+        of that speed, with the host's cores free meanwhile.
       log_every: steps that one training record averages over.
       eval_every: steps between evaluations; 0 is at the end only.
       eval_batches: validation batches in one evaluation, a multiple of `regions`.
@@ -63,6 +66,7 @@ class RunConfig:
     stages: int = 1
     microbatches: int = 1
     random_routing: bool = False
+    step_seconds: float = 0.0
     log_every: int = 10
     eval_every: int = 0
     eval_batches: int = 32
@@ -93,8 +97,21 @@ class RunConfig:
                 f"eval_batches={self.eval_batches} must be a multiple of regions="
                 f"{self.regions}, which share them out"
             )
+        self._check_pace()
         self.cadence  # noqa: B018  (its own checks)
         self.unequal(1)
+
+    def _check_pace(self) -> None:
+        if not 0 <= self.step_seconds < math.inf:
+            raise ValueError(
+                f"step_seconds={self.step_seconds} must be a time, or 0 for as fast as "
+                "it goes"
+            )
+        if self.step_seconds and self.devices_per_region > 1:
+            raise ValueError(
+                f"step_seconds={self.step_seconds} goes with one device a region; "
+                "leave out stages, data_axis and model_axis"
+            )
 
     def unequal(self, batch_per_region: int) -> Regions:
         """The regions as a value.
@@ -198,10 +215,10 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
-        """Inverse of `to_json`.
+        """Inverse of `to_json`; a field that was not there yet takes its default.
 
         Raises:
-          ValueError: for a missing or unknown key.
+          ValueError: for an unknown key, or one without a default that is missing.
         """
         sections = {
             name: _from_dict(name, section, value.get(name))
@@ -294,9 +311,11 @@ LEAVES = _leaves()
 
 
 def _from_dict(name: str, cls: Any, value: Any) -> Any:
-    fields = {field.name for field in dataclasses.fields(cls)}
-    if not isinstance(value, dict) or set(value) != fields:
-        odd = sorted(set(value or ()) ^ fields)
+    if not isinstance(value, dict):
+        raise ValueError(f"section {name!r} is {value!r}; it must be a table")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    needed = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
+    if odd := sorted((set(value) - set(fields)) | (needed - set(value))):
         raise ValueError(f"section {name!r} has missing or unknown fields: {odd}")
     return cls(**value)
 

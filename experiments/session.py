@@ -309,6 +309,8 @@ def _check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
             f"workdir={str(workdir)!r} holds a {CONFIG_FILE} that cannot be read "
             f"({error}); name another folder"
         ) from error
+    # An argument that the method has been given since takes its default there too.
+    found = dataclasses.replace(found, method=found.method.resolve())
     if found != config:
         differences = "; ".join(found.differences(config)) or "preset"
         raise ValueError(

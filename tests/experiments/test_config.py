@@ -30,17 +30,29 @@ def test_presets_survive_json(name):
     assert TrainConfig.from_json(json.loads(dumps(config.to_json()))) == config
 
 
-def test_from_json_refuses_unknown_and_missing_keys():
+def test_from_json_refuses_unknown_keys_and_sections_that_are_missing():
     value = SMOKE.to_json()
     value["run"]["stepz"] = 3
     with pytest.raises(ValueError, match=r"section 'run'.*stepz"):
         TrainConfig.from_json(value)
     value = SMOKE.to_json()
-    del value["data"]["tokenizer"]
-    with pytest.raises(ValueError, match=r"section 'data'.*tokenizer"):
+    del value["model"]["width"]
+    with pytest.raises(ValueError, match=r"section 'model'.*width"):
+        TrainConfig.from_json(value)
+    value = SMOKE.to_json()
+    del value["data"]
+    with pytest.raises(ValueError, match="section 'data' is None"):
         TrainConfig.from_json(value)
     with pytest.raises(ValueError, match="expected"):
         TrainConfig.from_json({**SMOKE.to_json(), "more": {}})
+
+
+def test_a_field_that_an_older_file_lacks_takes_its_default():
+    value = SMOKE.to_json()
+    del value["run"]["step_seconds"], value["method"]["num_rings"]
+    assert TrainConfig.from_json(value) == SMOKE
+    del value["run"]["log_every"]  # A preset's own number is lost with its entry.
+    assert TrainConfig.from_json(value).run.log_every == RunConfig().log_every
 
 
 def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
@@ -97,6 +109,9 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         (lambda: RunConfig(regions=3, eval_batches=8), "multiple of regions=3"),
         (lambda: RunConfig(log_every=0), "log_every=0"),
         (lambda: RunConfig(stages=0), "stages=0 must be at least 1"),
+        (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be a time"),
+        (lambda: RunConfig(step_seconds=float("nan")), "step_seconds=nan must be"),
+        (lambda: RunConfig(step_seconds=1.0, data_axis=2), "one device a region"),
         (lambda: RunConfig(step_times="1,2"), "step_times='1,2' must be 4 numbers"),
         (lambda: RunConfig(step_times="1,1,2,x"), "step_times='1,1,2,x' must be 4"),
         (lambda: RunConfig(step_times="2,2,2,2"), "1 for the fastest"),

@@ -1,0 +1,225 @@
+r"""Trains with several methods over several emulated networks, and in the simulator.
+
+    python -m experiments.compare_networks --workdir=DIR --networks=100,1000 \
+        --methods=diloco,cocodc -- --preset=tiny --eval_batches=4 --step_seconds=0.25
+
+Every run is one of `experiments.wan` with a process for each region; flags after --
+are those of `experiments.train`. How fast regions go is compared with the same regions
+left alone, and with what `cocodc_jax.network.simulator` expects of the same links,
+bytes and step times. Writes networks.json, networks.md and networks.png to DIR, and
+below it a folder for each run. A run that is done is not run again: the same command
+goes on.
+
+The regions of a lab share this machine's cores: with --step_seconds they compute for a
+part of a step only, and leave the cores to the network for the rest.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags as absl_flags
+from rich.console import Console
+
+from cocodc_jax.network import syncs
+from cocodc_jax.report.plots import save_png
+from cocodc_jax.sync.methods import defaults
+from experiments import flags
+from experiments.config import LEAVES, TrainConfig, dumps
+from experiments.lab import kernel
+from experiments.networks import cases, lab_run, plot, predict, report
+from experiments.networks.lab_run import LabRunError, Measured
+from experiments.train import check_method_flags
+
+APART = "apart"
+WIDTH = 132  # of the table, also where the output is no terminal
+# Decided here, for speed is all that is looked at.
+FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
+WITHOUT = ("method", "steps", *FIXED)
+
+
+def define_flags() -> absl_flags.FlagValues:
+    """Returns this program's own flags, apart from those of training."""
+    values = absl_flags.FlagValues()
+
+    def text(name: str, default: str | None, note: str) -> None:
+        absl_flags.DEFINE_list(name, default, note, flag_values=values)
+
+    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    absl_flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
+    text(
+        "networks",
+        "100,1000,20,unequal",
+        f"Mbit/s of each pair of regions, {cases.LATENCY_MS} ms one way; or unequal "
+        "(three regions near, one far); or a YAML file of links (network/world.py)",
+    )
+    text("methods", ",".join(syncs.METHODS), "methods that the simulator knows")
+    absl_flags.DEFINE_integer(
+        "intervals",
+        4,
+        "sync intervals to look at, after the first two",
+        lower_bound=1,
+        flag_values=values,
+    )
+    absl_flags.DEFINE_float(
+        "limit_s",
+        1800.0,
+        "seconds after which a run is given up",
+        lower_bound=1,
+        flag_values=values,
+    )
+    return values
+
+
+class Comparison:
+    """What is asked for, checked; `rows` runs it."""
+
+    def __init__(self, values: absl_flags.FlagValues, train: Sequence[str]):
+        """Reads everything; runs nothing.
+
+        Args:
+          values: of `define_flags`.
+          train: flags of `experiments.train`.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        if not values.workdir:
+            raise ValueError("workdir=None is no folder; name one for the results")
+        self._workdir = pathlib.Path(values.workdir)
+        self._methods = _distinct("methods", values.methods)
+        for name in self._methods:
+            if name not in syncs.METHODS:
+                raise ValueError(
+                    f"methods={','.join(self._methods)} names {name!r}, which the "
+                    f"simulator does not know; use some of {', '.join(syncs.METHODS)}"
+                )
+        _distinct("networks", values.networks)
+        self._base = train_config(train)
+        self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
+        check_method_flags(self._base, self._methods)
+        regions = self._base.run.regions
+        self._networks = [cases.network(word, regions) for word in values.networks]
+        _distinct("networks", [network.name for network in self._networks])
+        self._intervals, self._limit_s = values.intervals, values.limit_s
+
+    def apart(self) -> Measured:
+        """The regions left alone, in the lab as well.
+
+        Raises:
+          LabRunError: if they did not come to the end.
+        """
+        return self._measured(self._networks[0], APART, self._workdir / APART)[0]
+
+    def rows(self, alone: Measured) -> Iterator[dict[str, Any]]:
+        """Runs every method over every network.
+
+        Args:
+          alone: from `apart`.
+        """
+        for network in self._networks:
+            for method in self._methods:
+                folder = self._workdir / network.name / method
+                try:
+                    run, stretch = self._measured(network, method, folder)
+                except LabRunError as error:
+                    yield report.failure(network.name, method, error)
+                    continue
+                config = self._base.replace(method=method).method
+                step_s = alone.region_step_s
+                expected = predict.predict(network, config, stretch, run, step_s)
+                slowest = alone.pace.step_s
+                yield report.row(network.name, method, run, expected, slowest)
+
+    def _measured(
+        self, network: cases.Network, method: str, folder: pathlib.Path
+    ) -> tuple[Measured, cases.Stretch]:
+        config, run = self._base.replace(method=method).method, self._base.run
+        stretch = cases.stretch(config.build(), run.log_every, self._intervals)
+        train = self._train_flags(method, stretch.last_step)
+        command = lab_run.lab_command(network, folder, train)
+        return lab_run.measured(command, folder, stretch, self._limit_s), stretch
+
+    def _train_flags(self, method: str, num_steps: int) -> list[str]:
+        """What was given, less what this method has no use for; and what is fixed."""
+        base, taken = self._base, defaults(method)
+        leaves = {"preset": base.preset}
+        for name in self._given:
+            section = LEAVES[name].section
+            if section != "method" or name in taken:
+                leaves[name] = getattr(getattr(base, section), name)
+        leaves |= {"method": method, "steps": num_steps, **FIXED}
+        return [f"--{name}={value}" for name, value in leaves.items()]
+
+
+def train_config(train: Sequence[str]) -> TrainConfig:
+    """The configuration that all runs share.
+
+    Raises:
+      ValueError: for a value that it refuses, or a flag that this program decides.
+    """
+    flags.define(WITHOUT)
+    flags.parse(["experiments.train", *train])
+    for name in ("workdir", *flags.PROCESSES):
+        if flags.given(name):
+            raise ValueError(
+                f"{name}={flags.value(name)} is decided for each run; leave it out "
+                "after --"
+            )
+    return flags.config(WITHOUT)
+
+
+def _distinct(name: str, words: Sequence[str]) -> list[str]:
+    if not words or len(set(words)) < len(words):
+        raise ValueError(f"{name}={','.join(words)} must be some names, each once")
+    return list(words)
+
+
+def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
+    """Runs and reports; returns the exit code, 1 if a run has failed."""
+    console = Console(width=WIDTH)
+    try:
+        alone = comparison.apart()
+    except LabRunError as error:
+        print(f"error: the regions left alone: {error}", file=sys.stderr)
+        return 1
+    rows = []
+    for entry in comparison.rows(alone):
+        rows.append(entry)
+        print(*report.cells(entry)[:5], sep="  ", file=sys.stderr)
+        apart = dataclasses.asdict(alone)
+        result = {"command": command, "apart": apart, "rows": rows}
+        (workdir / "networks.json").write_text(dumps(result))
+    (workdir / "networks.md").write_text(report.markdown(rows, alone, command))
+    if any("error" not in entry for entry in rows):
+        save_png(plot.slowdowns(rows), str(workdir / "networks.png"))
+    console.print(report.table(rows))
+    console.print(report.note(alone), highlight=False)
+    return int(any("error" in entry for entry in rows))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the program; returns its exit code."""
+    values = define_flags()
+    try:
+        train = values(argv)[1:]
+        if values.help:
+            print(f"{__doc__}\n{values.get_help()}")
+            return 0
+        comparison = Comparison(values, train)
+        if lacks := kernel.missing():
+            raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
+        command = " ".join(["python -m experiments.compare_networks", *argv[1:]])
+        return run(comparison, pathlib.Path(values.workdir), command)
+    except (ValueError, absl_flags.Error) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except lab_run.StoppedError:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

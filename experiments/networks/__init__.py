@@ -1,0 +1,1 @@
+"""Methods over emulated networks, beside what the simulator says of them."""

@@ -1,0 +1,101 @@
+"""What is compared: networks by name, and how many steps of a method are looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+
+from cocodc_jax.network.links import Topology
+from cocodc_jax.sync.method import Method
+from experiments import wan
+
+LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
+UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
+# Steps to look at where there are no intervals: an exchange at every step is slow, and
+# regions left alone are what all others are held against.
+EXCHANGE_STEPS, ALONE_STEPS = 20, 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network of the lab.
+
+    Attributes:
+      name: for folders and tables.
+      flags: of `experiments.wan`.
+      topology: what they describe, for the simulator.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    topology: Topology
+
+
+def network(text: str, num_regions: int) -> Network:
+    """The network that a word names.
+
+    Args:
+      text: Mbit/s of each pair of regions, "unequal", or a YAML file of links.
+      num_regions: that the run has.
+
+    Raises:
+      ValueError: naming the word and what would be right.
+    """
+    is_number = text.replace(".", "", 1).isdigit()
+    name = text if is_number or text == "unequal" else pathlib.Path(text).stem
+    flags = (f"--links={UNEQUAL if text == 'unequal' else text}",)
+    if is_number:
+        flags = (f"--bandwidth_mbit={text}", f"--latency_ms={LATENCY_MS}")
+        flags = (f"--regions={num_regions}", *flags)
+    values = wan.define_flags()
+    values(["wan", *flags])
+    try:
+        if is_number and not 0 < float(text) < math.inf:
+            raise ValueError("a bandwidth must be positive")
+        topology = wan.build_topology(values)
+    except ValueError as error:
+        raise ValueError(
+            f"networks: {text!r} is no network ({error}); use Mbit/s, unequal, or a "
+            "YAML file of links"
+        ) from error
+    if topology.num_regions != num_regions:
+        raise ValueError(
+            f"networks: {text!r} has {topology.num_regions} regions, but the run has "
+            f"regions={num_regions}"
+        )
+    return Network(name, flags, topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """The steps of a run that are looked at.
+
+    Attributes:
+      first_step: where they begin; by then every program has been compiled.
+      last_step: where they and the run end.
+    """
+
+    first_step: int
+    last_step: int
+
+
+def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
+    """The steps to look at: whole intervals, or a fixed number without any.
+
+    Args:
+      method: whose run it is.
+      log_every: steps between two marks where there are no syncs.
+      num_intervals: sync intervals to look at, at least 1.
+    """
+    if method.schedule is None:
+        window = ALONE_STEPS if method.step_exchange is None else EXCHANGE_STEPS
+        # There, the clock is read every `log_every` steps; regions that do not wait for
+        # one another must all have compiled before.
+        first = log_every * math.ceil(window / 2 / log_every)
+        return Stretch(first, first + log_every * math.ceil(window / log_every))
+    interval, delay = method.schedule.sync_interval, method.schedule.delay_steps
+    # The last fragment may be merged for the first time, and its merge compiled, right
+    # after step `interval + delay`.
+    first = 2 * interval + delay
+    return Stretch(first, first + num_intervals * interval)

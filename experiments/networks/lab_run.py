@@ -1,0 +1,173 @@
+"""One method over one network: a run in the lab, and what its files say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from cocodc_jax.network.timeline import Timeline
+from experiments import children, timeline
+from experiments.config import dumps
+from experiments.networks.cases import Network, Stretch
+from experiments.networks.measure import Pace, pace, region_step_s
+
+RESULT, LOG = "result.json", "log.txt"
+_GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
+
+
+class LabRunError(RuntimeError):
+    """A run that did not come to its end."""
+
+
+class StoppedError(Exception):
+    """Somebody has asked this program to end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run in the lab came to.
+
+    Attributes:
+      pace: over the stretch that was looked at.
+      region_step_s: seconds per step of each region there.
+      fragment_bytes: of one region's message for each fragment; for a method that
+        exchanges something at every step, its message; empty if nothing was sent.
+      sent_bytes: that one region sent in the whole run, as the program counts.
+      relayed_bytes: that the region which sent most put on the network, headers and
+        the coordinator's traffic included.
+    """
+
+    pace: Pace
+    region_step_s: tuple[float, ...]
+    fragment_bytes: tuple[float, ...]
+    sent_bytes: int
+    relayed_bytes: int
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Measured:
+        """Inverse of `dataclasses.asdict`, after JSON."""
+        return cls(
+            Pace(**value["pace"]),
+            tuple(value["region_step_s"]),
+            tuple(value["fragment_bytes"]),
+            value["sent_bytes"],
+            value["relayed_bytes"],
+        )
+
+
+def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
+    """The command of a run whose files go to `folder`."""
+    python = (sys.executable, "-m")
+    lab = (*python, "experiments.wan", *network.flags, f"--logdir={folder / 'net'}")
+    return [*lab, "--", *python, "experiments.train", *train,
+            f"--workdir={folder / 'run'}"]  # fmt: skip
+
+
+def measured(
+    command: Sequence[str], folder: pathlib.Path, stretch: Stretch, limit_s: float
+) -> Measured:
+    """What the run in `folder` came to; runs it unless that has been done.
+
+    Args:
+      command: see `lab_command`.
+      folder: of this run alone.
+      stretch: the steps to look at.
+      limit_s: seconds after which a run is given up.
+
+    Raises:
+      ValueError: if the folder holds the result of another command.
+      LabRunError: if the run failed, with the last line that it wrote.
+      StoppedError: after SIGINT or SIGTERM; the run has been ended.
+    """
+    path = folder / RESULT
+    if path.exists():
+        value = json.loads(path.read_text())
+        _check_same(command, value["command"], folder)
+        return Measured.from_json(value["measured"])
+    shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
+    folder.mkdir(parents=True)
+    _run(command, folder / LOG, limit_s)
+    result = read(folder, stretch)
+    entry = {"command": list(command), "measured": dataclasses.asdict(result)}
+    partial = path.with_suffix(".partial")
+    partial.write_text(dumps(entry))
+    partial.replace(path)
+    return result
+
+
+def _check_same(command: Sequence[str], before: Sequence[str], folder: pathlib.Path):
+    if list(command) != list(before):
+        odd = sorted(set(command) ^ set(before))
+        raise ValueError(
+            f"workdir: {folder} holds the result of another command (they differ in "
+            f"{' '.join(odd)}); name another folder or delete it"
+        )
+
+
+def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
+    group, is_late = children.Group(_GRACE_S), threading.Event()
+    signals: list[int] = []
+
+    def stop(code: int) -> None:
+        signals.append(code)
+        group.stop()
+
+    def give_up() -> None:
+        is_late.set()
+        group.stop()
+
+    timer = threading.Timer(limit_s, give_up)
+    with children.on_signals(stop):
+        group.start(command, dict(os.environ), log)
+        timer.start()
+        code = group.wait()
+        timer.cancel()
+    if signals:
+        raise StoppedError
+    if is_late.is_set():
+        raise LabRunError(f"not done after {limit_s:g} s; see {log}")
+    if code:
+        raise LabRunError(f"exit code {code}: {last_line(log)}")
+
+
+def last_line(log: pathlib.Path) -> str:
+    """The last line of a log, preferably of an error."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if "rror" in line]
+    return (errors or lines or ["it wrote nothing"])[-1].strip()
+
+
+def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
+    """Reads a finished run's files.
+
+    Raises:
+      LabRunError: if they do not hold the stretch.
+    """
+    run = folder / "run"
+    try:
+        found = timeline.read(run, stretch.first_step)
+        whole = timeline.read(run)
+    except ValueError as error:
+        raise LabRunError(str(error)) from error
+    summary = json.loads((run / "summary.json").read_text())
+    traffic = json.loads((folder / "net" / "traffic.json").read_text())
+    sent, steps = summary["bytes_sent_per_region"], summary["steps"]
+    return Measured(
+        pace=pace(found),
+        region_step_s=region_step_s(found),
+        fragment_bytes=_fragment_bytes(whole) or ((sent / steps,) if sent else ()),
+        sent_bytes=sent,
+        relayed_bytes=max(sum(row) for row in traffic["sent_bytes"]),
+    )
+
+
+def _fragment_bytes(whole: Timeline) -> tuple[float, ...]:
+    sizes = {sync.fragments[0]: sync.bytes_sent[0] for sync in whole.syncs}
+    return tuple(sizes[fragment] for fragment in sorted(sizes))

@@ -1,0 +1,65 @@
+"""What the simulator says of a run in the lab, from what the run was given."""
+
+from __future__ import annotations
+
+from cocodc_jax.network.simulator import Workload, simulate
+from cocodc_jax.network.syncs import Schedule
+from experiments.method_config import MethodConfig
+from experiments.networks.cases import Network, Stretch
+from experiments.networks.lab_run import Measured
+from experiments.networks.measure import Pace, pace
+
+# How the lab's processes average: compressed messages are gathered.
+REDUCE = "gloo"
+GATHER = "gloo_gather"
+# One sync after another, as the runtime sends them.
+SHARING = "fifo"
+
+
+def schedule(method: MethodConfig, num_fragments: int) -> Schedule:
+    """The schedule of a method as the simulator knows it.
+
+    Args:
+      method: a name of `network.syncs.METHODS`, and its numbers.
+      num_fragments: that the run has sent.
+
+    Raises:
+      ValueError: for a method that the simulator does not know.
+    """
+    given = method.arguments
+    return Schedule(
+        method.method,
+        num_fragments,
+        given.get("sync_interval", 1),
+        given.get("delay_steps", 0),
+        given.get("syncs_per_interval"),
+    )
+
+
+def predict(
+    network: Network,
+    method: MethodConfig,
+    stretch: Stretch,
+    run: Measured,
+    step_s: tuple[float, ...],
+) -> Pace:
+    """The pace that the simulator expects.
+
+    Args:
+      network: links of the lab.
+      method: name and numbers.
+      stretch: the steps looked at.
+      run: whose messages' bytes are taken, and nothing else.
+      step_s: seconds of a step of each region without a network.
+    """
+    is_compressed = method.build().compressor is not None
+    found = simulate(
+        network.topology,
+        Workload(run.fragment_bytes, step_s),
+        schedule(method, len(run.fragment_bytes)),
+        stretch.last_step,
+        GATHER if is_compressed else REDUCE,
+        order=range(network.topology.num_regions),  # gloo takes them as they come
+        sharing=SHARING,
+    )
+    return pace(found, stretch.first_step)

@@ -1,0 +1,137 @@
+"""Rows of the comparison: one per network and method, for JSON and for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from cocodc_jax.report.units import format_bytes
+from experiments.networks.lab_run import Measured
+from experiments.networks.measure import Pace
+
+HEADS = (
+    "network",
+    "method",
+    "s/step",
+    "slowdown",
+    "simulated",
+    "sim/lab",
+    "stall",
+    "sim/lab",
+    "sync",
+    "sim/lab",
+    "sent",
+    "relayed",
+)
+_NOTE = (
+    "Slowdown: seconds per step over those of the same steps without a network, "
+    "measured and simulated. Stall: seconds of waiting in 100 steps. Sync: seconds of "
+    "one, mean. sim/lab: simulated over measured, of seconds per step, stall and sync. "
+    "Sent: bytes of one region in the whole run, as the program counts; relayed: what "
+    "the relay saw of the region that sent most."
+)
+
+
+def row(
+    network: str, method: str, run: Measured, simulated: Pace, apart_step_s: float
+) -> dict[str, Any]:
+    """What is kept of one run, as plain values.
+
+    Args:
+      network: its name.
+      method: its name.
+      run: what was measured.
+      simulated: what the simulator expected.
+      apart_step_s: seconds per step without a network.
+    """
+    return {
+        "network": network,
+        "method": method,
+        "measured": _with_slowdown(run.pace, apart_step_s),
+        "simulated": _with_slowdown(simulated, apart_step_s),
+        "simulated_over_measured": {
+            name: _ratio(getattr(simulated, name), getattr(run.pace, name))
+            for name in ("step_s", "stall_s", "sync_s")
+        },
+        "fragment_bytes": list(run.fragment_bytes),
+        "sent_bytes": run.sent_bytes,
+        "relayed_bytes": run.relayed_bytes,
+    }
+
+
+def failure(network: str, method: str, error: Exception) -> dict[str, Any]:
+    """What is kept of a run that failed."""
+    return {"network": network, "method": method, "error": str(error)}
+
+
+def _with_slowdown(pace: Pace, apart_step_s: float) -> dict[str, Any]:
+    return {**dataclasses.asdict(pace), "slowdown": pace.step_s / apart_step_s}
+
+
+def _ratio(simulated: float | None, measured: float | None) -> float | None:
+    return simulated / measured if simulated is not None and measured else None
+
+
+def cells(entry: dict[str, Any]) -> list[str]:
+    """One row of the table, in the order of `HEADS`."""
+    names = [entry["network"], entry["method"]]
+    if "error" in entry:
+        return names + ["failed"] + [""] * (len(HEADS) - 3)
+    lab, simulated = entry["measured"], entry["simulated"]
+    ratios = entry["simulated_over_measured"]
+    return names + [
+        f"{lab['step_s']:.3f}",
+        f"{lab['slowdown']:.2f}",
+        f"{simulated['slowdown']:.2f}",
+        _number(ratios["step_s"]),
+        _number(lab["stall_s"]),
+        _number(ratios["stall_s"]),
+        _number(lab["sync_s"]),
+        _number(ratios["sync_s"]),
+        format_bytes(entry["sent_bytes"]),
+        format_bytes(entry["relayed_bytes"]),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The table for a terminal."""
+    out = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for i, head in enumerate(HEADS):
+        out.add_column(head, justify="left" if i < 2 else "right", no_wrap=True)
+    for entry in rows:
+        out.add_row(*cells(entry))
+    return out
+
+
+def note(alone: Measured) -> str:
+    """What the numbers are, and those of the regions left alone."""
+    return (
+        f"Without a network: {alone.pace.step_s:.3f} s per step, and "
+        f"{format_bytes(alone.relayed_bytes)} relayed to begin and to evaluate. {_NOTE}"
+    )
+
+
+def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> str:
+    """The table, failures, and what made them, as Markdown text."""
+    lines = [
+        note(alone),
+        "",
+        f"| {' | '.join(HEADS)} |",
+        f"|{'---|' * 2}{'---:|' * (len(HEADS) - 2)}",
+        *(f"| {' | '.join(cells(entry))} |" for entry in rows),
+        "",
+        *(_told(entry) + "\n" for entry in rows if "error" in entry),
+        f"    {command}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _told(entry: dict[str, Any]) -> str:
+    return f"Failed: {entry['network']}, {entry['method']}: {entry['error']}"

@@ -1,0 +1,295 @@
+"""The lab beside the simulator: what is run, what files come to, what is written."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.network.timeline import SyncRecord, Timeline
+from experiments import compare_networks
+from experiments.lab import kernel
+from experiments.method_config import MethodConfig
+from experiments.networks import cases, lab_run, measure, plot, predict, report
+from experiments.networks.cases import Stretch
+from experiments.networks.lab_run import LabRunError, Measured
+from experiments.networks.measure import Pace
+
+LACKS = kernel.missing()
+needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
+
+
+def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
+    found = cases.network("100", 4)
+    assert found.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
+    link = found.topology.links[0][1]
+    assert (link.bandwidth_gbps, link.latency_s) == (0.1, 0.05)
+    unequal = cases.network("unequal", 4)
+    near, far = unequal.topology.links[0][1], unequal.topology.links[3][0]
+    assert (near.bandwidth_gbps, near.latency_s) == (0.2, 0.02)
+    assert (far.bandwidth_gbps, far.latency_s) == (0.05, 0.08)
+    path = tmp_path / "mine.yaml"
+    path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
+    mine = cases.network(str(path), 2)
+    assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
+
+
+@pytest.mark.parametrize(
+    ("text", "regions", "message"),
+    [
+        ("0", 4, "'0' is no network .*bandwidth"),
+        ("/no/such", 4, "'/no/such' is no network .*No such file"),
+        ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
+    ],
+)
+def test_what_is_no_network(text, regions, message):
+    with pytest.raises(ValueError, match=message):
+        cases.network(text, regions)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("diloco", {"sync_interval": 40}, (80, 240)),
+        ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (85, 245)),
+        ("data_parallel", {}, (10, 30)),
+        ("apart", {}, (50, 150)),
+    ],
+)
+def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
+    found = cases.stretch(cc.methods.get(name, **arguments), 10, 4)
+    assert (found.first_step, found.last_step) == expected
+
+
+def sync(fragment, start, merge, start_s, arrival_s, stall_s):
+    return SyncRecord((fragment,), start, merge, start_s, arrival_s, arrival_s, stall_s,
+                      (64.0,) * 2)  # fmt: skip
+
+
+# Two regions; 1 s a step, and 3 s and 1 s of waiting after steps 4 and 8.
+TIMELINE = Timeline(
+    regions=("a", "b"),
+    syncs=(
+        sync(0, 2, 4, 2.0, 7.0, 3.0),
+        sync(1, 6, 8, 9.0, 12.0, 1.0),
+        sync(0, 10, 10, 14.0, 20.0, 6.0),
+    ),
+    num_steps=10,
+    step_time_s=(1.0, 1.0),
+    marks=((0, (0.0, 0.0)), (4, (7.0, 7.5)), (8, (12.0, 12.0)), (10, (14.0, 14.5))),
+    stall_s=(4.0, 4.0),
+    bytes_sent=(192.0, 192.0),
+)
+
+
+def test_pace_by_hand():
+    assert measure.pace(TIMELINE) == Pace(step_s=1.45, stall_s=40.0, sync_s=4.0)
+    # From step 4 on: 7 s for 6 steps; one sync. The last one starts at the end.
+    late = measure.pace(TIMELINE, 4)
+    assert late.step_s == pytest.approx(7 / 6)
+    assert late.stall_s == pytest.approx(100 / 6)
+    assert late.sync_s == 3.0
+    quiet = dataclasses.replace(TIMELINE, syncs=())
+    assert measure.pace(quiet) == Pace(1.45, None, None)
+
+
+def made_up(folder, marks, syncs, sent, steps):
+    """The files of a run of two processes."""
+    for name in ("run", "run/process_1", "net"):
+        (folder / name).mkdir(parents=True)
+    for name in ("run", "run/process_1"):
+        timeline = {"marks": marks, "syncs": syncs}
+        (folder / name / "timeline.json").write_text(json.dumps(timeline))
+    summary = {"bytes_sent_per_region": sent, "steps": steps}
+    (folder / "run" / "summary.json").write_text(json.dumps(summary))
+    traffic = {"sent_bytes": [[0, 70], [90, 0]]}
+    (folder / "net" / "traffic.json").write_text(json.dumps(traffic))
+
+
+def flight(fragment, start, apply, start_s, arrival_s, num_bytes):
+    return {
+        "fragment": fragment, "start_step": start, "apply_step": apply,
+        "start_s": start_s, "arrival_s": arrival_s, "merge_s": arrival_s,
+        "stall_s": 0.5, "num_bytes": num_bytes,
+    }  # fmt: skip
+
+
+def test_a_runs_files_become_numbers(tmp_path):
+    syncs = [flight(1, 2, 4, 1.0, 3.0, 48), flight(0, 4, 6, 3.0, 4.0, 64)]
+    made_up(tmp_path, [[2, 1.0], [4, 3.0], [6, 6.0]], syncs, 112, 6)
+    found = lab_run.read(tmp_path, Stretch(4, 6))
+    assert found == Measured(Pace(1.5, 25.0, 1.0), (1.5, 1.5), (64.0, 48.0), 112, 90)
+    value = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert Measured.from_json(value) == found
+    with pytest.raises(LabRunError, match="fewer than two marks after step 5"):
+        lab_run.read(tmp_path, Stretch(5, 6))
+
+
+def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
+    made_up(tmp_path, [[2, 1.0], [4, 3.0]], [], 400, 4)
+    found = lab_run.read(tmp_path, Stretch(2, 4))
+    assert found.fragment_bytes == (100.0,)
+    assert found.pace == Pace(1.0, None, None)
+
+
+def test_simulated_blocking_sync_by_hand():
+    """A ring of 4: 6 rounds of 0.05 s and a quarter of 10 MB at 12.5 MB/s."""
+    method = MethodConfig(method="diloco", sync_interval=10)
+    run = Measured(Pace(1.0, None, None), (0.25,) * 4, (10e6,), 0, 0)
+    found = predict.predict(
+        cases.network("100", 4), method, Stretch(10, 50), run, (0.25,) * 4
+    )
+    ring_s = 6 * (0.05 + 10e6 / 4 / 12.5e6)
+    assert found.sync_s == pytest.approx(ring_s)
+    assert found.stall_s == pytest.approx(10 * ring_s)
+    assert found.step_s == pytest.approx(0.25 + ring_s / 10)
+
+
+def test_simulated_delay_hides_a_sync_that_is_shorter():
+    method = MethodConfig(
+        method="streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
+    )
+    run = Measured(Pace(1.0, None, None), (), (1e6,) * 4, 0, 0)
+    found = predict.predict(
+        cases.network("100", 4), method, Stretch(45, 205), run, (0.25,) * 4
+    )
+    assert found.step_s == pytest.approx(0.25)
+    assert found.stall_s == 0
+    assert found.sync_s == pytest.approx(6 * (0.05 + 0.25e6 / 12.5e6))
+
+
+def rows():
+    run = Measured(Pace(0.5, 10.0, 1.5), (0.5,) * 2, (64.0,), 1000, 2_000_000)
+    every = Measured(Pace(2.5, None, None), (2.5,) * 2, (64.0,), 1000, 2_000_000)
+    return [
+        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 0.25),
+        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 0.25),
+        report.failure("20", "diloco", LabRunError("exit code 1: no room")),
+    ]
+
+
+def test_rows_compare_measured_and_simulated():
+    first, every, failed = rows()
+    assert (first["measured"]["slowdown"], first["simulated"]["slowdown"]) == (2, 1.6)
+    ratios = first["simulated_over_measured"]
+    assert ratios == {"step_s": 0.8, "stall_s": 0.5, "sync_s": pytest.approx(0.8)}
+    assert every["simulated_over_measured"]["sync_s"] is None
+    assert "error" in failed
+    assert json.loads(json.dumps(rows())) == rows()
+
+
+def test_the_tables_say_the_same():
+    alone = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 3_000_000)
+    text = report.markdown(rows(), alone, "python -m this")
+    assert text.startswith("Without a network: 0.250 s per step, and 3.00 MB relayed")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in lines} == {len(report.HEADS) + 1}
+    assert "| 100 | diloco | 0.500 | 2.00 | 1.60 | 0.80 | 10.00 |" in text
+    assert "Failed: 20, diloco: exit code 1: no room" in text
+    assert text.endswith("    python -m this\n")
+    assert report.table(rows()).row_count == 3
+
+
+def test_bars_are_as_high_as_the_slowdowns_and_failures_have_none():
+    (axes,) = plot.slowdowns(rows()).axes
+    tops = [bar.get_y() + bar.get_height() for bar in axes.patches if bar.get_width()]
+    assert [top for top in tops if top] == pytest.approx([2.0, 1.6, 10.0, 8.0])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["100 Mbit/s"]
+
+
+def test_a_result_is_read_again_and_a_failure_says_its_last_line(tmp_path):
+    folder, stretch = tmp_path / "case", Stretch(2, 4)
+    (tmp_path / "made_up.py").write_text(f"""
+import json, pathlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+folder = pathlib.Path({str(folder)!r})
+for name in ("run", "net"):
+    (folder / name).mkdir()
+marks = [[2, 1.0], [4, 3.0]]
+(folder / "run/timeline.json").write_text(json.dumps(dict(marks=marks, syncs=[])))
+(folder / "run/summary.json").write_text('{{"bytes_sent_per_region": 8, "steps": 4}}')
+(folder / "net/traffic.json").write_text('{{"sent_bytes": [[0]]}}')
+""")
+    good = [sys.executable, "-S", str(tmp_path / "made_up.py")]
+    bad = [sys.executable, "-S", "-c", "raise OSError('no room')"]
+    with pytest.raises(LabRunError, match="exit code 1: OSError: no room"):
+        lab_run.measured(bad, folder, stretch, 60)
+    found = lab_run.measured(good, folder, stretch, 60)
+    assert found.pace.step_s == 1.0
+    (tmp_path / "made_up.py").unlink()  # From here on, only its result is there.
+    assert lab_run.measured(good, folder, stretch, 60) == found
+    with pytest.raises(ValueError, match="result of another command"):
+        lab_run.measured(bad, folder, stretch, 60)
+    slow = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with pytest.raises(LabRunError, match="not done after 0.2 s"):
+        lab_run.measured(slow, tmp_path / "slow", stretch, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "workdir=None is no folder"),
+        (["--workdir={}", "--methods=snoo"], "names 'snoo', which the simulator"),
+        (["--workdir={}", "--networks=20,20"], "networks=20,20 must be some names"),
+        (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
+    ],
+)
+def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
+    words = [word.format(tmp_path / "new") for word in flags]
+    assert compare_networks.main(["compare_networks", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--workdir=x", "workdir=x is decided for each run"),
+        ("--steps=9", "Unknown command line flag 'steps'"),
+        ("--rank=9", "rank=9 has no meaning for"),
+    ],
+)
+def test_flags_of_training_are_checked_before_anything_runs(
+    run, tmp_path, flag, message
+):
+    words = (f"--workdir={tmp_path / 'new'}", "--", flag)
+    code, _, error = run("experiments.compare_networks", *words)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@needs_lab
+@pytest.mark.slow
+def test_two_methods_over_one_network(command, corpus, tmp_path):
+    flags = (
+        f"--workdir={tmp_path}", "--networks=100", "--methods=diloco,streaming_diloco",
+        "--intervals=1", "--", "--preset=smoke", "--regions=2", "--log_every=4",
+        "--sync_interval=8", "--num_fragments=2", "--step_seconds=0.2", *corpus,
+    )  # fmt: skip
+
+    def finish():
+        process = command("experiments.compare_networks", *flags)
+        out, error = process.communicate(timeout=900)
+        assert process.returncode == 0, error
+        return out, json.loads((tmp_path / "networks.json").read_text())
+
+    out, found = finish()
+    assert "streaming_diloco" in out
+    # No step is faster than its pace; how much slower depends on the machine.
+    assert found["apart"]["pace"]["step_s"] > 0.199
+    blocking, streaming = found["rows"]
+    assert len(blocking["fragment_bytes"]) == 1
+    assert sum(streaming["fragment_bytes"]) == blocking["fragment_bytes"][0]
+    assert blocking["measured"]["stall_s"] > 0
+    # A round trip of 0.1 s: no sync is shorter, measured or simulated.
+    for row in found["rows"]:
+        assert row["measured"]["sync_s"] > 0.1
+        assert row["simulated"]["sync_s"] > 0.1
+        assert row["sent_bytes"] < row["relayed_bytes"]
+    assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
+    assert finish()[1] == found  # Nothing is left to run.
