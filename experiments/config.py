@@ -41,6 +41,8 @@ class RunConfig:
       model_axis: devices along each region's model axis (tensor parallelism).
       exchange: program averages messages in a program of the inner mesh, outer on the
         outer mesh beside the inner steps; auto is outer with several processes.
+      all_reduce: how processes sum uncompressed messages: direct, every region with
+        every other at once, or ring, the backend's own.
       stages: devices along each region's stage axis (a pipeline's stages).
       microbatches: parts that a pipeline cuts each region's batch into.
       random_routing: whether a pipeline hands activations on to the next stage of a
@@ -63,6 +65,7 @@ class RunConfig:
     data_axis: int = 1
     model_axis: int = 1
     exchange: str = "auto"
+    all_reduce: str = "direct"
     stages: int = 1
     microbatches: int = 1
     random_routing: bool = False
