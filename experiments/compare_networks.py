@@ -129,9 +129,9 @@ class Comparison:
                     continue
                 config = self._base.replace(method=method).method
                 step_s = alone.region_step_s
-                expected = predict.predict(network, config, stretch, run, step_s)
-                slowest = alone.pace.step_s
-                yield report.row(network.name, method, run, expected, slowest)
+                kind = self._base.run.all_reduce
+                expected = predict.predict(network, config, stretch, run, step_s, kind)
+                yield report.row(network.name, method, run, *expected, alone)
 
     def _measured(
         self, network: cases.Network, method: str, folder: pathlib.Path

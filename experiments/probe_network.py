@@ -5,14 +5,15 @@ r"""Measures what a network gives to this framework's exchanges between CPU devi
 
 Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
 COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS (the lab is one). A vector of
-float32 crosses as a fragment does in training, on one CPU device a process: in an
-all-reduce, as what is not compressed, and in an all-gather, as what is. Before each the
+float32 crosses as a fragment does in training, on one CPU device a process: in either
+all-reduce (`runtime/crossing.py`), as what is not compressed, and in an all-gather, as
+what is. Before each the
 processes rest, as between two fragments, since TCP starts again slowly after a rest.
 Large vectors go first: they open TCP's windows for what follows. On new connections
 small ones take longer, up to a fifth in the lab.
 
 Process 0 prints the median over the repeats, of the slowest process. Where the links
-are told, as to the lab, it prints what `cocodc_jax/network/gloo.py` predicts; measured
+are told, as to the lab, it prints what `cocodc_jax/network` predicts; measured
 over predicted is what TCP and the machines add. An all-gather takes that long where the
 regions begin apart, as they do when each begins a while after its last one, and less
 where they happen to begin "at once". WORKDIR/probe.json has every second measured. Exit
@@ -46,7 +47,7 @@ from experiments.lab import schedule
 from experiments.processes import COUNT, Processes, failing_alone
 
 FILE = "probe.json"
-COLLECTIVES = {"all_reduce": "gloo", "all_gather": "gloo_gather"}
+COLLECTIVES = {"direct": "direct", "ring": "gloo", "all_gather": "gloo_gather"}
 
 
 def define_flags() -> flags.FlagValues:
@@ -145,7 +146,7 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
         gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
         return functools.partial(gather, rows)
     shape = jax.ShapeDtypeStruct((num_values,), np.float32)
-    combine = crossing.make_combine(None, everywhere, shape)
+    combine = crossing.make_combine(None, everywhere, shape, all_reduce=name)
     weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
     mean = jax.jit(lambda *given: combine(*given)[0], out_shardings=everywhere)
     return functools.partial(mean, rows, weights)
@@ -208,10 +209,11 @@ def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
       at the same moment.
     """
     kind = COLLECTIVES[name]
-    phases = gloo.PHASES[kind](links.num_regions, num_bytes)
-    ends = gloo.seconds_of(links, phases, [0.0] * links.num_regions)
-    predicted = collective_cost(links, kind, num_bytes).seconds
-    return {"predicted_s": predicted, "at_once_s": max(ends)}
+    predicted = at_once = collective_cost(links, kind, num_bytes).seconds
+    if kind in gloo.PHASES:
+        phases = gloo.PHASES[kind](links.num_regions, num_bytes)
+        at_once = max(gloo.seconds_of(links, phases, [0.0] * links.num_regions))
+    return {"predicted_s": predicted, "at_once_s": at_once}
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:

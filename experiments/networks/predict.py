@@ -10,7 +10,7 @@ from experiments.networks.lab_run import Measured
 from experiments.networks.measure import Pace, pace
 
 # How the lab's processes average: compressed messages are gathered.
-REDUCE = "gloo"
+REDUCE = {"direct": "direct", "ring": "gloo"}
 GATHER = "gloo_gather"
 # One sync after another, as the runtime sends them.
 SHARING = "fifo"
@@ -42,8 +42,9 @@ def predict(
     stretch: Stretch,
     run: Measured,
     step_s: tuple[float, ...],
-) -> Pace:
-    """The pace that the simulator expects.
+    all_reduce: str,
+) -> tuple[Pace, float]:
+    """The pace that the simulator expects, and the bytes of the whole run.
 
     Args:
       network: links of the lab.
@@ -51,6 +52,10 @@ def predict(
       stretch: the steps looked at.
       run: whose messages' bytes are taken, and nothing else.
       step_s: seconds of a step of each region without a network.
+      all_reduce: of uncompressed messages, "direct" or "ring".
+
+    Returns:
+      The pace, and what the region that sends most puts on the network.
     """
     is_compressed = method.build().compressor is not None
     found = simulate(
@@ -58,8 +63,8 @@ def predict(
         Workload(run.fragment_bytes, step_s),
         schedule(method, len(run.fragment_bytes)),
         stretch.last_step,
-        GATHER if is_compressed else REDUCE,
+        GATHER if is_compressed else REDUCE[all_reduce],
         order=range(network.topology.num_regions),  # gloo takes them as they come
         sharing=SHARING,
     )
-    return pace(found, stretch.first_step)
+    return pace(found, stretch.first_step), max(found.bytes_sent)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from experiments import compare_networks
 from experiments.lab import kernel
@@ -134,16 +135,21 @@ def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
 
 
 def test_simulated_blocking_sync_by_hand():
-    """A ring of 4: 6 rounds of 0.05 s and a quarter of 10 MB at 12.5 MB/s."""
+    """Two phases, a round trip and three quarters of 10 MB at 0.6 of 12.5 MB/s each."""
     method = MethodConfig(method="diloco", sync_interval=10)
     run = Measured(Pace(1.0, None, None), (0.25,) * 4, (10e6,), 0, 0)
-    found = predict.predict(
-        cases.network("100", 4), method, Stretch(10, 50), run, (0.25,) * 4
+    network, step_s = cases.network("100", 4), (0.25,) * 4
+    found, sent = predict.predict(
+        network, method, Stretch(10, 50), run, step_s, "direct"
     )
-    ring_s = 6 * (0.05 + 10e6 / 4 / 12.5e6)
-    assert found.sync_s == pytest.approx(ring_s)
-    assert found.stall_s == pytest.approx(10 * ring_s)
-    assert found.step_s == pytest.approx(0.25 + ring_s / 10)
+    sync_s = 2 * (0.1 + 7.5e6 / (0.6 * 12.5e6))
+    assert found.sync_s == pytest.approx(sync_s)
+    assert found.stall_s == pytest.approx(10 * sync_s)
+    assert found.step_s == pytest.approx(0.25 + sync_s / 10)
+    assert sent == 5 * 1.5 * 10e6
+    ring, _ = predict.predict(network, method, Stretch(10, 50), run, step_s, "ring")
+    alone = collective_cost(network.topology.at(), "gloo", 10e6)
+    assert ring.sync_s == pytest.approx(alone.seconds)
 
 
 def test_simulated_delay_hides_a_sync_that_is_shorter():
@@ -151,20 +157,23 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
         method="streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
     )
     run = Measured(Pace(1.0, None, None), (), (1e6,) * 4, 0, 0)
-    found = predict.predict(
-        cases.network("100", 4), method, Stretch(45, 205), run, (0.25,) * 4
+    found, _ = predict.predict(
+        cases.network("100", 4), method, Stretch(45, 205), run, (0.25,) * 4, "direct"
     )
     assert found.step_s == pytest.approx(0.25)
     assert found.stall_s == 0
-    assert found.sync_s == pytest.approx(6 * (0.05 + 0.25e6 / 12.5e6))
+    assert found.sync_s == pytest.approx(2 * (0.1 + 0.75e6 / (0.6 * 12.5e6)))
+
+
+ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
 
 
 def rows():
     run = Measured(Pace(0.5, 10.0, 1.5), (0.5,) * 2, (64.0,), 1000, 2_000_000)
     every = Measured(Pace(2.5, None, None), (2.5,) * 2, (64.0,), 1000, 2_000_000)
     return [
-        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 0.25),
-        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 0.25),
+        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 1.2e6, ALONE),
+        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 1e6, ALONE),
         report.failure("20", "diloco", LabRunError("exit code 1: no room")),
     ]
 
@@ -180,12 +189,12 @@ def test_rows_compare_measured_and_simulated():
 
 
 def test_the_tables_say_the_same():
-    alone = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 3_000_000)
-    text = report.markdown(rows(), alone, "python -m this")
-    assert text.startswith("Without a network: 0.250 s per step, and 3.00 MB relayed")
+    text = report.markdown(rows(), ALONE, "python -m this")
+    assert text.startswith("Without a network: 0.250 s per step, and 500 kB relayed")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {len(report.HEADS) + 1}
     assert "| 100 | diloco | 0.500 | 2.00 | 1.60 | 0.80 | 10.00 |" in text
+    assert "| 1.00 kB | 1.50 MB | 0.80 |" in text
     assert "Failed: 20, diloco: exit code 1: no room" in text
     assert text.endswith("    python -m this\n")
     assert report.table(rows()).row_count == 3

@@ -33,11 +33,13 @@ def test_two_processes(command, tmp_path):
     out, err = first.communicate(timeout=120)
     silent, second_err = second.communicate(timeout=120)
     assert (first.returncode, second.returncode) == (0, 0), err + second_err
-    assert "all_reduce" not in silent
+    assert "direct" not in silent
     rows = json.loads((tmp_path / probe_network.FILE).read_text())["rows"]
     assert [(row["collective"], row["num_bytes"]) for row in rows] == [
-        ("all_reduce", 400_000),
-        ("all_reduce", 20_000),
+        ("direct", 400_000),
+        ("direct", 20_000),
+        ("ring", 400_000),
+        ("ring", 20_000),
         ("all_gather", 400_000),
         ("all_gather", 20_000),
     ]
@@ -47,7 +49,7 @@ def test_two_processes(command, tmp_path):
         assert row["measured_s"] == max(medians) > 0
         # In packets of 65000 bytes.
         bytes_s = row["num_bytes"] / 125e6 / payload_share(65000)
-        if row["collective"] == "all_reduce":
+        if row["collective"] in ("direct", "ring"):
             assert row["predicted_s"] == pytest.approx(0.04 + bytes_s)
         else:
             assert row["at_once_s"] == pytest.approx(0.02 + bytes_s)
@@ -87,7 +89,7 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
     [
         ("--sizes_mb=1,x", "sizes_mb='1,x' must be positive numbers"),
         ("--sizes_mb=0", "sizes_mb='0' must be positive numbers"),
-        ("--collectives=ring", "collectives='ring' is unknown; use all_reduce"),
+        ("--collectives=tree", "collectives='tree' is unknown; use direct"),
         ("--bandwidth_mbit=0", "bandwidth_mbit=0 must be positive"),
         ("--links=nowhere.yaml", "links=nowhere.yaml: No such file"),
         ("--repeats=0", "flag --repeats=0"),
