@@ -19,6 +19,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime.places import (
+    as_own,
+    from_all_places,
+    mean_over_places,
+    over_places,
+)
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.every_step import StepExchange
 from cocodc_jax.transforms.compressor import Compressor
@@ -80,7 +86,7 @@ class Block:
 
 
 def mean_over_regions(tree: PyTree) -> PyTree:
-    """Mean over all regions of a tree of `[block, ...]` leaves, inside `shard_map`.
+    """Mean over all regions of a tree of `[block, ...]` leaves, inside `over_places`.
 
     Summed in at least float32: XLA's CPU backend aborts the process on a bfloat16
     all-reduce in a partly manual program.
@@ -88,7 +94,7 @@ def mean_over_regions(tree: PyTree) -> PyTree:
 
     def mean(x):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jax.lax.pmean(wide.mean(0), REGION).astype(x.dtype)
+        return mean_over_places(wide.mean(0)).astype(x.dtype)
 
     return jax.tree.map(mean, tree)
 
@@ -157,14 +163,10 @@ def _exchange(exchange, compressor, block: Block, grads, state: RegionState):
     message, sender = block.map(send)(grads, state.sender, state.key)
     sender = vary_like(sender, state.sender)
     if exchange.receive is None:
-        return jax.tree.map(_to_block(block.size), mean_over_regions(message)), sender
-    messages = jax.tree.map(
-        lambda x: jax.lax.all_gather(x, REGION, tiled=True), message
-    )
-    made = exchange.receive(messages, compressor)
-    return jax.tree.map(
-        lambda x: jnp.broadcast_to(x[None], (block.size, *x.shape)), made
-    ), sender
+        made = as_own(mean_over_regions(message))
+    else:
+        made = exchange.receive(from_all_places(message), compressor)
+    return for_all_regions(made, block.size), sender
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
@@ -204,20 +206,9 @@ def make_steps(
     def steps(state: RegionState, batches: PyTree, active: jax.Array | None):
         return jax.lax.scan(step, state, (batches, active))
 
-    return jax.shard_map(
+    return over_places(
         steps,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(REGION), P(None, REGION), P(None, REGION)),
         out_specs=(P(REGION), P(None, REGION)),
     )
-
-
-def _to_block(block: int) -> Callable[[jax.Array], jax.Array]:
-    """Gives a replicated value back to every region of the block, as its own."""
-
-    def spread(x):
-        x = jnp.broadcast_to(x[None], (block, *x.shape))
-        return jax.lax.pcast(x, REGION, to="varying")
-
-    return spread
