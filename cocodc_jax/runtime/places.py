@@ -7,9 +7,9 @@ With a single place there is nothing to cross, and no collective may be left whe
 inside of the region is divided: XLA, as JAX 0.10.2 has it, drops a manual axis of
 length 1 from the shardings, takes an all-reduce over it for one in an automatic program
 and refuses it ("hlo->sharding().IsManualSubgroup()"), and makes the operand of an
-all-gather or a permutation whole on every device first. So the functions here then
-hand on what they are given; it stays typed as the place's own, and `over_places` takes
-it out of the program as such.
+all-gather whole on every device first. So the functions here then hand on what they
+are given; it stays typed as the place's own, and `over_places` takes it out of the
+program as such.
 """
 
 from __future__ import annotations
