@@ -278,7 +278,7 @@ class TestProgram:
         outer = jax.device_get(program.outer_params(state))
         return state, (np.concatenate(losses), outer)
 
-    @pytest.mark.parametrize(("num_regions", "data"), [(2, 1), (1, 1), (1, 2)])
+    @pytest.mark.parametrize(("num_regions", "data"), [(2, 1), (1, 2)])
     def test_diloco_is_the_same_run(self, num_regions, data):
         mesh = make_mesh(num_regions, data, stage=2)
         specs = partition_specs(_draw(_CONFIG), stage="stage")
@@ -299,7 +299,7 @@ class TestProgram:
         for tree in (state.region.params, adam.mu, adam.nu):
             up = tree["blocks"]["mlp"]["up"]
             assert up.sharding == regional(mesh, P("stage", "data", "model"))
-            assert up.addressable_shards[0].data.shape == (1, 2, 16, 24)
+            assert up.addressable_shards[0].data.shape == (1, 2, 16 // data, 24)
             scale = tree["blocks"]["mlp_norm"]["scale"]
             assert scale.addressable_shards[0].data.shape == (1, 2, 16)
 
