@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime import transfer
 from cocodc_jax.runtime.inner import LossFn
 from cocodc_jax.runtime.mesh import DATA, REGION
+from cocodc_jax.runtime.places import mean_over_places, over_places
 
 PyTree = Any
 
@@ -50,12 +51,11 @@ def make_evaluate(
         losses = jax.lax.map(
             lambda batch: loss_fn(params, batch, jax.random.key(0))[0], batches
         )
-        return jax.lax.pmean(jnp.mean(losses.astype(jnp.float32)), REGION)
+        return mean_over_places(jnp.mean(losses.astype(jnp.float32)))
 
-    mapped = jax.shard_map(
+    mapped = over_places(
         evaluate,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(), P(REGION)),
         out_specs=P(),
     )

@@ -32,6 +32,12 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime import crossing
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime.places import (
+    from_all_places,
+    mean_over_places,
+    over_places,
+    sum_over_places,
+)
 from cocodc_jax.runtime.rings import make_ring_sum
 from cocodc_jax.sync.every_step import mean_of_decoded, weighted_sum_of_decoded
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -120,10 +126,9 @@ def make_send(
         return message, vary_like(new, state)
 
     is_summed = compressor is None and rings is None and combines
-    mapped = jax.shard_map(
+    mapped = over_places(
         of_regions,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(REGION), P(REGION) if is_anchored else P(), *(P(REGION),) * 3),
         out_specs=(P(REGION), P() if is_summed else P(REGION), P(REGION)),
     )
@@ -217,10 +222,9 @@ def make_regional_send(
         both = compressor.decode(mine), compressor.decode(theirs)
         return jax.tree.map(lambda x, y: (x + y) / 2, *both)
 
-    mapped = jax.shard_map(
+    mapped = over_places(
         of_regions,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(*(P(REGION),) * 4, P()),
         out_specs=P(REGION),
     )
@@ -256,12 +260,11 @@ def make_regional_step(mesh: Mesh, block: Block, outer: RegionalOuter) -> Callab
 
         axes = (0, 0, 0 if is_paired else None)
         params, state, norms = block.map(receive, axes)(outer_params, state, arrived)
-        return params, state, jnp.sqrt(jax.lax.pmean((norms**2).mean(), REGION))
+        return params, state, jnp.sqrt(mean_over_places((norms**2).mean()))
 
-    return jax.shard_map(
+    return over_places(
         step,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(REGION), P(REGION), P(REGION) if is_paired else P()),
         out_specs=(P(REGION), P(REGION), P()),
     )
@@ -276,7 +279,7 @@ def _sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:
 
 def _sum_of_all(tree: PyTree, weights: jax.Array) -> PyTree:
     """As `_sum_of_block`, over the regions of all places."""
-    return jax.lax.psum(_sum_of_block(tree, weights), REGION)
+    return sum_over_places(_sum_of_block(tree, weights))
 
 
 def _everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
@@ -285,7 +288,7 @@ def _everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
 
 
 def _from_partner(message, matching, partners, block: Block):
-    """Each region's partner's message, inside `shard_map`.
+    """Each region's partner's message, inside `over_places`.
 
     With a region at each place a matching is one permutation of messages, and a region
     hears from nobody but its partner. A device that holds several regions gathers
@@ -301,10 +304,7 @@ def _from_partner(message, matching, partners, block: Block):
         return jax.lax.switch(matching, branches, message)
     first = jax.lax.axis_index(REGION) * block.size
     mine = jax.lax.dynamic_slice_in_dim(partners[matching], first, block.size)
-    return jax.tree.map(
-        lambda x: jnp.take(jax.lax.all_gather(x, REGION, tiled=True), mine, axis=0),
-        message,
-    )
+    return jax.tree.map(lambda x: jnp.take(x, mine, axis=0), from_all_places(message))
 
 
 def _norm(tree: PyTree) -> jax.Array:

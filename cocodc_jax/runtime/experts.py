@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime import transfer
 from cocodc_jax.runtime.inner import Block
 from cocodc_jax.runtime.mesh import DATA, REGION
+from cocodc_jax.runtime.places import over_places, sum_over_places
 
 PyTree = Any
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
@@ -96,17 +97,16 @@ def make_score(
         log_probs = block.map(log_softmax, (0, None))(params, own[:, :-1])
         experts = jax.vmap(_of_targets, (0, None))(log_probs, own[:, 1:])
         # The mean of log-probabilities is that of logits but for a constant a token.
-        mean = jax.lax.psum(log_probs.sum(0), REGION) / num_regions
+        mean = sum_over_places(log_probs.sum(0)) / num_regions
         return experts, _of_targets(jax.nn.log_softmax(mean), tokens[:, 1:])
 
     def of_place(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         experts, mean = jax.lax.map(lambda batch: of_batch(params, batch), tokens)
         return jnp.moveaxis(experts, 1, 0), mean
 
-    mapped = jax.shard_map(
+    mapped = over_places(
         of_place,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(REGION), P()),
         out_specs=(P(REGION), P()),
     )

@@ -20,6 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime import crossing, parcel
 from cocodc_jax.runtime.mesh import REGION, wants_one_piece
+from cocodc_jax.runtime.places import (
+    as_own,
+    from_all_places,
+    mean_over_places,
+    over_places,
+)
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.every_step import StepExchange
 from cocodc_jax.transforms.compressor import Compressor
@@ -81,7 +87,7 @@ class Block:
 
 
 def mean_over_regions(tree: PyTree, in_one_piece: bool = False) -> PyTree:
-    """Mean over all regions of a tree of `[block, ...]` leaves, inside `shard_map`.
+    """Mean over all regions of a tree of `[block, ...]` leaves, inside `over_places`.
 
     Summed in at least float32: XLA's CPU backend aborts the process on a bfloat16
     all-reduce in a partly manual program.
@@ -90,7 +96,7 @@ def mean_over_regions(tree: PyTree, in_one_piece: bool = False) -> PyTree:
       tree: of a block of regions.
       in_one_piece: whether leaves cross as one, see `mesh.wants_one_piece`.
     """
-    return _reduced(tree, lambda x: jax.lax.pmean(x, REGION), in_one_piece)
+    return _reduced(tree, mean_over_places, in_one_piece)
 
 
 def _reduced(tree: PyTree, mean: Callable, in_one_piece: bool) -> PyTree:
@@ -186,35 +192,29 @@ def _exchange(
     message, sender = block.map(send)(grads, state.sender, state.key)
     sender = vary_like(sender, state.sender)
     if exchange.receive is None:
-        return _mean_for_all(message, block, all_reduce), sender
-    made = exchange.receive(_of_all(message, all_reduce is not None), compressor)
-    return jax.tree.map(
-        lambda x: jnp.broadcast_to(x[None], (block.size, *x.shape)), made
-    ), sender
+        made = _mean_for_all(message, all_reduce)
+    else:
+        messages = _of_all(message, all_reduce is not None)
+        made = exchange.receive(messages, compressor)
+    return for_all_regions(made, block.size), sender
 
 
-def _mean_for_all(message: PyTree, block: Block, all_reduce: str | None) -> PyTree:
-    """The mean of all regions' messages, for each region of the block."""
+def _mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
+    """The mean of all regions' messages, at each place its own."""
     if all_reduce != "direct":
-        mean = mean_over_regions(message, all_reduce is not None)
-        return jax.tree.map(_to_block(block.size), mean)
+        return as_own(mean_over_regions(message, all_reduce is not None))
     num = jax.lax.axis_size(REGION)
-    mean = _reduced(
+    return _reduced(
         message, lambda x: crossing.direct_sum(x, REGION, num) / num, in_one_piece=True
     )
-    return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), mean, message)
 
 
 def _of_all(message: PyTree, in_one_piece: bool) -> PyTree:
     """All regions' messages, `[R, ...]`."""
-
-    def gather(x):
-        return jax.lax.all_gather(x, REGION, tiled=True)
-
     if not in_one_piece:
-        return jax.tree.map(gather, message)
+        return from_all_places(message)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
-    return parcel.unpack(gather(parcel.pack(message)), shapes)
+    return parcel.unpack(from_all_places(parcel.pack(message)), shapes)
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
@@ -258,20 +258,9 @@ def make_steps(
     def steps(state: RegionState, batches: PyTree, active: jax.Array | None):
         return jax.lax.scan(step, state, (batches, active))
 
-    return jax.shard_map(
+    return over_places(
         steps,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(REGION), P(None, REGION), P(None, REGION)),
         out_specs=(P(REGION), P(None, REGION)),
     )
-
-
-def _to_block(block: int) -> Callable[[jax.Array], jax.Array]:
-    """Gives a replicated value back to every region of the block, as its own."""
-
-    def spread(x):
-        x = jnp.broadcast_to(x[None], (block, *x.shape))
-        return jax.lax.pcast(x, REGION, to="varying")
-
-    return spread

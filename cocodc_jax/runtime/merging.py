@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.inner import Block, where_active
 from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime.places import over_places, sum_over_places
 from cocodc_jax.runtime.sources import Sources, needs_batch
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -109,10 +110,9 @@ def make_merge(
         return fragments.put(params, fragment, merged, lead=1), metrics
 
     of_outer = P(REGION) if is_regional else P()
-    return jax.shard_map(
+    return over_places(
         merge,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(*(P(REGION),) * 3, of_outer, P(REGION), P(), P(REGION), P()),
         out_specs=(P(REGION), P(REGION)),
     )
@@ -133,12 +133,11 @@ def make_drift(mesh: Mesh, fragments: Fragments) -> Callable:
                 lambda o, x: jnp.abs(o[None] - x.astype(o.dtype)).sum(), part, local
             )
             sums.append(sum(jax.tree.leaves(gaps)) / fragments.num_params[k])
-        return jax.lax.psum(jnp.stack(sums), REGION)
+        return sum_over_places(jnp.stack(sums))
 
-    return jax.shard_map(
+    return over_places(
         drift,
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=(P(REGION), P()),
         out_specs=P(),
     )

@@ -23,6 +23,7 @@ from cocodc_jax.runtime import inner, merging, transfer
 from cocodc_jax.runtime.crossing import ALL_REDUCES
 from cocodc_jax.runtime.layout import Layout, place
 from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional, wants_one_piece
+from cocodc_jax.runtime.places import over_places
 from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
 from cocodc_jax.runtime.syncs import Sync, SyncPrograms, Times
@@ -156,12 +157,11 @@ class RegionProgram:
             steps, donate_argnums=0, out_shardings=(self._where(shapes), of_steps)
         )
         self._mean = jax.jit(
-            jax.shard_map(
+            over_places(
                 functools.partial(
                     inner.mean_over_regions, in_one_piece=wants_one_piece(self.mesh)
                 ),
-                mesh=self.mesh,
-                axis_names={REGION},
+                self.mesh,
                 in_specs=P(REGION),
                 out_specs=P(),
             )

@@ -209,3 +209,19 @@ def test_a_diverging_run_names_step_region_and_checkpoint(run, corpus, tmp_path)
     assert re.match(r"error: (loss is|a parameter is not finite).* at step \d", line)
     assert "in region" in line
     assert re.search(r"last good checkpoint: step [12]\b", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inside", [["--data_axis=2", "--model_axis=2"], ["--stages=2", "--data_axis=2"]]
+)
+def test_one_region_on_several_devices(run, corpus, tmp_path, inside):
+    found = []
+    for name, flags in [("one", []), ("several", inside)]:
+        method = ["--preset=smoke", "--method=snoo", "--regions=1", "--scan_layers"]
+        workdir = tmp_path / name
+        code, _, err = run(MODULE, *method, *flags, *corpus, f"--workdir={workdir}")
+        assert code == 0, err
+        found.append([(r["step"], r.get("loss")) for r in records(workdir)])
+    # Float32 sums over shards, after 48 steps.
+    np.testing.assert_allclose(*(np.array(r, float) for r in found), rtol=1e-3)

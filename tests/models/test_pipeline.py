@@ -256,21 +256,21 @@ class TestRegions:
 
 
 class TestProgram:
-    """Through the runtime: two regions of two stages, against no stages."""
+    """Through the runtime: one region or two, of two stages, against no stages."""
 
     @staticmethod
-    def result(mesh, loss_fn, specs):
+    def result(num_regions, mesh, loss_fn, specs):
         program = RegionProgram(
             loss_fn,
             optax.adam(1e-2),
             methods.get("diloco", sync_interval=2),
             _draw(_CONFIG),
-            _REGIONS,
+            num_regions,
             mesh=mesh,
             param_specs=specs,
         )
         state = start = program.init(_draw(_CONFIG), _KEY)
-        stream = (_tokens(_REGIONS)[:, ::step] for step in (1, -1, 1, -1))
+        stream = (_tokens(num_regions)[:, ::step] for step in (1, -1, 1, -1))
         losses = []
         for after, output in run(program, start, stream, 4):
             state = after
@@ -278,13 +278,14 @@ class TestProgram:
         outer = jax.device_get(program.outer_params(state))
         return state, (np.concatenate(losses), outer)
 
-    def test_diloco_is_the_same_run(self):
-        mesh = make_mesh(_REGIONS, stage=2)
+    @pytest.mark.parametrize(("num_regions", "data"), [(2, 1), (1, 2)])
+    def test_diloco_is_the_same_run(self, num_regions, data):
+        mesh = make_mesh(num_regions, data, stage=2)
         specs = partition_specs(_draw(_CONFIG), stage="stage")
         pipelined = make_pipelined_loss_fn(_CONFIG, 2, 4)
-        state, actual = self.result(mesh, pipelined, specs)
+        state, actual = self.result(num_regions, mesh, pipelined, specs)
         plain_state, expected = self.result(
-            make_mesh(_REGIONS), make_loss_fn(_CONFIG), None
+            num_regions, make_mesh(num_regions), make_loss_fn(_CONFIG), None
         )
         # Adam divides by the root of what may be small.
         _assert_close(actual, expected, rtol=2e-4, atol=2e-5)
@@ -298,7 +299,7 @@ class TestProgram:
         for tree in (state.region.params, adam.mu, adam.nu):
             up = tree["blocks"]["mlp"]["up"]
             assert up.sharding == regional(mesh, P("stage", "data", "model"))
-            assert up.addressable_shards[0].data.shape == (1, 2, 16, 24)
+            assert up.addressable_shards[0].data.shape == (1, 2, 16 // data, 24)
             scale = tree["blocks"]["mlp_norm"]["scale"]
             assert scale.addressable_shards[0].data.shape == (1, 2, 16)
 

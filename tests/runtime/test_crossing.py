@@ -76,7 +76,7 @@ def test_packed_means_are_the_means(kind):
         "b": jnp.asarray(RNG.normal(size=(8, 5)), jnp.bfloat16),
     }
     mapped = jax.shard_map(
-        lambda x: inner._mean_for_all(x, block, kind),
+        lambda x: inner.for_all_regions(inner._mean_for_all(x, kind), block.size),
         mesh=mesh,
         axis_names={REGION},
         in_specs=P(REGION),

@@ -17,7 +17,7 @@ def make_batches(tiny, num_batches):
 
 
 @pytest.mark.parametrize(
-    ("length", "data", "model"), [(4, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 2)]
+    ("length", "data", "model"), [(4, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 2), (1, 2, 2)]
 )
 def test_it_is_the_mean_of_the_batches_losses(tiny, length, data, model):
     mesh = make_mesh(4, data, model, jax.devices()[: length * data * model])

@@ -73,7 +73,7 @@ def random_weights(seed, *shape):
     return drawn / drawn.sum(0)
 
 
-@pytest.mark.parametrize(("length", "data"), [(4, 1), (2, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("length", "data"), [(4, 1), (2, 1), (1, 1), (2, 2), (1, 2)])
 def test_scores_are_of_each_expert_where_it_lives(length, data):
     params, tokens = make_params(1), make_tokens()
     scores = scores_of(params, tokens, length, data)

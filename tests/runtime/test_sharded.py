@@ -67,7 +67,7 @@ def assert_close(one, other):
     )
 
 
-@pytest.mark.parametrize(("length", "data", "model"), [(2, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize(("length", "data", "model"), [(2, 1, 1), (2, 2, 2), (1, 2, 2)])
 @pytest.mark.parametrize("method_name", FOUR_METHODS)
 def test_devices_and_axes_do_not_change_the_run(tiny, method_name, length, data, model):
     program = tiny.sharded_program(method_name, length, data, model)
