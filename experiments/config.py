@@ -41,6 +41,8 @@ class RunConfig:
       model_axis: devices along each region's model axis (tensor parallelism).
       exchange: program averages messages in a program of the inner mesh, outer on the
         outer mesh beside the inner steps; auto is outer with several processes.
+      outer_lanes: outer meshes side by side, so many fragments can be on their way at
+        once, each on connections of its own; at most num_fragments.
       stages: devices along each region's stage axis (a pipeline's stages).
       microbatches: parts that a pipeline cuts each region's batch into.
       random_routing: whether a pipeline hands activations on to the next stage of a
@@ -63,6 +65,7 @@ class RunConfig:
     data_axis: int = 1
     model_axis: int = 1
     exchange: str = "auto"
+    outer_lanes: int = 1
     stages: int = 1
     microbatches: int = 1
     random_routing: bool = False
@@ -84,6 +87,7 @@ class RunConfig:
             "regions",
             "data_axis",
             "model_axis",
+            "outer_lanes",
             "stages",
             "microbatches",
             "eval_batches",

@@ -77,6 +77,7 @@ class RegionProgram:
         param_specs: PyTree | None = None,
         regions: Regions | None = None,
         exchange: str = "auto",
+        outer_lanes: int = 1,
     ):
         """Prepares the programs; nothing is compiled before the first call.
 
@@ -102,11 +103,13 @@ class RegionProgram:
           exchange: "program" averages messages in a program of the inner mesh, "outer"
             on the outer mesh, beside the inner steps; "auto" is the latter where
             there are several processes and the method allows it.
+          outer_lanes: outer meshes side by side; fragment k crosses on number
+            k mod outer_lanes, so that as many can be on their way at once.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
-            cut into the method's fragments, the merge needs what is not given, or the
-            method cannot be had with these regions.
+            cut into the method's fragments, the merge needs what is not given, the
+            method cannot be had with these regions, or not with so many lanes.
         """
         self.mesh = make_mesh(num_regions) if mesh is None else mesh
         if num_regions % self.mesh.shape[REGION]:
@@ -117,6 +120,7 @@ class RegionProgram:
         self.num_regions = num_regions
         self.regions = Regions.alike(num_regions) if regions is None else regions
         self.method = method = method.for_regions(self.regions, num_regions)
+        method.check_lanes(outer_lanes, exchange, jax.process_count())
         self.fragments = fragments or cut(
             params, method.num_fragments, method.fragment_strategy
         )
@@ -128,7 +132,7 @@ class RegionProgram:
         self._optimizer = optimizer
         shapes = jax.eval_shape(lambda x: x, params)
         self.layout = Layout.of(
-            self.mesh, self.fragments, optimizer, shapes, param_specs
+            self.mesh, self.fragments, optimizer, shapes, param_specs, outer_lanes
         )
         self._abstract_params = shapes
         # Every program is wrapped in one jit that lives as long as this object.
@@ -329,7 +333,10 @@ class RegionProgram:
             for k, part in enumerate(state.outer.params):
                 whole = self.fragments.put(whole, k, part, lead=1)
             return self._mean(whole)
-        return transfer.move(self._join(state.outer.params), self.layout.params)
+        parts, lanes = state.outer.params, self.layout.lanes
+        if len(lanes) > 1:  # One program joins them, so on one device.
+            parts = transfer.move(parts, lanes[0].host)
+        return transfer.move(self._join(parts), self.layout.params)
 
     def outer_bytes(self, state: TrainState) -> int:
         """Bytes of everything a method keeps besides the regions' own training.
