@@ -144,7 +144,9 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
         (2, [*STREAMING, "--compress=int8"]),
         (2, [*STREAMING, "--compress=int8", "--exchange=program"]),
         # Each fragment is sent again as soon as it arrives: two are on their way.
-        (2, [*STREAMING, "--delay_steps=8", "--outer_lanes=2"]),
+        pytest.param(
+            *(2, [*STREAMING, "--delay_steps=8", "--outer_lanes=2"]), id="2-lanes"
+        ),
         (4, [*BARE, "--method=noloco"]),
         (2, [*BARE, "--method=demo"]),
         (2, [*BARE, "--method=data_parallel"]),
