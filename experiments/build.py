@@ -94,9 +94,10 @@ def program_key(config: TrainConfig) -> tuple:
     """What two runs of one model have in common if one program serves both."""
     run = config.run
     regions = run.unequal(config.data.batch_per_region)
-    others = (run.microbatches, run.random_routing, run.exchange, run.step_seconds)
-    lanes = run.outer_lanes
-    return (config.method, config.optimizer, run.steps, regions, others, lanes)
+    pipeline = (run.microbatches, run.random_routing)
+    exchange = (run.exchange, run.all_reduce, run.outer_lanes)
+    others = (regions, pipeline, exchange, run.step_seconds)
+    return (config.method, config.optimizer, run.steps, *others)
 
 
 def build_program(
@@ -127,6 +128,7 @@ def build_program(
         ),
         regions=config.run.unequal(config.data.batch_per_region),
         exchange=config.run.exchange,
+        all_reduce=config.run.all_reduce,
         outer_lanes=config.run.outer_lanes,
     )
 

@@ -1,4 +1,8 @@
-"""How messages cross the outer mesh: a region's in one piece, by one collective.
+"""How messages cross between regions: each region's in one piece, by one collective.
+
+On the outer mesh, for syncs; and on the inner one for what is exchanged at every step,
+where that is not better left to the compiler (`mesh.wants_one_piece`).
+
 
 Uncompressed pseudo-gradients are summed where they are and all-reduced; compressed
 messages are gathered as they are, and each process decodes them. Where a region is
@@ -19,7 +23,7 @@ where the others add zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +36,8 @@ from cocodc_jax.sync.every_step import weighted_sum_of_decoded
 from cocodc_jax.transforms.compressor import Compressor
 
 PyTree = Any
+
+ALL_REDUCES = ("direct", "ring")
 
 
 def make_piece(
@@ -56,7 +62,7 @@ def make_combine(
     everywhere: Sharding,
     shapes: PyTree,
     num_times: int = 0,
-    all_reduce: str = "ring",
+    all_reduce: str = "direct",
 ) -> Callable:
     """Makes the program that crosses the outer mesh.
 
@@ -88,7 +94,7 @@ def make_combine(
             return weighted_sum_of_decoded(messages, weights, compressor), times
         weights = weights.astype(rows.dtype)
         if all_reduce == "direct" and isinstance(everywhere, NamedSharding):
-            total = _direct_sum(everywhere.mesh, rows, weights)
+            total = _sum_of_rows(cast(Mesh, everywhere.mesh), rows, weights)
         else:
             total = jnp.tensordot(weights, rows, axes=1)
         mean, times = parcel.unpack(whole(total), sent)
@@ -101,16 +107,12 @@ def make_combine(
     return combine
 
 
-def _direct_sum(mesh: Mesh, rows: jax.Array, weights: jax.Array) -> jax.Array:
+def _sum_of_rows(mesh: Mesh, rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Weighted sum of `rows` `[R, n]` over all places, `[n]`, columns over members."""
-    num = mesh.shape[PROCESS]
 
     def of_place(rows, weights):
         own = jnp.tensordot(weights, rows, axes=1)
-        parts = jnp.pad(own, (0, -len(own) % num)).reshape(num, -1)
-        summed = jax.lax.all_to_all(parts, PROCESS, 0, 0).sum(0)
-        copies = jnp.broadcast_to(summed, (num, *summed.shape))
-        return jax.lax.all_to_all(copies, PROCESS, 0, 0).reshape(-1)[: len(own)]
+        return direct_sum(own, PROCESS, mesh.shape[PROCESS])
 
     # What every place has is not seen to be the same: all places make it alike.
     return jax.shard_map(
@@ -120,6 +122,14 @@ def _direct_sum(mesh: Mesh, rows: jax.Array, weights: jax.Array) -> jax.Array:
         out_specs=P(MEMBER),
         check_vma=False,
     )(rows, weights)
+
+
+def direct_sum(x: jax.Array, axis_name: str, num: int) -> jax.Array:
+    """The sum of `x` `[n]` over the `num` places of an axis, inside `shard_map`."""
+    parts = jnp.pad(x, (0, -len(x) % num)).reshape(num, -1)
+    summed = jax.lax.all_to_all(parts, axis_name, 0, 0).sum(0)
+    copies = jnp.broadcast_to(summed, (num, *summed.shape))
+    return jax.lax.all_to_all(copies, axis_name, 0, 0).reshape(-1)[: len(x)]
 
 
 def times_bytes(compressor: Compressor | None, num_times: int) -> int:

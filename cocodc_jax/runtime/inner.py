@@ -18,7 +18,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.mesh import REGION
+from cocodc_jax.runtime import crossing, parcel
+from cocodc_jax.runtime.mesh import REGION, wants_one_piece
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.every_step import StepExchange
 from cocodc_jax.transforms.compressor import Compressor
@@ -79,18 +80,34 @@ class Block:
         return mapped
 
 
-def mean_over_regions(tree: PyTree) -> PyTree:
+def mean_over_regions(tree: PyTree, in_one_piece: bool = False) -> PyTree:
     """Mean over all regions of a tree of `[block, ...]` leaves, inside `shard_map`.
 
     Summed in at least float32: XLA's CPU backend aborts the process on a bfloat16
     all-reduce in a partly manual program.
+
+    Args:
+      tree: of a block of regions.
+      in_one_piece: whether leaves cross as one, see `mesh.wants_one_piece`.
     """
+    return _reduced(tree, lambda x: jax.lax.pmean(x, REGION), in_one_piece)
 
-    def mean(x):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jax.lax.pmean(wide.mean(0), REGION).astype(x.dtype)
 
-    return jax.tree.map(mean, tree)
+def _reduced(tree: PyTree, mean: Callable, in_one_piece: bool) -> PyTree:
+    """`mean` of the blocks' means, in the dtypes of `tree`."""
+
+    def of_block(x, *others):
+        return x.astype(jnp.result_type(jnp.float32, x, *others)).mean(0)
+
+    if in_one_piece:
+        leaves = jax.tree.leaves(tree)
+        means = jax.tree.map(lambda x: of_block(x, *leaves), tree)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), means)
+        piece = parcel.pack(jax.tree.map(lambda x: x[None], means))
+        means = parcel.unpack(mean(piece[0]), shapes)
+    else:
+        means = jax.tree.map(lambda x: mean(of_block(x)), tree)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), means, tree)
 
 
 def are_finite(tree: PyTree) -> jax.Array:
@@ -107,6 +124,7 @@ def make_step(
     block: Block,
     exchange: StepExchange | None = None,
     compressor: Compressor | None = None,
+    all_reduce: str | None = None,
 ) -> Callable:
     """One inner step of a block of regions, a `lax.scan` body.
 
@@ -116,6 +134,8 @@ def make_step(
       block: the regions a device holds.
       exchange: what regions exchange at every step, if anything.
       compressor: for `exchange`.
+      all_reduce: one of `crossing.ALL_REDUCES` where messages cross in one piece; None
+        leaves everything to the compiler.
 
     Returns:
       `step(state, (batch, active)) -> (state, (loss, aux))`, every leaf `[block, ...]`;
@@ -136,7 +156,9 @@ def make_step(
         out, grads, key = block.map(gradient)(state.params, batch, state.key)
         sender = state.sender
         if exchange is not None:
-            grads, sender = _exchange(exchange, compressor, block, grads, state)
+            grads, sender = _exchange(
+                exchange, compressor, block, grads, state, all_reduce
+            )
         params, opt_state = block.map(update)(grads, state.opt_state, state.params)
         # Adafactor puts constants into its state: they too are a region's own.
         opt_state = vary_like(opt_state, state.opt_state)
@@ -146,7 +168,14 @@ def make_step(
     return step
 
 
-def _exchange(exchange, compressor, block: Block, grads, state: RegionState):
+def _exchange(
+    exchange: StepExchange,
+    compressor: Compressor | None,
+    block: Block,
+    grads: PyTree,
+    state: RegionState,
+    all_reduce: str | None,
+):
     """Sends every region's gradient; gives each what it makes of all messages."""
 
     def send(grads, sender, key_data):
@@ -157,14 +186,35 @@ def _exchange(exchange, compressor, block: Block, grads, state: RegionState):
     message, sender = block.map(send)(grads, state.sender, state.key)
     sender = vary_like(sender, state.sender)
     if exchange.receive is None:
-        return jax.tree.map(_to_block(block.size), mean_over_regions(message)), sender
-    messages = jax.tree.map(
-        lambda x: jax.lax.all_gather(x, REGION, tiled=True), message
-    )
-    made = exchange.receive(messages, compressor)
+        return _mean_for_all(message, block, all_reduce), sender
+    made = exchange.receive(_of_all(message, all_reduce is not None), compressor)
     return jax.tree.map(
         lambda x: jnp.broadcast_to(x[None], (block.size, *x.shape)), made
     ), sender
+
+
+def _mean_for_all(message: PyTree, block: Block, all_reduce: str | None) -> PyTree:
+    """The mean of all regions' messages, for each region of the block."""
+    if all_reduce != "direct":
+        mean = mean_over_regions(message, all_reduce is not None)
+        return jax.tree.map(_to_block(block.size), mean)
+    num = jax.lax.axis_size(REGION)
+    mean = _reduced(
+        message, lambda x: crossing.direct_sum(x, REGION, num) / num, in_one_piece=True
+    )
+    return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), mean, message)
+
+
+def _of_all(message: PyTree, in_one_piece: bool) -> PyTree:
+    """All regions' messages, `[R, ...]`."""
+
+    def gather(x):
+        return jax.lax.all_gather(x, REGION, tiled=True)
+
+    if not in_one_piece:
+        return jax.tree.map(gather, message)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
+    return parcel.unpack(gather(parcel.pack(message)), shapes)
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
@@ -190,8 +240,11 @@ def make_steps(
     num_regions: int,
     exchange: StepExchange | None = None,
     compressor: Compressor | None = None,
+    all_reduce: str = "direct",
 ) -> Callable:
     """T inner steps of all regions, as one program over the mesh (not yet jitted).
+
+    Args: as of `make_step`; `all_reduce` is used where messages cross in one piece.
 
     Returns:
       `steps(state, batches, active) -> (state, (losses, aux))` with batches
@@ -199,7 +252,8 @@ def make_steps(
       dict of the same shape.
     """
     block = Block.of(mesh, num_regions)
-    step = make_step(loss_fn, optimizer, block, exchange, compressor)
+    kind = all_reduce if wants_one_piece(mesh) else None
+    step = make_step(loss_fn, optimizer, block, exchange, compressor, kind)
 
     def steps(state: RegionState, batches: PyTree, active: jax.Array | None):
         return jax.lax.scan(step, state, (batches, active))

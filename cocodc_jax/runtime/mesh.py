@@ -203,6 +203,18 @@ def _processes(devices: np.ndarray) -> list[int]:
     return list(dict.fromkeys(d.process_index for d in devices.flat))
 
 
+def wants_one_piece(mesh: Mesh) -> bool:
+    """Whether what crosses regions should be packed into one array before.
+
+    Between processes of CPU devices gloo takes one array after another, and each waits
+    for the network's delay. Elsewhere the compiler does better by itself, and where a
+    region's arrays lie in parts over its devices, packing would move them.
+    """
+    platform = mesh.devices.flat[0].platform
+    is_whole = mesh.size == mesh.shape[REGION]
+    return jax.process_count() > 1 and platform == "cpu" and is_whole
+
+
 def regional(mesh: Mesh, inside: Iterable[Any] = ()) -> NamedSharding:
     """Sharding of an array `[R, ...]`: regions over the mesh, the rest as `inside`."""
     return NamedSharding(mesh, PartitionSpec(REGION, *inside))

@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime import inner, merging, transfer
+from cocodc_jax.runtime.crossing import ALL_REDUCES
 from cocodc_jax.runtime.layout import Layout, place
-from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional
+from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional, wants_one_piece
 from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
 from cocodc_jax.runtime.syncs import Sync, SyncPrograms, Times
@@ -77,6 +78,7 @@ class RegionProgram:
         param_specs: PyTree | None = None,
         regions: Regions | None = None,
         exchange: str = "auto",
+        all_reduce: str = "direct",
         outer_lanes: int = 1,
     ):
         """Prepares the programs; nothing is compiled before the first call.
@@ -103,6 +105,8 @@ class RegionProgram:
           exchange: "program" averages messages in a program of the inner mesh, "outer"
             on the outer mesh, beside the inner steps; "auto" is the latter where
             there are several processes and the method allows it.
+          all_reduce: how processes sum what is not compressed, where this package
+            chooses: "direct" or "ring", see `crossing.py`.
           outer_lanes: outer meshes side by side; fragment k crosses on number
             k mod outer_lanes, so that as many can be on their way at once.
 
@@ -129,6 +133,10 @@ class RegionProgram:
                 f"fragments has {len(self.fragments)} entries, but method="
                 f"{method.name!r} was made for num_fragments={method.num_fragments}"
             )
+        if all_reduce not in ALL_REDUCES:
+            raise ValueError(
+                f"all_reduce={all_reduce!r} is unknown; use one of {ALL_REDUCES}"
+            )
         self._optimizer = optimizer
         shapes = jax.eval_shape(lambda x: x, params)
         self.layout = Layout.of(
@@ -144,6 +152,7 @@ class RegionProgram:
             num_regions,
             method.step_exchange,
             method.compressor,
+            all_reduce,
         )
         # Losses are whole inside each region: every process reads those of its own.
         of_steps = NamedSharding(self.mesh, P(None, REGION))
@@ -152,7 +161,9 @@ class RegionProgram:
         )
         self._mean = jax.jit(
             jax.shard_map(
-                inner.mean_over_regions,
+                functools.partial(
+                    inner.mean_over_regions, in_one_piece=wants_one_piece(self.mesh)
+                ),
                 mesh=self.mesh,
                 axis_names={REGION},
                 in_specs=P(REGION),
@@ -173,6 +184,7 @@ class RegionProgram:
             shapes,
             Sources(loss_fn, learning_rate, second_moment, outputs),
             method.crosses_outside(exchange, jax.process_count()),
+            all_reduce,
         )
 
     @functools.cached_property

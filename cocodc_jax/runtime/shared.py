@@ -44,6 +44,7 @@ class SharedOuter:
         block: Block,
         params: PyTree,
         crosses_outside: bool = False,
+        all_reduce: str = "direct",
     ):
         """Wraps every program in one jit.
 
@@ -55,6 +56,7 @@ class SharedOuter:
           params: shapes of one region's parameters.
           crosses_outside: whether messages cross on the outer mesh, while the inner
             mesh goes on, and not in a program of the inner mesh.
+          all_reduce: how they are summed then, see `crossing.py`.
         """
         assert isinstance(method.outer_optimizer, optax.GradientTransformation)
         self._method, self._fragments, self._layout = method, fragments, layout
@@ -62,6 +64,7 @@ class SharedOuter:
         self._optimizer = method.outer_optimizer
         self._is_divided = method.outer_placement == "divided"
         self._crosses_outside = crosses_outside
+        self._all_reduce = all_reduce
         self.steps_on_mesh = self._is_divided
         self._num_regions = block.size * layout.mesh.shape["region"]
         assert method.schedule is not None
@@ -119,6 +122,7 @@ class SharedOuter:
                 lane.host,
                 self._message_shapes(part, rank),
                 self._num_times,
+                self._all_reduce,
             ),
             out_shardings=lane.host,
         )

@@ -82,6 +82,7 @@ class SyncPrograms:
         params: PyTree,
         sources: Sources,
         crosses_outside: bool = False,
+        all_reduce: str = "direct",
     ):
         """Wraps every program in one jit; see `RegionProgram` for the arguments.
 
@@ -104,7 +105,7 @@ class SyncPrograms:
         self.outer = (
             RegionalOuters(*parts)
             if is_regional
-            else SharedOuter(*parts, crosses_outside)
+            else SharedOuter(*parts, crosses_outside, all_reduce)
         )
         each = range(len(fragments))
         self._abstract_params = params

@@ -97,7 +97,8 @@ def combine(mesh, compressor, deltas):
     rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
     weights = jax.device_put(WEIGHTS, everywhere)
     program = jax.jit(
-        crossing.make_combine(compressor, everywhere, shapes), out_shardings=everywhere
+        crossing.make_combine(compressor, everywhere, shapes, all_reduce="ring"),
+        out_shardings=everywhere,
     )
     compiled = program.lower(rows, weights).compile()
     mean, _ = compiled(rows, weights)

@@ -1,0 +1,113 @@
+"""Sums over places, direct and by the backend's ring; packed means."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime import crossing, inner
+from cocodc_jax.runtime.mesh import MEMBER, PROCESS, REGION, make_mesh
+
+RNG = np.random.default_rng(3)
+
+
+def outer_mesh(places, members=1):
+    devices = np.array(jax.devices()[: places * members]).reshape(places, members)
+    return Mesh(devices, (PROCESS, MEMBER), axis_types=(AxisType.Auto,) * 2)
+
+
+@functools.cache
+def direct(num):
+    mesh = Mesh(jax.devices()[:num], ("i",), axis_types=(AxisType.Auto,))
+    return jax.jit(
+        jax.shard_map(
+            lambda x: crossing.direct_sum(x[0], "i", num)[None],
+            mesh=mesh,
+            in_specs=P("i"),
+            out_specs=P("i"),
+        )
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 9))
+def test_every_place_has_the_same_sum_to_the_last_bit(num, size):
+    x = RNG.normal(size=(num, size)).astype(np.float32)
+    sums = np.asarray(direct(num)(x))
+    np.testing.assert_allclose(sums[0], x.sum(0), rtol=1e-5, atol=1e-6)
+    assert (sums == sums[0]).all()
+
+
+@pytest.mark.parametrize(("places", "members"), [(4, 1), (3, 2)])
+def test_direct_and_ring_are_one_sum(places, members):
+    mesh = outer_mesh(places, members)
+    everywhere = NamedSharding(mesh, P())
+    part = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(4)}
+    rows = RNG.normal(size=(places, 10)).astype(np.float32)
+    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
+    weights = jax.device_put(RNG.uniform(size=places).astype("f4"), everywhere)
+    means, found = {}, {}
+    for kind in crossing.ALL_REDUCES:
+        combine = crossing.make_combine(None, everywhere, part, all_reduce=kind)
+        program = jax.jit(combine, out_shardings=everywhere)
+        found[kind] = program.lower(rows, weights).compile().as_text()
+        means[kind] = program(rows, weights)[0]
+    for name, x in means["ring"].items():
+        np.testing.assert_allclose(means["direct"][name], x, rtol=1e-5, atol=1e-6)
+    assert "all-reduce(" in found["ring"]
+    assert "all-to-all(" not in found["ring"]
+    assert "all-to-all(" in found["direct"]
+    assert "all-reduce(" not in found["direct"]
+
+
+@pytest.mark.parametrize("kind", ["direct", "ring", None])
+def test_packed_means_are_the_means(kind):
+    """Two regions a place, dtypes mixed: what one device's mean says."""
+    mesh = make_mesh(8, devices=jax.devices()[:4])
+    block = inner.Block.of(mesh, 8)
+    tree = {
+        "w": RNG.normal(size=(8, 3, 2)).astype(np.float32),
+        "b": jnp.asarray(RNG.normal(size=(8, 5)), jnp.bfloat16),
+    }
+    mapped = jax.shard_map(
+        lambda x: inner._mean_for_all(x, block, kind),
+        mesh=mesh,
+        axis_names={REGION},
+        in_specs=P(REGION),
+        out_specs=P(REGION),
+    )
+    out = jax.jit(mapped)(tree)
+    for name, x in tree.items():
+        assert out[name].dtype == x.dtype
+        expected = np.asarray(x, np.float64).mean(0)
+        tolerance = 1e-6 if name == "w" else 1e-2
+        np.testing.assert_allclose(
+            np.asarray(out[name], np.float64),
+            np.broadcast_to(expected, x.shape),
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+
+def test_packed_messages_of_all_are_the_messages():
+    mesh = make_mesh(4, devices=jax.devices()[:4])
+    tree = {"q": np.arange(12, dtype=np.int8).reshape(4, 3), "s": np.ones((4, 2), "f4")}
+    for in_one_piece in (False, True):
+        mapped = jax.shard_map(
+            lambda x, p=in_one_piece: inner._of_all(x, p),
+            mesh=mesh,
+            axis_names={REGION},
+            in_specs=P(REGION),
+            out_specs=P(REGION),
+        )
+        out = jax.jit(mapped)(tree)
+        for name, x in tree.items():
+            np.testing.assert_array_equal(
+                out[name], np.tile(x, (4, *[1] * (x.ndim - 1)))
+            )
