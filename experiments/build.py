@@ -21,7 +21,7 @@ from experiments.processes import check_shares
 
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
-    """The devices regions may use; on a CPU, virtual ones, and one more outside.
+    """The devices regions may use; on a CPU, virtual ones, and outer ones besides.
 
     Args:
       run: how many regions, and devices in each.
@@ -33,9 +33,9 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     """
     wanted = run.regions * run.devices_per_region
     each = wanted // max(num_processes, 1)
-    # Ignored by other platforms, where it gives the outer state a device of its own.
+    # Ignored by other platforms, where it gives the outer state devices of its own.
     with contextlib.suppress(RuntimeError):  # JAX has started: what it has must do.
-        cc.use_cpu_devices(max(each, run.devices) + 1)
+        cc.use_cpu_devices(max(each, run.devices) + run.outer_lanes)
     if jax.process_count() > 1:
         return _shared_devices(run, wanted)
     devices = jax.devices()
@@ -95,7 +95,7 @@ def program_key(config: TrainConfig) -> tuple:
     run = config.run
     regions = run.unequal(config.data.batch_per_region)
     pipeline = (run.microbatches, run.random_routing)
-    exchange = (run.exchange, run.all_reduce)
+    exchange = (run.exchange, run.all_reduce, run.outer_lanes)
     others = (regions, pipeline, exchange, run.step_seconds)
     return (config.method, config.optimizer, run.steps, *others)
 
@@ -129,6 +129,7 @@ def build_program(
         regions=config.run.unequal(config.data.batch_per_region),
         exchange=config.run.exchange,
         all_reduce=config.run.all_reduce,
+        outer_lanes=config.run.outer_lanes,
     )
 
 

@@ -43,6 +43,8 @@ class RunConfig:
         outer mesh beside the inner steps; auto is outer with several processes.
       all_reduce: how processes sum uncompressed messages: direct, every region with
         every other at once, or ring, the backend's own.
+      outer_lanes: outer meshes side by side, so many fragments can be on their way at
+        once, each on connections of its own; at most num_fragments.
       stages: devices along each region's stage axis (a pipeline's stages).
       microbatches: parts that a pipeline cuts each region's batch into.
       random_routing: whether a pipeline hands activations on to the next stage of a
@@ -66,6 +68,7 @@ class RunConfig:
     model_axis: int = 1
     exchange: str = "auto"
     all_reduce: str = "direct"
+    outer_lanes: int = 1
     stages: int = 1
     microbatches: int = 1
     random_routing: bool = False
@@ -87,6 +90,7 @@ class RunConfig:
             "regions",
             "data_axis",
             "model_axis",
+            "outer_lanes",
             "stages",
             "microbatches",
             "eval_batches",

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.mesh import DATA, outer_rows, outer_sharding, regional
+from cocodc_jax.runtime.mesh import (
+    DATA,
+    check_lanes,
+    outer_rows,
+    outer_sharding,
+    regional,
+)
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragments, Piece
 
 PyTree = Any
 Shardings = dict[str, NamedSharding]
+
+
+class Lane(NamedTuple):
+    """One outer mesh.
+
+    Attributes:
+      host: of what its devices keep, one copy in each process.
+      rows: of messages on its devices, regions over processes, and columns over the
+        processes of a region.
+    """
+
+    host: Sharding
+    rows: Sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +48,7 @@ class Layout:
       params: of one set of parameters on the mesh, the same for all regions.
       fragments: of each fragment on the mesh, the same for all regions.
       staged: of each fragment with its region axis.
-      host: of what the outer devices keep, one copy in each process.
-      host_rows: of messages on the outer devices, regions over processes, and columns
-        over the processes of a region.
+      lanes: the outer meshes; fragments are dealt to them in turn.
     """
 
     mesh: Mesh
@@ -39,8 +56,7 @@ class Layout:
     params: PyTree
     fragments: tuple[Shardings, ...]
     staged: tuple[Shardings, ...]
-    host: Sharding
-    host_rows: Sharding
+    lanes: tuple[Lane, ...]
 
     @classmethod
     def of(
@@ -50,6 +66,7 @@ class Layout:
         optimizer: optax.GradientTransformation,
         shapes: PyTree,
         specs: PyTree | None,
+        outer_lanes: int = 1,
     ) -> Layout:
         """Derives everything from how one region's parameters are laid out.
 
@@ -61,7 +78,12 @@ class Layout:
           shapes: shapes of one region's parameters.
           specs: for each parameter, a `PartitionSpec` over the axes inside a region,
             or None for all replicated.
+          outer_lanes: how many outer meshes.
+
+        Raises:
+          ValueError: if there are too few devices for them.
         """
+        check_lanes(mesh, outer_lanes)
         if specs is None:
             specs = jax.tree.map(lambda _: P(), shapes)
         # A spec is a leaf here: flatten by the parameters' structure, not its own.
@@ -103,13 +125,20 @@ class Layout:
                 }
                 for part in fragments.pieces
             ),
-            host=outer_sharding(mesh),
-            host_rows=outer_rows(mesh),
+            lanes=tuple(
+                Lane(outer_sharding(mesh, lane), outer_rows(mesh, lane))
+                for lane in range(outer_lanes)
+            ),
         )
 
-    def on_host(self, tree: PyTree) -> PyTree:
-        """Shardings that keep all of `tree` on the outer device."""
-        return jax.tree.map(lambda _: self.host, tree)
+    def lane(self, fragment: int) -> Lane:
+        """Where a fragment's outer state is, and where its messages cross."""
+        return self.lanes[fragment % len(self.lanes)]
+
+    def on_host(self, fragment: int, tree: PyTree) -> PyTree:
+        """Shardings that keep all of `tree` on the fragment's outer device."""
+        host = self.lane(fragment).host
+        return jax.tree.map(lambda _: host, tree)
 
     def of_regions(self, fragment: int, tree: PyTree) -> PyTree:
         """Shardings of leaves `[R, ...]`: what is like the fragment lies as it does."""

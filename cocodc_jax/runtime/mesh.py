@@ -13,6 +13,9 @@ accelerators, a spare virtual device where regions are on the CPU. With several
 processes these devices form the *outer mesh*, over which messages can cross while the
 inner mesh computes. Its axes are `(process, member)`: where a region is several
 processes these are the members, and each sends its share of the region's message.
+A device runs one program after another. So that several messages can cross at once
+there may be several outer meshes of the same shape, the *lanes*: another spare device
+of every process each, with connections of its own.
 """
 
 from __future__ import annotations
@@ -111,43 +114,69 @@ def _place(device: Any) -> int:
     return alike.index(device)
 
 
-def outer_device(mesh: Mesh, process: int | None = None) -> Any:
+def outer_device(mesh: Mesh, process: int | None = None, lane: int = 0) -> Any:
     """The device that keeps the outer state: a CPU device outside of `mesh` if any.
 
     Args:
       mesh: the inner mesh.
       process: whose; None is this one.
+      lane: of which of the outer meshes; `check_lanes` tells whether there are as many.
     """
     process = jax.process_index() if process is None else process
+    spare = _spare_devices(mesh, process)
+    own = [d for d in mesh.devices.flat if d.process_index == process]
+    return spare[-1 - lane] if spare else own[0]
+
+
+def _spare_devices(mesh: Mesh, process: int) -> list[Any]:
+    """The CPU devices of a process outside of the inner mesh."""
     used = set(mesh.devices.flat)
     try:
-        cpus = [d for d in jax.devices("cpu") if d.process_index == process]
+        cpus = jax.devices("cpu")
     except RuntimeError:  # JAX_PLATFORMS leaves the CPU out.
-        cpus = []
-    spare = [d for d in cpus if d not in used]
-    own = [d for d in mesh.devices.flat if d.process_index == process]
-    return spare[-1] if spare else own[0]
+        return []
+    return [d for d in cpus if d.process_index == process and d not in used]
 
 
-def outer_sharding(mesh: Mesh) -> Sharding:
+def check_lanes(mesh: Mesh, outer_lanes: int) -> None:
+    """Refuses more lanes than there are devices for.
+
+    Raises:
+      ValueError: naming the process that has too few.
+    """
+    for process in _processes(mesh.devices):
+        there = len(_spare_devices(mesh, process))
+        if outer_lanes > max(there, 1):
+            raise ValueError(
+                f"outer_lanes={outer_lanes} needs as many CPU devices outside the "
+                f"inner mesh, but process {process} has {there}; use fewer lanes, or "
+                "ask for more devices (`use_cpu_devices`)"
+            )
+
+
+def outer_sharding(mesh: Mesh, lane: int = 0) -> Sharding:
     """Where outer state lies: whole on the outer device of every process."""
     if jax.process_count() == 1:
-        return SingleDeviceSharding(outer_device(mesh))
-    return NamedSharding(outer_mesh(mesh), PartitionSpec())
+        return SingleDeviceSharding(outer_device(mesh, lane=lane))
+    return NamedSharding(outer_mesh(mesh, lane), PartitionSpec())
 
 
-def outer_rows(mesh: Mesh) -> Sharding:
+def outer_rows(mesh: Mesh, lane: int = 0) -> Sharding:
     """Where messages `[R, n]` lie for the outer mesh: with their regions' processes.
 
     The members of a region have equal shares of its columns.
     """
     if jax.process_count() == 1:
-        return SingleDeviceSharding(outer_device(mesh))
-    return NamedSharding(outer_mesh(mesh), PartitionSpec(PROCESS, MEMBER))
+        return SingleDeviceSharding(outer_device(mesh, lane=lane))
+    return NamedSharding(outer_mesh(mesh, lane), PartitionSpec(PROCESS, MEMBER))
 
 
-def outer_mesh(mesh: Mesh) -> Mesh:
+def outer_mesh(mesh: Mesh, lane: int = 0) -> Mesh:
     """The outer devices of all processes, in the order of their regions.
+
+    Args:
+      mesh: the inner mesh.
+      lane: which of the outer meshes.
 
     Raises:
       ValueError: if processes neither hold whole regions nor make up whole ones.
@@ -162,7 +191,7 @@ def outer_mesh(mesh: Mesh) -> Mesh:
             "each process must hold whole places, or each place be so many processes "
             "of its own"
         )
-    devices = np.array([outer_device(mesh, p) for p in processes])
+    devices = np.array([outer_device(mesh, p, lane) for p in processes])
     axes = (PROCESS, MEMBER)
     return Mesh(
         devices.reshape(-1, members), axes, axis_types=(AxisType.Auto,) * len(axes)

@@ -80,6 +80,7 @@ class RegionProgram:
         regions: Regions | None = None,
         exchange: str = "auto",
         all_reduce: str = "direct",
+        outer_lanes: int = 1,
     ):
         """Prepares the programs; nothing is compiled before the first call.
 
@@ -107,11 +108,13 @@ class RegionProgram:
             there are several processes and the method allows it.
           all_reduce: how processes sum what is not compressed, where this package
             chooses: "direct" or "ring", see `crossing.py`.
+          outer_lanes: outer meshes side by side; fragment k crosses on number
+            k mod outer_lanes, so that as many can be on their way at once.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
-            cut into the method's fragments, the merge needs what is not given, or the
-            method cannot be had with these regions.
+            cut into the method's fragments, the merge needs what is not given, the
+            method cannot be had with these regions, or not with so many lanes.
         """
         self.mesh = make_mesh(num_regions) if mesh is None else mesh
         if num_regions % self.mesh.shape[REGION]:
@@ -122,6 +125,7 @@ class RegionProgram:
         self.num_regions = num_regions
         self.regions = Regions.alike(num_regions) if regions is None else regions
         self.method = method = method.for_regions(self.regions, num_regions)
+        method.check_lanes(outer_lanes, exchange, jax.process_count())
         self.fragments = fragments or cut(
             params, method.num_fragments, method.fragment_strategy
         )
@@ -137,7 +141,7 @@ class RegionProgram:
         self._optimizer = optimizer
         shapes = jax.eval_shape(lambda x: x, params)
         self.layout = Layout.of(
-            self.mesh, self.fragments, optimizer, shapes, param_specs
+            self.mesh, self.fragments, optimizer, shapes, param_specs, outer_lanes
         )
         self._abstract_params = shapes
         # Every program is wrapped in one jit that lives as long as this object.
@@ -341,7 +345,10 @@ class RegionProgram:
             for k, part in enumerate(state.outer.params):
                 whole = self.fragments.put(whole, k, part, lead=1)
             return self._mean(whole)
-        return transfer.move(self._join(state.outer.params), self.layout.params)
+        parts, lanes = state.outer.params, self.layout.lanes
+        if len(lanes) > 1:  # One program joins them, so on one device.
+            parts = transfer.move(parts, lanes[0].host)
+        return transfer.move(self._join(parts), self.layout.params)
 
     def outer_bytes(self, state: TrainState) -> int:
         """Bytes of everything a method keeps besides the regions' own training.

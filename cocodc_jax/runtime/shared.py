@@ -80,8 +80,11 @@ class SharedOuter:
             lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
         )
         self._move_anchor = jax.jit(_move_anchor, donate_argnums=0)
-        outer, senders = self._where(*jax.eval_shape(self._make, params))
-        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=outer)
+        shapes, _ = made = jax.eval_shape(self._make, params)
+        self._where_outer, senders = self._where(*made)
+        # One program makes all of it, so on one device.
+        first = self._where_outer if self._is_divided else layout.on_host(0, shapes)
+        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
         self._new_senders = jax.jit(lambda x: self._make(x)[1], out_shardings=senders)
 
     def _make_send(self, fragment: int, part: Fragment, rank: int) -> Callable:
@@ -111,24 +114,25 @@ class SharedOuter:
                 return copy, (mean, None), state
 
             return send_inside
+        lane = layout.lane(fragment)
         encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
         combine = jax.jit(
             crossing.make_combine(
                 self._method.compressor_at(rank),
-                layout.host,
+                lane.host,
                 self._message_shapes(part, rank),
                 self._num_times,
                 self._all_reduce,
             ),
-            out_shardings=layout.host,
+            out_shardings=lane.host,
         )
 
         def send_outside(params, origin, state, weights, keys, times):
             inside = self._weights(weights, regional(layout.mesh))
             told = self._of_own_regions(times) if self._num_times else None
             copy, pieces, state = encode(params, origin, state, inside, keys, told)
-            rows = transfer.gather_rows(pieces, layout.host_rows)
-            return copy, combine(rows, self._weights(weights, layout.host)), state
+            rows = transfer.gather_rows(pieces, lane.rows)
+            return copy, combine(rows, self._weights(weights, lane.host)), state
 
         return send_outside
 
@@ -159,9 +163,12 @@ class SharedOuter:
         Args:
           params: one region's parameters, on the mesh.
         """
-        host = self._layout.host
-        near = params if self._is_divided else transfer.move(params, host)
-        return self._new_outer(near), self._new_senders(params)
+        lanes = self._layout.lanes
+        near = params if self._is_divided else transfer.move(params, lanes[0].host)
+        outer = self._new_outer(near)
+        if len(lanes) > 1:
+            outer = transfer.move(outer, self._where_outer)
+        return outer, self._new_senders(params)
 
     def _make(
         self, params: PyTree, rank: int = 0
@@ -183,13 +190,12 @@ class SharedOuter:
 
     def _where(self, outer: OuterState, senders: tuple[Sender, ...]):
         layout = self._layout
-        where_outer = layout.on_host(outer)
-        if self._is_divided:
-            each = [
-                (layout.divided(k, part), layout.divided(k, state))
-                for k, (part, state) in enumerate(zip(*outer, strict=True))
-            ]
-            where_outer = OuterState(*map(tuple, zip(*each, strict=True)))
+        lay = layout.divided if self._is_divided else layout.on_host
+        each = [
+            (lay(k, part), lay(k, state))
+            for k, (part, state) in enumerate(zip(*outer, strict=True))
+        ]
+        where_outer = OuterState(*map(tuple, zip(*each, strict=True)))
         where_senders = tuple(layout.of_regions(k, s) for k, s in enumerate(senders))
         return where_outer, where_senders
 
@@ -251,12 +257,16 @@ class SharedOuter:
                 lambda x: self._fragments.take(x, fragment, lead=1), params
             )
             staged = place(staged, layout.staged[fragment])
-        arrives = layout.fragments[fragment]
-        mean = place(part, layout.on_host(part) if self._crosses_outside else arrives)
+        arrives: Any = layout.fragments[fragment]
+        if self._crosses_outside:
+            arrives = layout.on_host(fragment, part)
+        mean = place(part, arrives)
         told: Any = None
         if self._num_times:
             told = jax.ShapeDtypeStruct(
-                (self._num_regions, 2), jnp.float32, sharding=layout.host
+                (self._num_regions, 2),
+                jnp.float32,
+                sharding=layout.lane(fragment).host,
             )
         reference = part if self._method.needs_reference else None
         return InFlight(staged, mean, reference, times=told)

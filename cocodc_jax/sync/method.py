@@ -181,6 +181,33 @@ class Method:
             return measures or (num_processes > 1 and why is None)
         return exchange == "outer"
 
+    def check_lanes(self, outer_lanes: int, exchange: str, num_processes: int) -> None:
+        """Refuses lanes that no message would take.
+
+        Args:
+          outer_lanes: outer meshes side by side, to which fragments are dealt.
+          exchange: as of `crosses_outside`.
+          num_processes: that the regions live in.
+
+        Raises:
+          ValueError: naming what makes the number of no use.
+        """
+        if outer_lanes < 1:
+            raise ValueError(f"outer_lanes={outer_lanes} must be at least 1")
+        if outer_lanes == 1:
+            return
+        if not self.schedule or not self.crosses_outside(exchange, num_processes):
+            raise ValueError(
+                f"outer_lanes={outer_lanes} has no meaning for method={self.name!r} "
+                f"with exchange={exchange!r} and processes={num_processes}: its "
+                "messages do not cross on the outer mesh; use 1"
+            )
+        if outer_lanes > self.num_fragments:
+            raise ValueError(
+                f"outer_lanes={outer_lanes} must be at most num_fragments="
+                f"{self.num_fragments}: a fragment crosses on one lane"
+            )
+
     def weighted(self, region_weights: str | None) -> Method:
         """The same method with regions weighted in a mean.
 

@@ -109,6 +109,7 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         (lambda: RunConfig(regions=3, eval_batches=8), "multiple of regions=3"),
         (lambda: RunConfig(log_every=0), "log_every=0"),
         (lambda: RunConfig(stages=0), "stages=0 must be at least 1"),
+        (lambda: RunConfig(outer_lanes=0), "outer_lanes=0 must be at least 1"),
         (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be a time"),
         (lambda: RunConfig(step_seconds=float("nan")), "step_seconds=nan must be"),
         (lambda: RunConfig(step_seconds=1.0, data_axis=2), "one device a region"),

@@ -63,3 +63,5 @@ def test_another_pace_is_another_program():
     config = PRESETS["smoke"]
     slower = config.replace(step_seconds=0.5)
     assert build.program_key(config) != build.program_key(slower)
+    divided = config.replace(outer_lanes=2)
+    assert build.program_key(config) != build.program_key(divided)

@@ -143,6 +143,10 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
         (4, STREAMING),
         (2, [*STREAMING, "--compress=int8"]),
         (2, [*STREAMING, "--compress=int8", "--exchange=program"]),
+        # Each fragment is sent again as soon as it arrives: two are on their way.
+        pytest.param(
+            *(2, [*STREAMING, "--delay_steps=8", "--outer_lanes=2"]), id="2-lanes"
+        ),
         (4, [*BARE, "--method=noloco"]),
         (2, [*BARE, "--method=demo"]),
         (2, [*BARE, "--method=data_parallel"]),
@@ -161,7 +165,8 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
 def test_processes_are_one(run, corpus, tmp_path, count, flags):
     one, many = tmp_path / "one", tmp_path / "many"
     flags = [*flags, *corpus]
-    alone = [f for f in flags if not f.startswith("--exchange")]
+    of_many = ("--exchange", "--outer_lanes")
+    alone = [f for f in flags if not f.startswith(of_many)]
     code, _, err = run(TRAIN, *alone, f"--workdir={one}")
     assert code == 0, err
     code, _, err = run(

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime import mesh as mesh_module
 from cocodc_jax.runtime.mesh import (
+    check_lanes,
     inner_devices,
     make_mesh,
     outer_device,
@@ -124,6 +125,22 @@ def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
     assert str(outer_device(inner, 0)) == "0.2"
     inner.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
     assert str(outer_device(inner, 1)) == "1.0"  # None to spare.
+
+
+def test_each_lane_has_another_device_of_every_process(
+    three_of_two_processes, monkeypatch
+):
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    inner = types.SimpleNamespace(
+        devices=np.array(inner_devices(1)).reshape(2, 1, 1, 1)
+    )
+    lanes = [outer_mesh(inner, lane).astype(str).tolist() for lane in range(2)]
+    assert lanes == [[["0.2"], ["1.2"]], [["0.1"], ["1.1"]]]
+    check_lanes(inner, 2)
+    three_of_two_processes.remove(inner_devices(2)[3])  # Of process 1.
+    with pytest.raises(ValueError, match="outer_lanes=2 .* process 1 has 1; use fewer"):
+        check_lanes(inner, 2)
+    check_lanes(inner, 1)
 
 
 def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):

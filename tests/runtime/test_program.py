@@ -83,7 +83,7 @@ class TestArrays:
             monkeypatch.setattr(
                 layout,
                 "outer_sharding",
-                lambda mesh: SingleDeviceSharding(mesh.devices.flat[0]),
+                lambda mesh, lane: SingleDeviceSharding(mesh.devices.flat[0]),
             )
         program = tiny.make_program("streaming_diloco", mesh)
         params = [
