@@ -10,6 +10,7 @@ import pytest
 
 import cocodc_jax as cc
 from experiments.config import (
+    COUNT_OR_WORD,
     LEAVES,
     SECTIONS,
     MethodConfig,
@@ -61,7 +62,8 @@ def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
     }
     assert fields - set(LEAVES) == {"vocab_size"}
     assert all(len(leaf.help) > 5 and "\n" not in leaf.help for leaf in LEAVES.values())
-    assert LEAVES["delay_steps"].type is int
+    assert LEAVES["sync_interval"].type is int
+    assert LEAVES["delay_steps"].type == COUNT_OR_WORD
     assert LEAVES["outer_lr"].type is float
     assert LEAVES["qk_norm"].type is bool
     assert LEAVES["dataset"].type is str

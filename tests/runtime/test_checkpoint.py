@@ -71,7 +71,8 @@ def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
     params = tiny.make_params()
     program = RegionProgram(tiny.loss_fn, optax.sgd(0.1), method, params, 4)
     state, _ = tiny.finish(program, program.init(params, jax.random.key(0)), 5)
-    ((fragment, norm),) = state.observed
+    ((fragment, norm, times),) = state.observed
+    assert times is None
     save(tiny, tmp_path, state, program)
     with Checkpoints(tmp_path) as checkpoints:
         restored, _ = checkpoints.restore(program, params)

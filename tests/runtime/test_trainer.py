@@ -244,7 +244,8 @@ class FakeProgram:
     def steps_to_event(self, state):
         return self.event_every and self.event_every - state.step % self.event_every
 
-    def advance(self, state, batches):
+    def advance(self, state, batches, times):
+        del times
         length = len(batches)
         if length not in self.lengths:
             time.sleep(self.compile_s)
