@@ -100,6 +100,9 @@ class Comparison:
         self._base = train_config(train)
         self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
         check_method_flags(self._base, self._methods)
+        for name in self._methods:  # What the simulator refuses, before any run.
+            method = self._base.replace(method=name).method
+            predict.schedule(method, method.build().num_fragments)
         regions = self._base.run.regions
         self._networks = [cases.network(word, regions) for word in values.networks]
         _distinct("networks", [network.name for network in self._networks])

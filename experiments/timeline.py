@@ -4,7 +4,7 @@
 
 Reads timeline.json of every process of a run (`experiments.train` writes it), and
 writes to DIR: trace.json, which ui.perfetto.dev opens, and timeline.png; prints stall,
-seconds of a sync and utilisation after the first interval, whose steps are compiled in.
+seconds of a sync and utilisation after the first two intervals, which are compiled in.
 """
 
 import json
@@ -126,7 +126,7 @@ def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
 
 
 def show(workdir: pathlib.Path) -> None:
-    """Writes a run's trace and plot, if it went on after its first interval."""
+    """Writes a run's trace and plot, if it went on after its first two intervals."""
     since = _first_warm_step(workdir)
     try:
         timeline = read(workdir, since)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer(
         "since_step",
         None,
-        "Step to begin at. Default: after one interval, where there was one.",
+        "Step to begin at. Default: after two intervals and a delay, if there are any.",
         flag_values=values,
     )
     flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
@@ -186,7 +186,9 @@ def _first_warm_step(workdir: pathlib.Path) -> int:
     delay = method.get("delay_steps") or 0
     if isinstance(delay, str):  # "auto": at most
         delay = method.get("max_delay_steps") or interval
-    return interval + delay
+    # The last fragment may be merged for the first time, and its merge compiled, right
+    # after step `interval + delay`.
+    return 2 * interval + delay
 
 
 if __name__ == "__main__":

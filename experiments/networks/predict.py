@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cocodc_jax.network.simulator import Workload, simulate
-from cocodc_jax.network.syncs import Schedule
+from cocodc_jax.network.syncs import AUTO, Schedule
 from experiments.method_config import MethodConfig
 from experiments.networks.cases import Network, Stretch
 from experiments.networks.lab_run import Measured
@@ -24,16 +24,24 @@ def schedule(method: MethodConfig, num_fragments: int) -> Schedule:
       num_fragments: that the run has sent.
 
     Raises:
-      ValueError: for a method that the simulator does not know.
+      ValueError: for a method or a number that the simulator does not know.
     """
     given = method.arguments
-    return Schedule(
-        method.method,
-        num_fragments,
-        given.get("sync_interval", 1),
-        given.get("delay_steps", 0),
-        given.get("syncs_per_interval"),
-    )
+    if given.get("syncs_per_interval") == AUTO:
+        raise ValueError(
+            f"syncs_per_interval={AUTO!r} is measured while a run goes on, and the "
+            "simulator needs a number; give one"
+        )
+    interval = given.get("sync_interval", 1)
+    slots = None
+    if "syncs_per_interval" in given:  # Where none is given, the method knows.
+        built = method.build().schedule
+        assert built is not None
+        slots = interval // built.slot_steps
+    # The simulator has no delay of a whole interval.
+    longest = min(given.get("max_delay_steps") or interval, interval - 1)
+    delay = given.get("delay_steps", 0)
+    return Schedule(method.method, num_fragments, interval, delay, slots, longest)
 
 
 def predict(

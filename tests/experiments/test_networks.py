@@ -168,6 +168,16 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
 ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
 
 
+def test_the_simulator_is_told_the_slots_that_a_method_has():
+    cocodc = MethodConfig(method="cocodc", sync_interval=40, num_fragments=4)
+    assert predict.schedule(cocodc, 4).num_syncs == 8  # 2 K, as nothing else is said.
+    eager = dataclasses.replace(cocodc, syncs_per_interval=20, delay_steps="auto")
+    found = predict.schedule(eager, 4)
+    assert (found.num_syncs, found.delay_steps, found.max_delay) == (20, "auto", 39)
+    bounded = dataclasses.replace(eager, max_delay_steps=7)
+    assert predict.schedule(bounded, 4).max_delay == 7
+
+
 def rows():
     run = Measured(Pace(0.5, 10.0, 1.5), (0.5,) * 2, (64.0,), 1000, 2_000_000)
     every = Measured(Pace(2.5, None, None), (2.5,) * 2, (64.0,), 1000, 2_000_000)
@@ -259,6 +269,7 @@ def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
         ("--workdir=x", "workdir=x is decided for each run"),
         ("--steps=9", "Unknown command line flag 'steps'"),
         ("--rank=9", "rank=9 has no meaning for"),
+        ("--syncs_per_interval=auto", "syncs_per_interval='auto' is measured while"),
     ],
 )
 def test_flags_of_training_are_checked_before_anything_runs(

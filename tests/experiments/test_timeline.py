@@ -32,7 +32,7 @@ def run(tmp_path):
             ],
         }
         (folder / "timeline.json").write_text(json.dumps(found))
-    config = {"method": {"sync_interval": 1, "delay_steps": 1}}
+    config = {"method": {"sync_interval": 1, "delay_steps": 0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 

@@ -206,6 +206,13 @@ class TestCadence:
         cadence = Cadence(log_every=1, eval_every=4, checkpoint_every=6)
         assert scans(5, 13, cadence) == [4, 1, 1, 2, 2, 2, 1]
 
+    def test_lengths_are_few_where_events_may_come_at_any_step(self):
+        measured = types.SimpleNamespace(measures=True, sync_interval=13, delay_steps=1)
+        program = FakeProgram(13)
+        program.method = types.SimpleNamespace(schedule=measured)
+        train_fake(program, 26, Cadence())
+        assert program.lengths == [8, 4, 1, 8, 4, 1]
+
     def test_a_list_of_batches_is_read_once(self, tiny):
         program = tiny.shared_program("diloco")
         batches = [tiny.make_batch(step) for step in range(6)]
