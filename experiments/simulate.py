@@ -4,9 +4,10 @@ r"""Simulates training over a network: time, stalls, bytes, without running a mo
         --bandwidth_gbps=1 --latency_ms=50 --method=streaming_diloco --workdir=DIR
 
 prints a summary and writes simulation.json, timeline.json (open it in ui.perfetto.dev)
-and timeline.png. `--plan` chooses K, H, N, tau and the collective for the network and
-says why; `--table` holds the simulator against published numbers. All times are
-simulated seconds. Exit code 2 and one line on standard error for bad flags.
+and timeline.png. `--plan` chooses K, H, N, tau and the collective (or takes the one
+given, such as "direct", this package's own between processes) for the network and says
+why; `--table` holds the simulator against published numbers. All times are simulated
+seconds. Exit code 2 and one line on standard error for bad flags.
 
 Its flags are its own, apart from those of a training run (experiments/flags.py), which
 would refuse most of them: a network is described here, not a model.
@@ -243,6 +244,7 @@ def run_plan(values: flags.FlagValues) -> None:
         max_fragments=values.max_fragments,
         sync_interval=100 if values.sync_interval is None else values.sync_interval,
         network_share=values.network_share,
+        **_chosen(values),
     )
     chosen = plan.make_plan(build_topology(values), job)
     print(chosen.explain())
@@ -251,6 +253,12 @@ def run_plan(values: flags.FlagValues) -> None:
     if folder:
         text = json.dumps(dataclasses.asdict(chosen), indent=1)
         (folder / "plan.json").write_text(text)
+
+
+def _chosen(values: flags.FlagValues) -> dict[str, tuple[str, ...]]:
+    """The collective to plan with, where one was asked for."""
+    given = values["collective"].present
+    return {"collectives": (values.collective,)} if given else {}
 
 
 def run_table() -> None:

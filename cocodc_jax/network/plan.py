@@ -37,6 +37,7 @@ class Job:
       sync_interval: H wanted; the plan may raise it.
       network_share: gamma, in (0, 1].
       max_delay_steps: the longest tau wanted.
+      collectives: to choose from.
     """
 
     model_bytes: float
@@ -46,6 +47,7 @@ class Job:
     sync_interval: int = 100
     network_share: float = 0.4
     max_delay_steps: int = HARMLESS_DELAY_STEPS
+    collectives: tuple[str, ...] = ("ring", "tree", "pairs")
 
     def __post_init__(self):
         for name in ("model_bytes", "step_time_s"):
@@ -68,7 +70,7 @@ class NetworkPlan:
     """A choice and its reasons.
 
     Attributes:
-      collective: "ring", "tree" or "pairs".
+      collective: the cheapest of `Job.collectives`.
       order: order of the regions in it.
       num_fragments: K.
       sync_interval: H, in steps.
@@ -108,9 +110,13 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
         raise ValueError("a plan needs at least two regions")
     # K is found with the collective that suits the K asked for; smaller fragments may
     # suit another one, which can only be faster.
-    collective, order, _ = _collective(topology, job.model_bytes / job.num_fragments)
+    collective, order, _ = _collective(
+        topology, job, job.model_bytes / job.num_fragments
+    )
     num = _fragments(topology, job, collective, order)
-    collective, order, why_collective = _collective(topology, job.model_bytes / num)
+    collective, order, why_collective = _collective(
+        topology, job, job.model_bytes / num
+    )
     sync_s = _sync_s(topology, job.model_bytes / num, collective, order)
     why_num = _explain_fragments(job, num, sync_s)
     delay = max(1, math.ceil(sync_s / job.step_time_s - 1e-9))
@@ -143,8 +149,8 @@ def _sync_s(topology: Topology, size: float, collective: str, order: Order) -> f
     return collective_cost(topology.at(), collective, size, order).seconds
 
 
-def _collective(topology: Topology, size: float) -> tuple[str, Order, str]:
-    orders = {n: best_order(topology.at(), n, size) for n in ("ring", "tree", "pairs")}
+def _collective(topology: Topology, job: Job, size: float) -> tuple[str, Order, str]:
+    orders = {n: best_order(topology.at(), n, size) for n in job.collectives}
     seconds = {n: _sync_s(topology, size, n, order) for n, order in orders.items()}
     best = min(seconds, key=lambda name: seconds[name])
     listed = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())

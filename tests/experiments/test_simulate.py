@@ -94,6 +94,12 @@ def test_plan_explains_and_its_flags_work(tmp_path, capsys):
     assert read(tmp_path)["summary"]["stall_s"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["direct", "gloo"])
+def test_a_plan_takes_the_collective_that_is_given(name, capsys):
+    assert run("--plan", "--bandwidth_gbps=0.1", f"--collective={name}") == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"--collective={name}")
+
+
 def test_table_is_printed_side_by_side(monkeypatch, capsys):
     published = simulate.published
     entries = {("1B", "streaming"): published.PUBLISHED_GBPS["1B", "streaming"]}
