@@ -244,7 +244,7 @@ def run_plan(values: flags.FlagValues) -> None:
         max_fragments=values.max_fragments,
         sync_interval=100 if values.sync_interval is None else values.sync_interval,
         network_share=values.network_share,
-        **_chosen(values),
+        collectives=_collectives(values),
     )
     chosen = plan.make_plan(build_topology(values), job)
     print(chosen.explain())
@@ -255,10 +255,10 @@ def run_plan(values: flags.FlagValues) -> None:
         (folder / "plan.json").write_text(text)
 
 
-def _chosen(values: flags.FlagValues) -> dict[str, tuple[str, ...]]:
-    """The collective to plan with, where one was asked for."""
+def _collectives(values: flags.FlagValues) -> tuple[str, ...]:
+    """Those to plan with: the one that was asked for, if any."""
     given = values["collective"].present
-    return {"collectives": (values.collective,)} if given else {}
+    return (values.collective,) if given else plan.Job.collectives
 
 
 def run_table() -> None:
