@@ -123,7 +123,9 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
     mtu = values.mtu or schedule.usual_mtu_bytes(conditions)
     state = topology.at()
     rate = np.minimum(state.bytes_per_s, gbps * 1e9 / 8 or np.inf)
-    return LinkState(rate * gloo.payload_share(mtu), state.delay_s)
+    share = gloo.payload_share(mtu)
+    line = min(state.line_bytes_per_s, gbps * 1e9 / 8 or np.inf)
+    return LinkState(rate * share, state.delay_s, line * share)
 
 
 def outer_devices() -> Mesh:

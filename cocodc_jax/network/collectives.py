@@ -17,12 +17,12 @@ processes do, step by step (`gloo.py`). "direct" is this package's all-reduce be
 them (`runtime/crossing.py`): every region sends every other its M-th part of the
 vector, and then the sum of the parts it got, in all
 
-    direct    2 (2 a + (M - 1) B / (M s w))
+    direct    2 (2 a + (M - 1) B / (M s l))
 
-as gloo sends nothing before the receiver has said that it is ready. A region's own line
-is taken to be as fast as its fastest link, and to carry a share s of that in such
-bursts over several connections: `_LINE_SHARE`, which fits what
-`experiments.probe_network` measured in the lab at 100 Mbit/s and 1 Gbit/s.
+over lines of l bytes a second, as gloo sends nothing before the receiver has said that
+it is ready. s is the share of a link or line that such bursts over several connections
+reach: `_BURST_SHARE`, which fits what `experiments.probe_network` measured in the lab
+at 100 Mbit/s and 1 Gbit/s.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
@@ -40,8 +40,8 @@ Round = list[tuple[int, int, float]]
 Builder = Callable[[Sequence[int], float], list[Round]]
 
 
-# Of more than one connection; one alone reaches nine tenths or more.
-_LINE_SHARE = 0.6
+# One connection alone, of plain sockets, reaches nine tenths or more.
+_BURST_SHARE = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +207,14 @@ def _direct_cost(state: LinkState, num_bytes: float) -> CollectiveCost:
     if num == 1:
         return CollectiveCost(0.0, 0.0, (0.0,))
     others = ~np.eye(num, dtype=bool)
-    rate = np.where(others, state.bytes_per_s, 0.0)
-    part = num_bytes / num
+    rate = np.where(others, state.bytes_per_s, 1.0)
+    there_and_back = state.delay_s + state.delay_s.T
+    part = num_bytes / num / _BURST_SHARE
     with np.errstate(divide="ignore"):  # A link that is out takes for ever.
-        each = np.where(others, part / rate + state.delay_s + state.delay_s.T, 0.0)
-        line = (num - 1) * part / np.minimum(rate.max(0), rate.max(1))
-        line /= _LINE_SHARE if num > 2 else 1
-    ready = (state.delay_s + state.delay_s.T).max(1)
-    phase = max(float(each.max()), float((line + ready).max()))
+        each = np.where(others, part / rate + there_and_back, 0.0).max()
+    line = (num - 1) * part / state.line_bytes_per_s + there_and_back.max()
+    phase = max(float(each), float(line))
+    part = num_bytes / num
     sent = (2 * (num - 1) * part,) * num
     return CollectiveCost(2 * phase, 0.0, sent)
 

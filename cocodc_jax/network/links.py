@@ -113,10 +113,12 @@ class LinkState:
     Attributes:
       bytes_per_s: float64 [M, M], infinite on the diagonal, 0 during an outage.
       delay_s: float64 [M, M], 0 on the diagonal.
+      line_bytes_per_s: what a region can send, and receive, over all its links.
     """
 
     bytes_per_s: np.ndarray
     delay_s: np.ndarray
+    line_bytes_per_s: float = math.inf
 
     @property
     def num_regions(self) -> int:
@@ -126,7 +128,8 @@ class LinkState:
     def subset(self, region_ids: Sequence[int]) -> "LinkState":
         """The links among some regions only, in the order given."""
         grid = np.ix_(region_ids, region_ids)
-        return LinkState(self.bytes_per_s[grid], self.delay_s[grid])
+        line = self.line_bytes_per_s
+        return LinkState(self.bytes_per_s[grid], self.delay_s[grid], line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +140,14 @@ class Topology:
       regions: names, one per region.
       links: links[i][j] carries what i sends to j; the diagonal is never read.
       changes: how links change with time.
+      line_gbps: 10^9 bits per second that a region can send, and receive, over all its
+        links together.
     """
 
     regions: tuple[str, ...]
     links: tuple[tuple[Link, ...], ...]
     changes: tuple[LinkChange, ...] = ()
+    line_gbps: float = math.inf
 
     def __post_init__(self):
         num = len(self.regions)
@@ -180,17 +186,18 @@ class Topology:
                 delay[where] += change.extra_latency_s
         np.fill_diagonal(rate, np.inf)
         np.fill_diagonal(delay, 0.0)
-        return LinkState(rate, delay)
+        return LinkState(rate, delay, self.line_gbps * 1e9 / 8)
 
 
 def uniform(
     num_regions: int, link: Link, changes: tuple[LinkChange, ...] = ()
 ) -> Topology:
-    """Returns a topology in which every ordered pair has the same link.
+    """Returns equal links between all regions, each with a line as fast as a link.
 
     >>> uniform(2, Link(bandwidth_gbps=1.0, latency_s=0.05)).regions
     ('region0', 'region1')
     """
     _check(num_regions >= 1, "num_regions", num_regions, "at least 1")
     names = tuple(f"region{i}" for i in range(num_regions))
-    return Topology(names, ((link,) * num_regions,) * num_regions, changes)
+    links = ((link,) * num_regions,) * num_regions
+    return Topology(names, links, changes, link.bandwidth_gbps)

@@ -50,7 +50,7 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
 
     Args:
       regions: names out of `world_regions()`.
-      bandwidth_gbps: of every ordered pair.
+      bandwidth_gbps: of every ordered pair, and of a region's own line.
 
     >>> world(("us-east", "europe-west"), 1.0).links[0][1].latency_s
     0.035
@@ -67,9 +67,8 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
         ms = round_trip_ms.get((a, b), round_trip_ms.get((b, a), 0))
         return Link(bandwidth_gbps, ms / 2 / 1000)
 
-    return Topology(
-        tuple(regions), tuple(tuple(link(a, b) for b in regions) for a in regions)
-    )
+    links = tuple(tuple(link(a, b) for b in regions) for a in regions)
+    return Topology(tuple(regions), links, line_gbps=bandwidth_gbps)
 
 
 def world_regions() -> tuple[str, ...]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Sharding
 
-from cocodc_jax.runtime import crossing, exchange, transfer
+from cocodc_jax.runtime import exchange, transfer
 from cocodc_jax.runtime.inner import Block, for_all_regions, where_active
 from cocodc_jax.runtime.layout import Layout, place
-from cocodc_jax.runtime.mesh import regional
-from cocodc_jax.runtime.rings import ring_bytes
+from cocodc_jax.runtime.sends import Sends
 from cocodc_jax.runtime.state import (
     InFlight,
     OuterState,
@@ -28,7 +25,6 @@ from cocodc_jax.runtime.state import (
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.methods import Method
 from cocodc_jax.sync.rounds import effective_rank
-from cocodc_jax.transforms.compressor import message_bytes
 
 PyTree = Any
 
@@ -60,16 +56,13 @@ class SharedOuter:
         """
         assert isinstance(method.outer_optimizer, optax.GradientTransformation)
         self._method, self._fragments, self._layout = method, fragments, layout
-        self._block = block
         self._optimizer = method.outer_optimizer
         self._is_divided = method.outer_placement == "divided"
-        self._crosses_outside = crosses_outside
-        self._all_reduce = all_reduce
+        self._sends = Sends(
+            method, fragments, layout, block, crosses_outside, all_reduce
+        )
         self.steps_on_mesh = self._is_divided
         self._num_regions = block.size * layout.mesh.shape["region"]
-        assert method.schedule is not None
-        self._num_times = self._num_regions if method.schedule.measures else 0
-        self._send: dict[tuple[int, int], Callable] = {}
         self._resize: dict[tuple[int, int], Callable] = {}
         self._effective_rank = jax.jit(effective_rank)
         self._step = jax.jit(
@@ -86,66 +79,6 @@ class SharedOuter:
         first = self._where_outer if self._is_divided else layout.on_host(0, shapes)
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
         self._new_senders = jax.jit(lambda x: self._make(x)[1], out_shardings=senders)
-
-    def _make_send(self, fragment: int, part: Fragment, rank: int) -> Callable:
-        keep_staged = self._method.merge.needs_staged
-        send = exchange.make_send(
-            self._layout.mesh,
-            self._fragments,
-            fragment,
-            self._block,
-            self._method.compressor_at(rank),
-            keep_staged,
-            self._method.is_asynchronous,
-            self._method.rings,
-            not self._crosses_outside,
-        )
-        layout = self._layout
-        staged = layout.staged[fragment] if keep_staged else None
-        kept = layout.of_regions(fragment, self._abstract_sender(part, rank).state)
-        if not self._crosses_outside:
-            arrives = layout.fragments[fragment]
-            whole = jax.jit(send, out_shardings=(staged, arrives, kept))
-
-            def send_inside(params, origin, state, weights, keys, times):
-                del times  # Schedules that measure have their messages cross outside.
-                inside = self._weights(weights, regional(layout.mesh))
-                copy, mean, state = whole(params, origin, state, inside, keys)
-                return copy, (mean, None), state
-
-            return send_inside
-        lane = layout.lane(fragment)
-        encode = jax.jit(send, out_shardings=(staged, layout.region.key, kept))
-        combine = jax.jit(
-            crossing.make_combine(
-                self._method.compressor_at(rank),
-                lane.host,
-                self._message_shapes(part, rank),
-                self._num_times,
-                self._all_reduce,
-            ),
-            out_shardings=lane.host,
-        )
-
-        def send_outside(params, origin, state, weights, keys, times):
-            inside = self._weights(weights, regional(layout.mesh))
-            told = self._of_own_regions(times) if self._num_times else None
-            copy, pieces, state = encode(params, origin, state, inside, keys, told)
-            rows = transfer.gather_rows(pieces, lane.rows)
-            return copy, combine(rows, self._weights(weights, lane.host)), state
-
-        return send_outside
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
-    def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
-        return transfer.put(np.array(weights, float), sharding)
-
-    def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
-        """Regional `[R, 2]`; the rows of other processes are as they say."""
-        where = cast(Sharding, self._layout.region.key)
-        shape = (self._num_regions, 2)
-        rows = np.broadcast_to(np.asarray(times, np.float32), shape)
-        return jax.make_array_from_callback(shape, where, rows.__getitem__)
 
     def _make_resize(self, fragment: int, part: Fragment, rank: int) -> Callable:
         ranked = self._method.ranked_compressors
@@ -208,34 +141,15 @@ class SharedOuter:
         return place(outer, where_outer), place(senders, where_senders)
 
     def num_bytes(self, fragment: int, params: PyTree, rank: int = 0) -> int:
-        """Bytes that one region sends for a sync of `fragment`.
-
-        One message, or where regions stand in rings all that a region passes on: its
-        own part of the sum and the sums, 2 (M - 1) / M of the fragment.
+        """Bytes that one region sends for a sync of `fragment`, see `Sends`.
 
         Args:
           fragment: which.
           params: shapes of one region's parameters.
           rank: of the message, where the schedule sets one.
         """
-        part = self._make_shapes(params, fragment)
-        if self._method.rings:
-            return ring_bytes(self._method.rings, part, self._num_regions)
-        compressor = self._method.compressor_at(rank)
-        size = message_bytes(self._message_shapes(part, rank))
-        return size + crossing.times_bytes(compressor, self._num_times)
-
-    def _message_shapes(self, part: Fragment, rank: int) -> PyTree:
-        """Of one region's message of a fragment like `part`."""
-        compressor = self._method.compressor_at(rank)
-        if compressor is None:
-            return jax.eval_shape(lambda x: x, part)
-        state = jax.eval_shape(compressor.init, part)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return jax.eval_shape(compressor.encode, part, state, key)[0]
-
-    def _make_shapes(self, params: PyTree, fragment: int) -> Fragment:
-        return jax.eval_shape(lambda x: self._make(x)[0].params[fragment], params)
+        part = jax.eval_shape(lambda x: self._make(x)[0].params[fragment], params)
+        return self._sends.num_bytes(part, rank)
 
     def abstract_flight(
         self, fragment: int, params: PyTree, key: Any, outer: OuterState
@@ -249,27 +163,7 @@ class SharedOuter:
           outer: abstract.
         """
         del key
-        part = outer.params[fragment]
-        layout = self._layout
-        staged = None
-        if self._method.merge.needs_staged:
-            staged = jax.eval_shape(
-                lambda x: self._fragments.take(x, fragment, lead=1), params
-            )
-            staged = place(staged, layout.staged[fragment])
-        arrives: Any = layout.fragments[fragment]
-        if self._crosses_outside:
-            arrives = layout.on_host(fragment, part)
-        mean = place(part, arrives)
-        told: Any = None
-        if self._num_times:
-            told = jax.ShapeDtypeStruct(
-                (self._num_regions, 2),
-                jnp.float32,
-                sharding=layout.lane(fragment).host,
-            )
-        reference = part if self._method.needs_reference else None
-        return InFlight(staged, mean, reference, times=told)
+        return self._sends.abstract_flight(fragment, params, outer.params[fragment])
 
     def send(
         self,
@@ -296,9 +190,8 @@ class SharedOuter:
         origin = sender.anchor
         if origin is None:
             origin = transfer.move(outer, self._layout.fragments[fragment])
-        if (fragment, rank) not in self._send:
-            self._send[fragment, rank] = self._make_send(fragment, outer, rank)
-        staged, (mean, told), kept = self._send[fragment, rank](
+        send = self._sends.program(fragment, outer, sender.state, rank)
+        staged, (mean, told), kept = send(
             state.region.params, origin, sender.state, weights, state.region.key, times
         )
         flight = InFlight(staged, mean, reference, times=told)
