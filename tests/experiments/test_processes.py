@@ -176,6 +176,7 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
     assert_same_run(many, one)
 
 
+@pytest.mark.slow
 def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     short = ["--steps=8", "--sync_interval=4", "--checkpoint_every=0"]
