@@ -27,6 +27,10 @@ FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     """The timeline of a run from the files of its processes.
 
+    Each process's clock began when it did. A mean is there at about the same moment
+    everywhere, within a delay of the network, so clocks are laid over one another by
+    the arrivals; without any they stay as they are.
+
     Args:
       workdir: of the run.
       since_step: steps to leave out, such as those in which programs were compiled.
@@ -38,6 +42,7 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     found = [json.loads(path.read_text()) for path in paths if path.exists()]
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
+    found = _on_one_clock(found)
     marks = [
         {step: second for step, second in each["marks"] if step >= since_step}
         for each in found
@@ -67,6 +72,37 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
             for each in found
         ),
     )
+
+
+def _on_one_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The files with the times of each by the clock of the first."""
+    arrivals = [
+        {(s["start_step"], s["fragment"]): s["arrival_s"] for s in each["syncs"]}
+        for each in found
+    ]
+    out = []
+    for each, own in zip(found, arrivals, strict=True):
+        gaps = [
+            theirs - own[sync]
+            for sync, theirs in arrivals[0].items()
+            if theirs is not None and own.get(sync) is not None
+        ]
+        out.append(_later(each, statistics.median(gaps) if gaps else 0.0))
+    return out
+
+
+def _later(found: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def shift(value: float | None) -> float | None:
+        return None if value is None else value + seconds
+
+    clocks = ("start_s", "arrival_s", "merge_s")
+    return {
+        "marks": [(step, second + seconds) for step, second in found["marks"]],
+        "syncs": [
+            sync | {name: shift(sync[name]) for name in clocks}
+            for sync in found["syncs"]
+        ],
+    }
 
 
 def _step_times(steps: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[float]:

@@ -51,6 +51,18 @@ def test_processes_are_laid_side_by_side(run):
     assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
 
 
+def test_clocks_that_began_at_different_moments_are_laid_over_one_another(run):
+    expected = timeline.read(run)
+    path = run / "process_1" / "timeline.json"
+    found = json.loads(path.read_text())
+    found["marks"] = [[step, second - 100] for step, second in found["marks"]]
+    for each in found["syncs"]:
+        for name in ("start_s", "arrival_s", "merge_s"):
+            each[name] = each[name] and each[name] - 100
+    path.write_text(json.dumps(found))
+    assert timeline.read(run) == expected
+
+
 def test_the_first_steps_can_be_left_out(run):
     found = timeline.read(run, since_step=2)
     assert found.num_steps == 4
