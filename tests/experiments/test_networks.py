@@ -217,6 +217,8 @@ def test_bars_are_as_high_as_the_slowdowns_and_failures_have_none():
     assert [text.get_text() for text in axes.get_xticklabels()] == ["100 Mbit/s"]
 
 
+# JAX, where another test has begun to use it in this process.
+@pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called")
 def test_a_result_is_read_again_and_a_failure_says_its_last_line(tmp_path):
     folder, stretch = tmp_path / "case", Stretch(2, 4)
     (tmp_path / "made_up.py").write_text(f"""
