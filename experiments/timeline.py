@@ -212,6 +212,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def warm_step(sync_interval: int, delay_steps: int) -> int:
+    """The step from which on a run with syncs compiles nothing.
+
+    The last fragment may be merged for the first time, and its merge compiled, right
+    after step `sync_interval + delay_steps`.
+    """
+    return 2 * sync_interval + delay_steps
+
+
 def _first_warm_step(workdir: pathlib.Path) -> int:
     """By then every program of the run has been compiled."""
     path = workdir / "config.json"
@@ -222,9 +231,7 @@ def _first_warm_step(workdir: pathlib.Path) -> int:
     delay = method.get("delay_steps") or 0
     if isinstance(delay, str):  # "auto": at most
         delay = method.get("max_delay_steps") or interval
-    # The last fragment may be merged for the first time, and its merge compiled, right
-    # after step `interval + delay`.
-    return 2 * interval + delay
+    return warm_step(interval, delay)
 
 
 if __name__ == "__main__":

@@ -209,12 +209,12 @@ def _direct_cost(state: LinkState, num_bytes: float) -> CollectiveCost:
     others = ~np.eye(num, dtype=bool)
     rate = np.where(others, state.bytes_per_s, 1.0)
     there_and_back = state.delay_s + state.delay_s.T
-    part = num_bytes / num / _BURST_SHARE
-    with np.errstate(divide="ignore"):  # A link that is out takes for ever.
-        each = np.where(others, part / rate + there_and_back, 0.0).max()
-    line = (num - 1) * part / state.line_bytes_per_s + there_and_back.max()
-    phase = max(float(each), float(line))
     part = num_bytes / num
+    burst = part / _BURST_SHARE
+    with np.errstate(divide="ignore"):  # A link that is out takes for ever.
+        each = np.where(others, burst / rate + there_and_back, 0.0).max()
+    line = (num - 1) * burst / state.line_bytes_per_s + there_and_back.max()
+    phase = max(float(each), float(line))
     sent = (2 * (num - 1) * part,) * num
     return CollectiveCost(2 * phase, 0.0, sent)
 

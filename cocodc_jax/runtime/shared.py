@@ -73,8 +73,8 @@ class SharedOuter:
             lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
         )
         self._move_anchor = jax.jit(_move_anchor, donate_argnums=0)
-        shapes, _ = made = jax.eval_shape(self._make, params)
-        self._where_outer, senders = self._where(*made)
+        shapes, of_senders = jax.eval_shape(self._make, params)
+        self._where_outer, senders = self._where(shapes, of_senders)
         # One program makes all of it, so on one device.
         first = self._where_outer if self._is_divided else layout.on_host(0, shapes)
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)

@@ -8,7 +8,7 @@ import pathlib
 
 from cocodc_jax.network.links import Topology
 from cocodc_jax.sync.method import Method
-from experiments import wan
+from experiments import timeline, wan
 
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
 UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
@@ -94,8 +94,6 @@ def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
         # one another must all have compiled before.
         first = log_every * math.ceil(window / 2 / log_every)
         return Stretch(first, first + log_every * math.ceil(window / log_every))
-    interval, delay = method.schedule.sync_interval, method.schedule.delay_steps
-    # The last fragment may be merged for the first time, and its merge compiled, right
-    # after step `interval + delay`.
-    first = 2 * interval + delay
+    interval = method.schedule.sync_interval
+    first = timeline.warm_step(interval, method.schedule.delay_steps)
     return Stretch(first, first + num_intervals * interval)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime import crossing, inner
 from cocodc_jax.runtime.mesh import MEMBER, PROCESS, REGION, make_mesh
+from cocodc_jax.runtime.places import over_places
 
 RNG = np.random.default_rng(3)
 
@@ -75,10 +76,9 @@ def test_packed_means_are_the_means(kind):
         "w": RNG.normal(size=(8, 3, 2)).astype(np.float32),
         "b": jnp.asarray(RNG.normal(size=(8, 5)), jnp.bfloat16),
     }
-    mapped = jax.shard_map(
+    mapped = over_places(
         lambda x: inner.for_all_regions(inner._mean_for_all(x, kind), block.size),
-        mesh=mesh,
-        axis_names={REGION},
+        mesh,
         in_specs=P(REGION),
         out_specs=P(REGION),
     )
@@ -99,10 +99,9 @@ def test_packed_messages_of_all_are_the_messages():
     mesh = make_mesh(4, devices=jax.devices()[:4])
     tree = {"q": np.arange(12, dtype=np.int8).reshape(4, 3), "s": np.ones((4, 2), "f4")}
     for in_one_piece in (False, True):
-        mapped = jax.shard_map(
+        mapped = over_places(
             lambda x, p=in_one_piece: inner._of_all(x, p),
-            mesh=mesh,
-            axis_names={REGION},
+            mesh,
             in_specs=P(REGION),
             out_specs=P(REGION),
         )
