@@ -6,9 +6,11 @@ r"""Trains with several methods over several emulated networks, and in the simul
 Every run is one of `experiments.wan` with a process for each region; flags after --
 are those of `experiments.train`. How fast regions go is compared with the same regions
 left alone, and with what `cocodc_jax.network.simulator` expects of the same links,
-bytes and step times. Writes networks.json, networks.md and networks.png to DIR, and
-below it a folder for each run. A run that is done is not run again: the same command
-goes on.
+bytes and step times, and of what a sync takes besides the network; that is measured
+with every method over a network that is free.
+
+Writes networks.json, networks.md and networks.png to DIR, and below it a folder for
+each run. A run that is done is not run again: the same command goes on.
 
 The regions of a lab share this machine's cores: with --step_seconds they compute for a
 part of a step only, and leave the cores to the network for the rest.
@@ -29,6 +31,7 @@ from cocodc_jax.sync.methods import defaults
 from experiments import flags
 from experiments.config import LEAVES, TrainConfig, dumps
 from experiments.lab import kernel
+from experiments.messages import one_line
 from experiments.networks import cases, lab_run, plot, predict, report
 from experiments.networks.lab_run import LabRunError, Measured
 from experiments.train import check_method_flags
@@ -105,6 +108,7 @@ class Comparison:
             predict.schedule(method, method.build().num_fragments)
         regions = self._base.run.regions
         self._networks = [cases.network(word, regions) for word in values.networks]
+        self._free = cases.network(cases.FREE, regions)
         _distinct("networks", [network.name for network in self._networks])
         self._intervals, self._limit_s = values.intervals, values.limit_s
 
@@ -114,7 +118,7 @@ class Comparison:
         Raises:
           LabRunError: if they did not come to the end.
         """
-        return self._measured(self._networks[0], APART, self._workdir / APART)[0]
+        return self._measured(self._free, APART)[0]
 
     def rows(self, alone: Measured) -> Iterator[dict[str, Any]]:
         """Runs every method over every network.
@@ -124,21 +128,31 @@ class Comparison:
         """
         for network in self._networks:
             for method in self._methods:
-                folder = self._workdir / network.name / method
                 try:
-                    run, stretch = self._measured(network, method, folder)
+                    free, _ = self._measured(self._free, method)
+                    run, stretch = self._measured(network, method)
                 except LabRunError as error:
                     yield report.failure(network.name, method, error)
                     continue
                 config = self._base.replace(method=method).method
-                step_s = alone.region_step_s
-                kind = self._base.run.all_reduce
-                expected = predict.predict(network, config, stretch, run, step_s, kind)
-                yield report.row(network.name, method, run, *expected, alone)
+                overhead_s = predict.overhead_s(free, alone)
+                pace, wire_bytes = predict.predict(
+                    network,
+                    config,
+                    stretch,
+                    run,
+                    alone.region_step_s,
+                    self._base.run.all_reduce,
+                    overhead_s,
+                )
+                yield report.row(
+                    network.name, method, run, pace, wire_bytes, overhead_s, alone
+                )
 
     def _measured(
-        self, network: cases.Network, method: str, folder: pathlib.Path
+        self, network: cases.Network, method: str
     ) -> tuple[Measured, cases.Stretch]:
+        folder = self._workdir / network.name / method
         config, run = self._base.replace(method=method).method, self._base.run
         stretch = cases.stretch(config.build(), run.log_every, self._intervals)
         train = self._train_flags(method, stretch.last_step)
@@ -217,7 +231,8 @@ def main(argv: Sequence[str]) -> int:
         command = " ".join(["python -m experiments.compare_networks", *argv[1:]])
         return run(comparison, pathlib.Path(values.workdir), command)
     except (ValueError, absl_flags.Error) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        known = {*values, *absl_flags.FLAGS}
+        print(f"error: {one_line(error, known)}", file=sys.stderr)
         return 2
     except lab_run.StoppedError:
         print("stopped; the same command goes on", file=sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from absl import app, flags, logging
 
 from experiments.config import COUNT_OR_WORD, LEAVES, TrainConfig
 from experiments.configs import PRESETS
+from experiments.messages import one_line
 from experiments.processes import Processes
 
 USAGE_ERROR = 2
@@ -168,10 +168,5 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _exit(message: str) -> NoReturn:
-    line = " ".join(message.split())
-    # Messages begin with the argument's name, which is the flag's.
-    name = re.match(r"[a-z_0-9]+(?==)", line)
-    if name and name[0] in flags.FLAGS:
-        line = f"--{line}"
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {one_line(message, flags.FLAGS)}", file=sys.stderr)
     sys.exit(USAGE_ERROR)

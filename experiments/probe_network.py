@@ -14,9 +14,9 @@ small ones take longer, up to a fifth in the lab.
 
 Process 0 prints the median over the repeats, of the slowest process. Where the links
 are told, as to the lab, it prints what `cocodc_jax/network` predicts; measured
-over predicted is what TCP and the machines add. An all-gather takes that long where the
-regions begin apart, as they do when each begins a while after its last one, and less
-where they happen to begin "at once". WORKDIR/probe.json has every second measured. Exit
+over predicted is what TCP and the machines add. That is for regions that begin apart,
+as they do when each begins a while after its last one; where they happen to begin "at
+once", a collective may take less. WORKDIR/probe.json has every second measured. Exit
 code 2 and one line on standard error for bad flags.
 """
 
@@ -38,12 +38,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cocodc_jax.network import gloo, world
+from cocodc_jax.network import direct, gloo, world
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.runtime import crossing, mesh, transfer
 from experiments import agreement
 from experiments.lab import schedule
+from experiments.messages import one_line
 from experiments.processes import COUNT, Processes, failing_alone
 
 FILE = "probe.json"
@@ -212,9 +213,12 @@ def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
     """
     kind = COLLECTIVES[name]
     predicted = at_once = collective_cost(links, kind, num_bytes).seconds
-    if kind in gloo.PHASES:
+    together = [0.0] * links.num_regions
+    if kind == "direct":
+        at_once = max(direct.seconds_of(links, num_bytes, together))
+    elif kind in gloo.PHASES:
         phases = gloo.PHASES[kind](links.num_regions, num_bytes)
-        at_once = max(gloo.seconds_of(links, phases, [0.0] * links.num_regions))
+        at_once = max(gloo.seconds_of(links, phases, together))
     return {"predicted_s": predicted, "at_once_s": at_once}
 
 
@@ -252,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
         sizes, names = read_sizes(values), read_collectives(values)
         processes.start(processes.num_processes)
     except (ValueError, flags.Error) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error, values)}", file=sys.stderr)
         return 2
     with failing_alone():
         rows = [

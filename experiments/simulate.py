@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -35,6 +34,7 @@ from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.network.simulator import Workload, simulate
 from cocodc_jax.network.syncs import AUTO, METHODS, Schedule
 from cocodc_jax.network.timeline import Timeline
+from experiments.messages import one_line
 
 Value = TypeVar("Value")
 
@@ -82,6 +82,7 @@ def _define_job(values: flags.FlagValues) -> None:
     count("sync_interval", None, "H, steps; default 100 (data_parallel: 1)")
     text("delay_steps", None, "tau, or 'auto'; default 5 (blocking methods: 0)")
     count("syncs_per_interval", None, "N, for cocodc only; default K")
+    number("overhead_s", 0.0, "seconds of a sync besides the network: encoding, copies")
     count("num_layers", 1, "above 1, each layer is sent when ready", lower_bound=1)
     count("steps", None, "inner steps to simulate; default 3 H", lower_bound=1)
     text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
@@ -149,7 +150,7 @@ def build_workload(values: flags.FlagValues, num_regions: int) -> Workload:
     num = values.num_fragments
     size = values.params * values.bits_per_param / 8 / num
     steps_s = times * num_regions if len(times) == 1 else times
-    return Workload((size,) * num, steps_s, values.num_layers)
+    return Workload((size,) * num, steps_s, values.num_layers, values.overhead_s)
 
 
 def _step_times(values: flags.FlagValues) -> tuple[float, ...]:
@@ -310,16 +311,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             run_simulation(values)
     except (ValueError, flags.Error) as error:
-        print(f"error: {_one_line(str(error), values)}", file=sys.stderr)
+        print(f"error: {one_line(error, values)}", file=sys.stderr)
         return 2
     return 0
-
-
-def _one_line(message: str, values: flags.FlagValues) -> str:
-    """The message on one line; the argument it begins with is most often a flag."""
-    line = " ".join(message.split())
-    name = re.match(r"[a-z_]+(?==)", line)
-    return f"--{line}" if name and name[0] in values else line
 
 
 if __name__ == "__main__":

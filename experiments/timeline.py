@@ -7,6 +7,7 @@ writes to DIR: trace.json, which ui.perfetto.dev opens, and timeline.png; prints
 seconds of a sync and utilisation after the first two intervals, which are compiled in.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -20,6 +21,7 @@ from absl import flags
 
 from cocodc_jax.network import trace
 from cocodc_jax.network.timeline import SyncRecord, Timeline
+from experiments.messages import one_line
 
 FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 
@@ -161,6 +163,43 @@ def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
     path.write_text(json.dumps(found))
 
 
+def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
+    """Whether regions go slower while something is on its way.
+
+    Args:
+      timeline: measured, with marks at starts and merges of syncs as every run has
+        them. Only where steps and syncs share a processor or a bus should they differ.
+
+    Returns:
+      Seconds of a step, waiting left out, as medians over the stretches between two
+      marks: with a sync on its way for half of the stretch or more, and with less; NaN
+      where there are no such stretches. The slowest process counts.
+    """
+    waited: dict[int, float] = {}
+    for sync in timeline.syncs:  # A mark is made before the waiting that follows it.
+        waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
+        took = max(np.subtract(ends, begins)) - waited.get(step, 0.0)
+        is_busy = _overlap_s(timeline, max(begins), max(ends)) * 2 >= took
+        seconds[is_busy].append(took / (next_step - step))
+    busy, quiet = (
+        statistics.median(found) if found else math.nan for found in seconds.values()
+    )
+    return busy, quiet
+
+
+def _overlap_s(timeline: Timeline, begin_s: float, end_s: float) -> float:
+    """Seconds between two moments in which a sync was on its way."""
+    total, covered_s = 0.0, begin_s
+    for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s):
+        since = max(covered_s, sync.start_s)
+        until = min(end_s, sync.arrival_s)
+        total += max(0.0, until - since)
+        covered_s = max(covered_s, until)
+    return total
+
+
 def show(workdir: pathlib.Path) -> None:
     """Writes a run's trace and plot, if it went on after its first two intervals."""
     since = _first_warm_step(workdir)
@@ -201,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
             since = _first_warm_step(workdir)
         timeline = read(workdir, since)
     except (ValueError, flags.Error) as error:
-        print(f"error: --{error}", file=sys.stderr)
+        print(f"error: {one_line(error, values)}", file=sys.stderr)
         return 2
     summary = timeline.summary()
     write(workdir, timeline, f"{workdir.name}, measured from step {since}")
@@ -209,6 +248,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:18} {summary[name]:.4g}")
     print(f"{'seconds':18} {summary['sim_s']:.4g}")
     print(f"{'seconds a step':18} {max(timeline.step_time_s):.4g}")
+    busy, quiet = step_s_in_flight(timeline)
+    if busy > 0 and quiet > 0:
+        print(f"{'  sync in flight':18} {busy:.4g}")
+        print(f"{'  none':18} {quiet:.4g}")
     return 0
 
 

@@ -24,7 +24,6 @@ import functools
 import json
 import math
 import pathlib
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
 from experiments.lab import kernel, launch, schedule
 from experiments.lab.plan import Plan
+from experiments.messages import one_line
 
 _DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
 _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
@@ -74,8 +74,21 @@ def define_flags() -> flags.FlagValues:
     number(
         "buffer_ms",
         None,
-        "longest wait in a queue before packets are dropped; "
-        "default: two of the longest round trip, at least 200",
+        "longest wait in a queue before packets are dropped; default: as long as it "
+        "takes, so that none is lost but by --loss",
+    )
+    text(
+        "congestion_control",
+        "reno",
+        "of TCP: what /proc/sys/net/ipv4/tcp_allowed_congestion_control names; every "
+        "kernel has reno",
+    )
+    flags.DEFINE_bool(
+        "slow_start_after_idle",
+        False,
+        "whether TCP begins with a small window again after a rest (the kernel's "
+        "default; hosts on long links have it off)",
+        flag_values=values,
     )
     count("seed", 0, "of loss and jitter")
     number("grace_s", 5.0, "seconds between asking a command to end and killing it")
@@ -129,6 +142,12 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
         raise ValueError("no command given; write it after --")
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
+    known = kernel.congestion_controls()
+    if values.congestion_control not in known:
+        raise ValueError(
+            f"congestion_control={values.congestion_control} is not allowed here; use "
+            f"{' or '.join(known)}"
+        )
     topology = build_topology(values)
     mbit = values.bandwidth_mbit
     if mbit is None:
@@ -136,17 +155,16 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
     conditions = schedule.conditions_over_time(topology, mbit * 1e6)
     undisturbed = dataclasses.replace(topology, changes=())
     usual = schedule.conditions_over_time(undisturbed, mbit * 1e6)[0]
-    buffer_s = schedule.usual_buffer_s(usual)
-    if values.buffer_ms is not None:
-        buffer_s = values.buffer_ms / 1000
     return Plan(
         regions=topology.regions,
         command=tuple(command),
         logdir=pathlib.Path(values.logdir or tempfile.mkdtemp(prefix="cocodc_wan_")),
         conditions=conditions,
         mtu_bytes=values.mtu or schedule.usual_mtu_bytes(usual),
-        buffer_s=buffer_s,
-        window_bytes=schedule.usual_window_bytes(usual, buffer_s),
+        buffer_s=math.inf if values.buffer_ms is None else values.buffer_ms / 1000,
+        window_bytes=schedule.usual_window_bytes(usual),
+        congestion_control=values.congestion_control,
+        restarts_slowly=values.slow_start_after_idle,
         seed=values.seed,
         grace_s=values.grace_s,
     )
@@ -182,11 +200,11 @@ def main(argv: Sequence[str]) -> int:
             raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)
     except (ValueError, PermissionError, flags.Error) as error:
-        print(f"error: {_one_line(str(error), values)}", file=sys.stderr)
+        print(f"error: {one_line(error, values)}", file=sys.stderr)
         return 2
     print(
-        f"wan: {len(plan.regions)} regions, packets of {plan.mtu_bytes} bytes, queues "
-        f"of {plan.buffer_s * 1000:g} ms; logs in {plan.logdir}",
+        f"wan: {len(plan.regions)} regions, packets of {plan.mtu_bytes} bytes; logs in "
+        f"{plan.logdir}",
         file=sys.stderr,
     )
     try:
@@ -196,13 +214,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(summary(plan), file=sys.stderr)
     return code
-
-
-def _one_line(message: str, values: flags.FlagValues) -> str:
-    """The message on one line; the argument it begins with is most often a flag."""
-    line = " ".join(message.split())
-    name = re.match(r"[a-z_]+(?==)", line)
-    return f"--{line}" if name and name[0] in values else line
 
 
 if __name__ == "__main__":

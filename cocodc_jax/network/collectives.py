@@ -13,35 +13,28 @@ B bytes, bandwidth w, delay a and M regions:
     gather    (M - 1) (a + B / w)         each region contributes B bytes
 
 "gloo" (all-reduce) and "gloo_gather" are no lists of rounds: they are what JAX's CPU
-processes do, step by step (`gloo.py`). "direct" is this package's all-reduce between
-them (`runtime/crossing.py`): every region sends every other its M-th part of the
-vector, and then the sum of the parts it got, in all
+processes do, step by step (`gloo.py`), and "direct" is this package's all-reduce
+between them (`direct.py`). Over links of their own, with one region that begins late,
+it takes
 
-    direct    2 (2 a + (M - 1) B / (M s l))
-
-over lines of l bytes a second, as gloo sends nothing before the receiver has said that
-it is ready. s is the share of a link or line that such bursts over several connections
-reach: `_BURST_SHARE`, which fits what `experiments.probe_network` measured in the lab
-at 100 Mbit/s and 1 Gbit/s.
+    direct    2 (2 a + 2 B / (M w))
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cocodc_jax.network import gloo
+from cocodc_jax.network import direct, gloo
 from cocodc_jax.network.links import LinkState
+from cocodc_jax.network.settle import settled_s
 
 Round = list[tuple[int, int, float]]
 Builder = Callable[[Sequence[int], float], list[Round]]
-
-
-# One connection alone, of plain sockets, reaches nine tenths or more.
-_BURST_SHARE = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,35 +188,29 @@ def collective_cost(
             f"order={order!r} must be a permutation of 0..{state.num_regions - 1}"
         )
     if name == "direct":
-        return _direct_cost(state, num_bytes)
+        return _direct_cost(state, num_bytes, order)
     if name in gloo.PHASES:
         return _gloo_cost(state, gloo.PHASES[name](len(order), num_bytes), order)
     return cost_of(state, ROUNDS[name](order, num_bytes))
 
 
-def _direct_cost(state: LinkState, num_bytes: float) -> CollectiveCost:
-    """Two phases; in each, all parts are under way at once."""
-    num = state.num_regions
-    if num == 1:
-        return CollectiveCost(0.0, 0.0, (0.0,))
-    others = ~np.eye(num, dtype=bool)
-    rate = np.where(others, state.bytes_per_s, 1.0)
-    there_and_back = state.delay_s + state.delay_s.T
-    part = num_bytes / num
-    burst = part / _BURST_SHARE
-    with np.errstate(divide="ignore"):  # A link that is out takes for ever.
-        each = np.where(others, burst / rate + there_and_back, 0.0).max()
-    line = (num - 1) * burst / state.line_bytes_per_s + there_and_back.max()
-    phase = max(float(each), float(line))
-    sent = (2 * (num - 1) * part,) * num
-    return CollectiveCost(2 * phase, 0.0, sent)
+def _direct_cost(
+    state: LinkState, num_bytes: float, order: Sequence[int]
+) -> CollectiveCost:
+    """The cost with `order[k]` as the k-th process."""
+    ranks = state.subset(order)
+    exchange = functools.partial(direct.seconds_of, ranks, num_bytes)
+    num = len(order)
+    sent = (direct.PHASES * (num - 1) * num_bytes / num,) * num
+    return CollectiveCost(settled_s(ranks, exchange), 0.0, sent)
 
 
 def _gloo_cost(
     state: LinkState, phases: Sequence[gloo.Phase], order: Sequence[int]
 ) -> CollectiveCost:
     """The cost with `order[k]` as gloo's rank k."""
-    seconds = gloo.settled_s(state.subset(order), phases)
+    ranks = state.subset(order)
+    seconds = settled_s(ranks, functools.partial(gloo.seconds_of, ranks, phases))
     sent = gloo.bytes_sent(phases, len(order))
     by_region = dict(zip(order, sent, strict=True))
     return CollectiveCost(seconds, 0.0, tuple(by_region[i] for i in range(len(order))))

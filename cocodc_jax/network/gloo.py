@@ -45,7 +45,6 @@ from cocodc_jax.network.links import LinkState
 _MOST_BYTES = 2**20  # of a segment
 _VALUE_BYTES = 4  # segments hold whole float32 values
 _HEADER_BYTES = 52  # of a packet: IPv4, and TCP with timestamps
-_REPEATS = 10  # until the staggering is the same as before
 
 
 def payload_share(mtu_bytes: int) -> float:
@@ -117,26 +116,6 @@ def seconds_of(
     for phase in phases:
         clock = _run(state, phase, clock, outlets)
     return clock
-
-
-def settled_s(state: LinkState, phases: Sequence[Phase]) -> float:
-    """Returns the seconds that the ranks wait for a collective that they do repeatedly.
-
-    Args:
-      state: the links; ranks are numbered as its regions. At first each begins the
-        longest delay there and back after the rank before.
-      phases: of the collective.
-    """
-    late_s = 2 * float(state.delay_s.max())
-    starts = [late_s * rank for rank in range(state.num_regions)]
-    taken = 0.0
-    for _ in range(_REPEATS):
-        ends = seconds_of(state, phases, starts)
-        taken = max(end - start for end, start in zip(ends, starts, strict=True))
-        if math.isinf(taken):
-            break
-        starts = [end - min(ends) for end in ends]
-    return taken
 
 
 def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:

@@ -172,6 +172,17 @@ class Topology:
         times = {t for c in self.changes for t in (c.start_s, c.end_s)}
         return tuple(sorted(times))
 
+    def scaled(self, share: float) -> "Topology":
+        """Returns the same regions with a share of all bandwidths."""
+        links = tuple(
+            tuple(
+                dataclasses.replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
+                for link in row
+            )
+            for row in self.links
+        )
+        return dataclasses.replace(self, links=links, line_gbps=self.line_gbps * share)
+
     def at(self, time_s: float = 0.0) -> LinkState:
         """Returns the links as they are at a moment in simulated seconds."""
         rate = np.array([[link.bytes_per_s for link in row] for row in self.links])

@@ -40,17 +40,22 @@ class Workload:
       step_time_s: seconds of an inner step, one number per region.
       num_layers: 1 sends at step boundaries; L > 1 lets each layer travel alone. Layers
         are dealt to fragments in turn (strided).
+      overhead_s: seconds of a message's way that are not the network's but the hosts':
+        encoding, copies, the outer step. The network is free for others meanwhile.
     """
 
     fragment_bytes: tuple[float, ...]
     step_time_s: tuple[float, ...]
     num_layers: int = 1
+    overhead_s: float = 0.0
 
     def __post_init__(self):
         for name in ("fragment_bytes", "step_time_s"):
             values = getattr(self, name)
             if not values or not all(0 < v < np.inf for v in values):
                 raise ValueError(f"{name}={values!r} must be positive numbers")
+        if not 0 <= self.overhead_s < np.inf:
+            raise ValueError(f"overhead_s={self.overhead_s!r} must not be negative")
         if self.num_layers != 1 and self.num_layers < len(self.fragment_bytes):
             raise ValueError(
                 f"num_layers={self.num_layers} must be 1 or at least the number of "
@@ -231,9 +236,10 @@ class _Run:
         lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
         ready_s = float(np.max(self.clocks - lead * self.step_s))
         sync.start_s = min(sync.start_s, ready_s)
+        enters_s = ready_s + self.workload.overhead_s
         # Layer 0 is needed first, hence the front.
-        sync.layers.insert(0, (layer, self.channel.submit(ready_s, num_bytes)))
-        sync.bytes_sent = sync.bytes_sent + self.cost(ready_s, num_bytes).bytes_sent
+        sync.layers.insert(0, (layer, self.channel.submit(enters_s, num_bytes)))
+        sync.bytes_sent = sync.bytes_sent + self.cost(enters_s, num_bytes).bytes_sent
 
     def merge_due(self, step: int) -> None:
         for sync in list(self.in_flight):

@@ -123,6 +123,8 @@ class _Lab:
             folder=os.getcwd(),
             mtu_bytes=plan.mtu_bytes,
             window_bytes=plan.window_bytes,
+            congestion_control=plan.congestion_control,
+            restarts_slowly=plan.restarts_slowly,
             grace_s=plan.grace_s,
             hosts_path=str(plan.logdir.absolute() / f"region_{region_id}.hosts"),
             socket_fd=socket_fd,

@@ -18,6 +18,8 @@ class Plan:
       mtu_bytes: largest packet.
       buffer_s: longest wait in a queue of the relay.
       window_bytes: TCP may have so much under way in each connection.
+      congestion_control: of TCP, the kernel's name.
+      restarts_slowly: whether TCP begins with a small window again after a rest.
       seed: of loss and jitter.
       grace_s: between asking a command to end and killing it.
     """
@@ -29,6 +31,8 @@ class Plan:
     mtu_bytes: int
     buffer_s: float
     window_bytes: int
+    congestion_control: str
+    restarts_slowly: bool
     seed: int
     grace_s: float
 

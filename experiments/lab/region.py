@@ -36,6 +36,8 @@ class Settings:
       folder: in which the command runs.
       mtu_bytes: largest packet.
       window_bytes: TCP may have so much under way.
+      congestion_control: of TCP.
+      restarts_slowly: whether TCP does after a rest.
       grace_s: between asking the command to end and killing it, in seconds.
       hosts_path: where the region's hosts file goes.
       socket_fd: to the lab.
@@ -48,6 +50,8 @@ class Settings:
     folder: str
     mtu_bytes: int
     window_bytes: int
+    congestion_control: str
+    restarts_slowly: bool
     grace_s: float
     hosts_path: str
     socket_fd: int
@@ -93,7 +97,12 @@ def _make(settings: Settings) -> int:
     numbers = settings.region_id, settings.num_regions
     path.write_text(hosts(usual.read_text(), socket.gethostname(), *numbers))
     kernel.show_file(str(path), str(usual))
-    kernel.set_tcp_windows(settings.mtu_bytes, settings.window_bytes)
+    kernel.set_tcp(
+        settings.mtu_bytes,
+        settings.window_bytes,
+        settings.congestion_control,
+        settings.restarts_slowly,
+    )
     return kernel.open_tun(settings.region_id, settings.mtu_bytes)
 
 

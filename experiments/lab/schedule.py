@@ -12,7 +12,7 @@ from experiments.lab.shaper import Conditions
 
 _INTERNET_MTU_BYTES, _LARGEST_MTU_BYTES = 1500, 65000
 _PACKET_S = 0.001
-_SHORTEST_BUFFER_S = 0.2
+_SHORTEST_S = 0.2  # that windows are made for
 _LARGEST_WINDOW_BYTES = 2**28
 
 
@@ -117,24 +117,15 @@ def usual_mtu_bytes(conditions: Conditions) -> int:
     return min(max(size, _INTERNET_MTU_BYTES), _LARGEST_MTU_BYTES)
 
 
-def usual_buffer_s(conditions: Conditions) -> float:
-    """Returns the longest wait in a queue: two round trips, at least 0.2 s.
-
-    With one, as routers are built, every connection that starts, or starts again after
-    a pause, fills the queue and loses packets: an all-reduce of 16 MB by gloo over 100
-    Mbit/s and 25 ms took 1.98 s instead of 1.71, and at random a little more.
-    """
-    return max(_SHORTEST_BUFFER_S, 2 * longest_round_trip_s(conditions))
-
-
-def usual_window_bytes(conditions: Conditions, buffer_s: float) -> int:
+def usual_window_bytes(conditions: Conditions) -> int:
     """Returns what one TCP connection may have under way.
 
-    Enough to fill the fastest link and its queue; four times so much, as the kernel
-    counts its own overhead and gives an application half.
+    Enough to fill the fastest link for a round trip, and as much again for what waits
+    in queues; four times so much, as the kernel counts its own overhead and gives an
+    application half.
     """
     fastest = max([*_between(conditions.rate_bps), 0.0])
-    seconds = longest_round_trip_s(conditions) + buffer_s
+    seconds = max(_SHORTEST_S, 2 * longest_round_trip_s(conditions))
     return min(int(4 * fastest / 8 * seconds), _LARGEST_WINDOW_BYTES)
 
 

@@ -6,11 +6,14 @@ import dataclasses
 import math
 import pathlib
 
+from cocodc_jax.network import gloo
 from cocodc_jax.network.links import Topology
 from cocodc_jax.sync.method import Method
 from experiments import timeline, wan
+from experiments.lab import schedule
 
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
+FREE, FREE_MBIT = "free", 10_000  # without a delay, as fast as the lab can be
 UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
 # Steps to look at where there are no intervals: an exchange at every step is slow, and
 # regions left alone are what all others are held against.
@@ -24,7 +27,7 @@ class Network:
     Attributes:
       name: for folders and tables.
       flags: of `experiments.wan`.
-      topology: what they describe, for the simulator.
+      topology: what they describe, less packets' headers, for the simulator.
     """
 
     name: str
@@ -36,17 +39,19 @@ def network(text: str, num_regions: int) -> Network:
     """The network that a word names.
 
     Args:
-      text: Mbit/s of each pair of regions, "unequal", or a YAML file of links.
+      text: Mbit/s of each pair of regions, "unequal", a YAML file of links, or "free".
       num_regions: that the run has.
 
     Raises:
       ValueError: naming the word and what would be right.
     """
     is_number = text.replace(".", "", 1).isdigit()
-    name = text if is_number or text == "unequal" else pathlib.Path(text).stem
+    is_known = is_number or text in (FREE, "unequal")
+    name = text if is_known else pathlib.Path(text).stem
     flags = (f"--links={UNEQUAL if text == 'unequal' else text}",)
-    if is_number:
-        flags = (f"--bandwidth_mbit={text}", f"--latency_ms={LATENCY_MS}")
+    if is_number or text == FREE:
+        mbit, delay_ms = (FREE_MBIT, 0) if text == FREE else (text, LATENCY_MS)
+        flags = (f"--bandwidth_mbit={mbit}", f"--latency_ms={delay_ms}")
         flags = (f"--regions={num_regions}", *flags)
     values = wan.define_flags()
     values(["wan", *flags])
@@ -64,7 +69,8 @@ def network(text: str, num_regions: int) -> Network:
             f"networks: {text!r} has {topology.num_regions} regions, but the run has "
             f"regions={num_regions}"
         )
-    return Network(name, flags, topology)
+    mtu = schedule.usual_mtu_bytes(schedule.conditions_over_time(topology)[0])
+    return Network(name, flags, topology.scaled(gloo.payload_share(mtu)))
 
 
 @dataclasses.dataclass(frozen=True)

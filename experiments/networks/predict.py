@@ -44,6 +44,18 @@ def schedule(method: MethodConfig, num_fragments: int) -> Schedule:
     return Schedule(method.method, num_fragments, interval, delay, slots, longest)
 
 
+def overhead_s(free: Measured, alone: Measured) -> float:
+    """Seconds of a sync besides the network.
+
+    Args:
+      free: a run of the method over a network that takes no time.
+      alone: the regions left alone.
+    """
+    if free.pace.sync_s is not None:
+        return free.pace.sync_s
+    return max(0.0, free.pace.step_s - alone.pace.step_s)
+
+
 def predict(
     network: Network,
     method: MethodConfig,
@@ -51,6 +63,7 @@ def predict(
     run: Measured,
     step_s: tuple[float, ...],
     all_reduce: str,
+    overhead_s: float = 0.0,
 ) -> tuple[Pace, float]:
     """The pace that the simulator expects, and the bytes of the whole run.
 
@@ -61,6 +74,7 @@ def predict(
       run: whose messages' bytes are taken, and nothing else.
       step_s: seconds of a step of each region without a network.
       all_reduce: of uncompressed messages, "direct" or "ring".
+      overhead_s: seconds of a sync besides the network.
 
     Returns:
       The pace, and what the region that sends most puts on the network.
@@ -68,7 +82,7 @@ def predict(
     is_compressed = method.build().compressor is not None
     found = simulate(
         network.topology,
-        Workload(run.fragment_bytes, step_s),
+        Workload(run.fragment_bytes, step_s, overhead_s=overhead_s),
         schedule(method, len(run.fragment_bytes)),
         stretch.last_step,
         GATHER if is_compressed else REDUCE[all_reduce],

@@ -20,6 +20,7 @@ HEADS = (
     "simulated",
     "sim/lab",
     "stall",
+    "simulated",
     "sim/lab",
     "sync",
     "sim/lab",
@@ -27,13 +28,16 @@ HEADS = (
     "relayed",
     "sim/lab",
 )
+_LEAST_STALL = 0.01  # of the time
 _NOTE = (
     "Slowdown: seconds per step over those of the same steps without a network, "
-    "measured and simulated. Stall: seconds of waiting in 100 steps. Sync: seconds of "
-    "one, mean. Sent: bytes of one region in the whole run, as the program counts; "
-    "relayed: what the relay saw of the region that sent most, the bytes of regions "
-    "left alone taken off; an all-reduce puts 2 (M - 1) / M of a message on the wire. "
-    "sim/lab: simulated over measured, of what stands before it."
+    "measured and simulated. Stall: seconds of waiting in 100 steps (where every step "
+    "exchanges, what it takes longer than without a network), measured and simulated, "
+    "and their ratio where at least a hundredth of the time was waited. "
+    "Sync: seconds of one, mean. Sent: bytes of one region in the whole run, as the "
+    "program counts; relayed: what the relay saw of the region that sent most, the "
+    "bytes of regions left alone taken off; an all-reduce puts 2 (M - 1) / M of a "
+    "message on the wire. sim/lab: simulated over measured, of what stands before it."
 )
 
 
@@ -43,6 +47,7 @@ def row(
     run: Measured,
     simulated: Pace,
     wire_bytes: float,
+    overhead_s: float,
     alone: Measured,
 ) -> dict[str, Any]:
     """What is kept of one run, as plain values.
@@ -53,20 +58,25 @@ def row(
       run: what was measured.
       simulated: what the simulator expected.
       wire_bytes: that the simulator expected on the network.
+      overhead_s: that it was told a sync takes besides the network.
       alone: the regions left alone: steps without a network, and the bytes that it
         takes to begin and to evaluate.
     """
-    apart_step_s = alone.pace.step_s
+    apart_step_s, measured = alone.pace.step_s, run.pace
+    if measured.stall_s is None:  # Every step waits; nobody but the clock tells.
+        stall_s = 100 * (measured.step_s - apart_step_s)
+        measured = dataclasses.replace(measured, stall_s=stall_s)
     messages = run.relayed_bytes - alone.relayed_bytes
     return {
         "network": network,
         "method": method,
-        "measured": _with_slowdown(run.pace, apart_step_s),
+        "measured": _with_slowdown(measured, apart_step_s),
         "simulated": _with_slowdown(simulated, apart_step_s),
         "simulated_over_measured": {
-            name: _ratio(getattr(simulated, name), getattr(run.pace, name))
+            name: _ratio(getattr(simulated, name), getattr(measured, name))
             for name in ("step_s", "stall_s", "sync_s")
         },
+        "overhead_s": overhead_s,
         "fragment_bytes": list(run.fragment_bytes),
         "sent_bytes": run.sent_bytes,
         "relayed_bytes": messages,
@@ -100,13 +110,20 @@ def cells(entry: dict[str, Any]) -> list[str]:
         f"{simulated['slowdown']:.2f}",
         _number(ratios["step_s"]),
         _number(lab["stall_s"]),
-        _number(ratios["stall_s"]),
+        _number(simulated["stall_s"]),
+        _number(ratios["stall_s"] if _is_stalled(lab) else None),
         _number(lab["sync_s"]),
         _number(ratios["sync_s"]),
         format_bytes(entry["sent_bytes"]),
         format_bytes(entry["relayed_bytes"]),
         _number(_ratio(entry["wire_bytes"], entry["relayed_bytes"])),
     ]
+
+
+def _is_stalled(lab: dict[str, Any]) -> bool:
+    """Whether the waiting is long enough for a ratio to say something."""
+    stall_s = lab["stall_s"]
+    return stall_s is not None and stall_s >= _LEAST_STALL * 100 * lab["step_s"]
 
 
 def _number(value: float | None) -> str:

@@ -266,16 +266,21 @@ def test_a_narrow_uplink_counts_for_the_packet_size():
     assert schedule.usual_mtu_bytes(conditions(mbit=1000, region_mbit=100)) == 12500
 
 
-def test_buffer_and_window_hold_a_round_trip():
+def test_windows_hold_two_round_trips():
+    # 100 Mbit/s for 0.32 s, four times; at least for 0.2 s; and there is an end.
     links = conditions(mbit=100, delay_s=0.08)
-    assert schedule.usual_buffer_s(links) == pytest.approx(0.32)
-    assert schedule.usual_buffer_s(conditions(delay_s=0.001)) == 0.2
-    # 100 Mbit/s for the 0.32 s of path and queue, four times.
-    assert schedule.usual_window_bytes(links, 0.16) == pytest.approx(16e6)
-    assert schedule.usual_window_bytes(conditions(mbit=1e6), 1.0) == 2**28
-    alone = conditions(1)
-    assert schedule.usual_buffer_s(alone) == 0.2
-    assert schedule.usual_window_bytes(alone, 0.1) == 0
+    assert schedule.usual_window_bytes(links) == pytest.approx(16e6)
+    near = conditions(mbit=100, delay_s=0.001)
+    assert schedule.usual_window_bytes(near) == pytest.approx(10e6)
+    assert schedule.usual_window_bytes(conditions(mbit=1e6)) == 2**28
+    assert schedule.usual_window_bytes(conditions(1)) == 0
+
+
+def test_a_queue_without_an_end_drops_nothing():
+    shaper = Shaper([conditions(mbit=0.01)], buffer_s=math.inf, seed=0)
+    for _ in range(100):
+        shaper.send(0.0, 0, 1, PACKET)
+    assert times(shaper)[-1] == pytest.approx(100 + 0.1)
 
 
 def test_hosts_give_the_own_name_the_regions_address():
@@ -293,7 +298,9 @@ def test_environment_has_who_and_no_proxy(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "localhost")
     monkeypatch.setenv("KEPT", "yes")
-    settings = region.Settings(2, 4, ["true"], ".", 1500, 0, 1.0, "", 0, 1)
+    settings = region.Settings(
+        2, 4, ["true"], ".", 1500, 0, "reno", False, 1.0, "", 0, 1
+    )
     found = region.environment(settings)
     assert not [name for name in found if name.lower().endswith("_proxy")]
     assert found["KEPT"] == "yes"

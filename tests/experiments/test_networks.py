@@ -25,15 +25,18 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
     found = cases.network("100", 4)
     assert found.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
     link = found.topology.links[0][1]
-    assert (link.bandwidth_gbps, link.latency_s) == (0.1, 0.05)
+    # Packets of a millisecond, 12,500 bytes, of which 52 are headers.
+    assert (link.bandwidth_gbps, link.latency_s) == (0.1 * (1 - 52 / 12_500), 0.05)
     unequal = cases.network("unequal", 4)
     near, far = unequal.topology.links[0][1], unequal.topology.links[3][0]
-    assert (near.bandwidth_gbps, near.latency_s) == (0.2, 0.02)
-    assert (far.bandwidth_gbps, far.latency_s) == (0.05, 0.08)
+    assert (near.latency_s, far.latency_s) == (0.02, 0.08)
+    assert near.bandwidth_gbps == pytest.approx(4 * far.bandwidth_gbps)
     path = tmp_path / "mine.yaml"
     path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
     mine = cases.network(str(path), 2)
     assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
+    free = cases.network("free", 3)
+    assert free.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=0")
 
 
 @pytest.mark.parametrize(
@@ -135,20 +138,22 @@ def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
 
 
 def test_simulated_blocking_sync_by_hand():
-    """Two phases, a round trip and three quarters of 10 MB at 0.6 of 12.5 MB/s each."""
+    """The exchange's own time, ten times in 100 steps."""
     method = MethodConfig(method="diloco", sync_interval=10)
     run = Measured(Pace(1.0, None, None), (0.25,) * 4, (10e6,), 0, 0)
     network, step_s = cases.network("100", 4), (0.25,) * 4
     found, sent = predict.predict(
         network, method, Stretch(10, 50), run, step_s, "direct"
     )
-    sync_s = 2 * (0.1 + 7.5e6 / (0.6 * 12.5e6))
+    links = network.topology.at()
+    sync_s = collective_cost(links, "direct", 10e6).seconds
+    assert 2 * (0.1 + 7.5e6 / RATE) < sync_s < 2 * (0.1 + 15e6 / RATE)
     assert found.sync_s == pytest.approx(sync_s)
     assert found.stall_s == pytest.approx(10 * sync_s)
     assert found.step_s == pytest.approx(0.25 + sync_s / 10)
     assert sent == 5 * 1.5 * 10e6
     ring, _ = predict.predict(network, method, Stretch(10, 50), run, step_s, "ring")
-    alone = collective_cost(network.topology.at(), "gloo", 10e6)
+    alone = collective_cost(links, "gloo", 10e6)
     assert ring.sync_s == pytest.approx(alone.seconds)
 
 
@@ -162,9 +167,29 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
     )
     assert found.step_s == pytest.approx(0.25)
     assert found.stall_s == 0
-    assert found.sync_s == pytest.approx(2 * (0.1 + 0.75e6 / (0.6 * 12.5e6)))
+    links = cases.network("100", 4).topology.at()
+    sync_s = collective_cost(links, "direct", 1e6).seconds
+    assert found.sync_s == pytest.approx(sync_s)
 
 
+def test_what_a_sync_takes_besides_the_network_is_measured_on_a_free_one():
+    alone = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 0)
+    synced = dataclasses.replace(alone, pace=Pace(0.26, 0.1, 0.05))
+    assert predict.overhead_s(synced, alone) == 0.05
+    every = dataclasses.replace(alone, pace=Pace(0.3, None, None))
+    assert predict.overhead_s(every, alone) == pytest.approx(0.05)
+    quick = dataclasses.replace(alone, pace=Pace(0.24, None, None))
+    assert predict.overhead_s(quick, alone) == 0
+    method = MethodConfig(method="diloco", sync_interval=10)
+    run = dataclasses.replace(alone, fragment_bytes=(1e6,))
+    given = cases.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
+    without, _ = predict.predict(*given, "direct")
+    found, _ = predict.predict(*given, "direct", overhead_s=0.05)
+    assert found.sync_s == pytest.approx(without.sync_s + 0.05)
+    assert found.step_s == pytest.approx(without.step_s + 0.05 / 10)
+
+
+RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
 ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
 
 
@@ -182,8 +207,8 @@ def rows():
     run = Measured(Pace(0.5, 10.0, 1.5), (0.5,) * 2, (64.0,), 1000, 2_000_000)
     every = Measured(Pace(2.5, None, None), (2.5,) * 2, (64.0,), 1000, 2_000_000)
     return [
-        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 1.2e6, ALONE),
-        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 1e6, ALONE),
+        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 1.2e6, 0.1, ALONE),
+        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 1e6, 0, ALONE),
         report.failure("20", "diloco", LabRunError("exit code 1: no room")),
     ]
 
@@ -194,6 +219,9 @@ def test_rows_compare_measured_and_simulated():
     ratios = first["simulated_over_measured"]
     assert ratios == {"step_s": 0.8, "stall_s": 0.5, "sync_s": pytest.approx(0.8)}
     assert every["simulated_over_measured"]["sync_s"] is None
+    # Steps of 2.5 s instead of 0.25.
+    assert every["measured"]["stall_s"] == pytest.approx(225)
+    assert every["simulated_over_measured"]["stall_s"] == pytest.approx(70 / 225)
     assert "error" in failed
     assert json.loads(json.dumps(rows())) == rows()
 
@@ -203,7 +231,7 @@ def test_the_tables_say_the_same():
     assert text.startswith("Without a network: 0.250 s per step, and 500 kB relayed")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {len(report.HEADS) + 1}
-    assert "| 100 | diloco | 0.500 | 2.00 | 1.60 | 0.80 | 10.00 |" in text
+    assert "| 100 | diloco | 0.500 | 2.00 | 1.60 | 0.80 | 10.00 | 5.00 | 0.50 |" in text
     assert "| 1.00 kB | 1.50 MB | 0.80 |" in text
     assert "Failed: 20, diloco: exit code 1: no room" in text
     assert text.endswith("    python -m this\n")

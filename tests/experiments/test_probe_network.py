@@ -50,7 +50,8 @@ def test_two_processes(command, tmp_path):
         # In packets of 65000 bytes.
         bytes_s = row["num_bytes"] / 125e6 / payload_share(65000)
         if row["collective"] == "direct":
-            assert row["predicted_s"] == pytest.approx(0.04 + bytes_s / 0.6)
+            assert row["predicted_s"] == pytest.approx(0.04 + 2 * bytes_s, abs=0.002)
+            assert row["at_once_s"] == pytest.approx(0.04 + bytes_s, abs=0.002)
         elif row["collective"] == "ring":
             assert row["predicted_s"] == pytest.approx(0.04 + bytes_s)
         else:

@@ -1,9 +1,11 @@
 """What a run's clock said, from its files: by hand, and what is refused."""
 
 import json
+import math
 
 import pytest
 
+from cocodc_jax.network.timeline import SyncRecord, Timeline
 from experiments import timeline
 
 
@@ -49,6 +51,26 @@ def test_processes_are_laid_side_by_side(run):
     assert (first.fragments, first.start_step, first.merge_step) == ((0,), 0, 2)
     # Everybody has to be there: the later start, the later merge.
     assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
+
+
+def test_steps_beside_a_sync_are_told_from_steps_alone():
+    """2 s a step with a sync on its way, 1 s without; waiting is neither."""
+    times = {0: 0.0, 2: 4.0, 4: 6.0, 6: 10.0, 8: 13.0}
+    syncs = (
+        SyncRecord((0,), 0, 2, 0.0, 3.0, 4.0, 0.0, (1.0,)),
+        SyncRecord((1,), 4, 6, 6.0, 11.0, 11.0, 1.0, (1.0,)),
+    )
+    marks = tuple((step, (second,)) for step, second in times.items())
+    found = Timeline(("process 0",), syncs, 8, (1.0,), marks, (1.0,), (2.0,))
+    assert timeline.step_s_in_flight(found) == (2.0, 1.0)
+
+
+def test_steps_without_a_sync_have_nothing_to_be_held_against():
+    marks = ((0, (0.0,)), (2, (2.0,)), (4, (4.0,)))
+    found = Timeline(("process 0",), (), 4, (1.0,), marks, (0.0,), (0.0,))
+    busy, quiet = timeline.step_s_in_flight(found)
+    assert math.isnan(busy)
+    assert quiet == 1.0
 
 
 def test_clocks_that_began_at_different_moments_are_laid_over_one_another(run):

@@ -175,9 +175,21 @@ def test_tcp_begins_with_more_than_a_packet(lab):
     for line in out.splitlines():
         _, usual, high = map(int, line.split())
         assert usual >= 10 * 65000
-        # 1 Gbit/s for a round trip and a queue: 0.1 and 0.2 s.
-        assert high >= 4 * 1e9 / 8 * 0.3
+        # 1 Gbit/s for two round trips.
+        assert high >= 4 * 1e9 / 8 * 0.2
     assert [pathlib.Path(path).read_text() for path in paths] == before
+
+
+@needs_lab
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], "reno\n0\n"), (["--slow_start_after_idle"], "reno\n1\n")],
+)
+def test_tcp_is_what_flags_say_whatever_this_machine_uses(lab, flags, expected):
+    names = ("congestion_control", "slow_start_after_idle")
+    paths = [f"/proc/sys/net/ipv4/tcp_{name}" for name in names]
+    code, out, _ = lab(*flags, "--", "cat", *paths)
+    assert (code, out) == (0, expected)
 
 
 DATAGRAMS = """
@@ -392,8 +404,9 @@ def test_flags_become_links():
     assert links.rate_bps[0][1] == pytest.approx(20e6)
     assert links.uplink_bps == (20e6,) * 3
     assert (links.delay_s[0][1], links.loss[0][1]) == (0.03, 0.1)
-    assert (found.mtu_bytes, found.buffer_s) == (1500, 0.2)
-    assert plan("--latency_ms=100", "--mtu=9000").buffer_s == 0.4
+    assert (found.mtu_bytes, found.buffer_s) == (1500, math.inf)
+    assert (found.congestion_control, found.restarts_slowly) == ("reno", False)
+    assert plan("--slow_start_after_idle").restarts_slowly
     assert plan("--mtu=9000", "--buffer_ms=30").mtu_bytes == 9000
     assert plan("--buffer_ms=30").buffer_s == 0.03
 
@@ -425,6 +438,10 @@ def test_world_and_links_have_their_caps(tmp_path):
         (["--loss=1", "--", "x"], "--loss=1.0 must be in [0, 1)"),
         (["--mtu=100", "--", "x"], "flag --mtu=100: 100 is not"),
         (["--latency=1", "--", "x"], "Unknown command line flag 'latency'. Did you"),
+        (
+            ["--congestion_control=mine", "--", "x"],
+            "--congestion_control=mine is not allowed here; use ",
+        ),
         ([], "no command given; write it after --"),
         (["--links=/no/such", "--", "x"], "--links=/no/such: No such file"),
         (["--schedule=/no/such", "--", "x"], "--schedule=/no/such: No such file"),

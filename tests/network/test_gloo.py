@@ -1,3 +1,4 @@
+import functools
 import math
 
 import numpy as np
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 from cocodc_jax.network import gloo
 from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.collectives import collective_cost
-from cocodc_jax.network.gloo import Phase, seconds_of, settled_s
+from cocodc_jax.network.gloo import Phase, seconds_of
 from cocodc_jax.network.links import Link, LinkState, uniform
+from cocodc_jax.network.settle import settled_s as settled
 
 MIB = 2**20
 NAMES = sorted(gloo.PHASES)
@@ -17,6 +19,10 @@ NAMES = sorted(gloo.PHASES)
 
 def equal_state(num, delay_s, bytes_per_s=1.0):
     return uniform(num, Link(8e-9 * bytes_per_s, delay_s)).at()
+
+
+def settled_s(state, phases):
+    return settled(state, functools.partial(seconds_of, state, phases))
 
 
 def test_all_reduce_of_two_by_hand():

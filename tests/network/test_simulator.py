@@ -28,6 +28,15 @@ def test_data_parallel_by_hand():
     assert [s.merge_s for s in timeline.syncs] == [4.0, 8.0, 12.0]
 
 
+def test_what_hosts_do_besides_the_network_is_waited_for_too():
+    busy = dataclasses.replace(work(2), overhead_s=0.5)
+    timeline = simulate(PAIR, busy, Schedule("data_parallel"), 3)
+    assert timeline.stall_s == (10.5, 10.5)
+    assert [s.start_s for s in timeline.syncs] == [1.0, 5.5, 10.0]
+    with pytest.raises(ValueError, match="overhead_s=-1"):
+        dataclasses.replace(busy, overhead_s=-1)
+
+
 def test_diloco_by_hand():
     timeline = simulate(PAIR, work(1, 1), Schedule("diloco", 2, 4), 9)
     assert timeline.sim_s == 9 + 2 * 3

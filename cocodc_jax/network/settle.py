@@ -1,0 +1,36 @@
+"""What a collective takes where it is done again and again."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from cocodc_jax.network.links import LinkState
+
+_REPEATS = 10  # at most, until the staggering is the same as before
+
+# When each rank is done, of when each begins.
+Exchange = Callable[[Sequence[float]], list[float]]
+
+
+def settled_s(state: LinkState, exchange: Exchange) -> float:
+    """Returns the seconds that the ranks wait for a collective that they do repeatedly.
+
+    Each begins as long after its own end as the others do after theirs, as regions do
+    that wait for each other's fragments. At first each begins the longest delay there
+    and back after the rank before.
+
+    Args:
+      state: the links; ranks are numbered as its regions.
+      exchange: the collective over these links.
+    """
+    late_s = 2 * float(state.delay_s.max())
+    starts = [late_s * rank for rank in range(state.num_regions)]
+    taken = 0.0
+    for _ in range(_REPEATS):
+        ends = exchange(starts)
+        taken = max(end - start for end, start in zip(ends, starts, strict=True))
+        if math.isinf(taken):
+            break
+        before, starts = starts, [end - min(ends) for end in ends]
+        if all(map(math.isclose, starts, before)):
+            break
+    return taken
