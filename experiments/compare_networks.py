@@ -6,8 +6,8 @@ r"""Trains with several methods over several emulated networks, and in the simul
 Every run is one of `experiments.wan` with a process for each region; flags after --
 are those of `experiments.train`. How fast regions go is compared with the same regions
 left alone, and with what `cocodc_jax.network.simulator` expects of the same links,
-bytes and step times, and of what a sync takes besides the network; that is measured
-with every method over a network that is free.
+bytes and step times, and of hosts that prepare so many bytes a second; that is measured
+with data parallel over a network as fast as the lab can be, with the usual delay.
 
 Writes networks.json, networks.md and networks.png to DIR, and below it a folder for
 each run. A run that is done is not run again: the same command goes on.
@@ -17,6 +17,7 @@ part of a step only, and leave the cores to the network for the rest.
 """
 
 import dataclasses
+import math
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,9 +35,10 @@ from experiments.lab import kernel
 from experiments.messages import one_line
 from experiments.networks import cases, lab_run, plot, predict, report
 from experiments.networks.lab_run import LabRunError, Measured
+from experiments.networks.measure import Pace
 from experiments.train import check_method_flags
 
-APART = "apart"
+APART, EVERY_STEP = "apart", "data_parallel"
 WIDTH = 132  # of the table, also where the output is no terminal
 # Decided here, for speed is all that is looked at.
 FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
@@ -108,7 +110,7 @@ class Comparison:
             predict.schedule(method, method.build().num_fragments)
         regions = self._base.run.regions
         self._networks = [cases.network(word, regions) for word in values.networks]
-        self._free = cases.network(cases.FREE, regions)
+        self._wide = cases.network(cases.WIDE, regions)
         _distinct("networks", [network.name for network in self._networks])
         self._intervals, self._limit_s = values.intervals, values.limit_s
 
@@ -118,36 +120,61 @@ class Comparison:
         Raises:
           LabRunError: if they did not come to the end.
         """
-        return self._measured(self._free, APART)[0]
+        return self._measured(self._wide, APART)[0]
 
-    def rows(self, alone: Measured) -> Iterator[dict[str, Any]]:
+    def host_bytes_per_s(self, alone: Measured) -> float:
+        """What hosts prepare in a second, besides what the network takes.
+
+        Args:
+          alone: from `apart`.
+
+        Raises:
+          LabRunError: if the run that tells it did not come to the end.
+        """
+        run, stretch = self._measured(self._wide, EVERY_STEP)
+        given = self._wide, EVERY_STEP, run, stretch, alone
+        expected, _ = self._predicted(*given, math.inf)
+        return predict.host_bytes_per_s(run, expected)
+
+    def rows(
+        self, alone: Measured, host_bytes_per_s: float
+    ) -> Iterator[dict[str, Any]]:
         """Runs every method over every network.
 
         Args:
           alone: from `apart`.
+          host_bytes_per_s: from the function of this name.
         """
         for network in self._networks:
             for method in self._methods:
                 try:
-                    free, _ = self._measured(self._free, method)
                     run, stretch = self._measured(network, method)
                 except LabRunError as error:
                     yield report.failure(network.name, method, error)
                     continue
-                config = self._base.replace(method=method).method
-                overhead_s = predict.overhead_s(free, alone)
-                pace, wire_bytes = predict.predict(
-                    network,
-                    config,
-                    stretch,
-                    run,
-                    alone.region_step_s,
-                    self._base.run.all_reduce,
-                    overhead_s,
+                pace, wire_bytes = self._predicted(
+                    network, method, run, stretch, alone, host_bytes_per_s
                 )
-                yield report.row(
-                    network.name, method, run, pace, wire_bytes, overhead_s, alone
-                )
+                yield report.row(network.name, method, run, pace, wire_bytes, alone)
+
+    def _predicted(
+        self,
+        network: cases.Network,
+        method: str,
+        run: Measured,
+        stretch: cases.Stretch,
+        alone: Measured,
+        host_bytes_per_s: float,
+    ) -> tuple[Pace, float]:
+        return predict.predict(
+            network,
+            self._base.replace(method=method).method,
+            stretch,
+            run,
+            alone.region_step_s,
+            self._base.run.all_reduce,
+            host_bytes_per_s,
+        )
 
     def _measured(
         self, network: cases.Network, method: str
@@ -199,15 +226,18 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
     console = Console(width=WIDTH)
     try:
         alone = comparison.apart()
+        host_bytes_per_s = comparison.host_bytes_per_s(alone)
     except LabRunError as error:
-        print(f"error: the regions left alone: {error}", file=sys.stderr)
+        print(f"error: before the comparison: {error}", file=sys.stderr)
         return 1
     rows = []
-    for entry in comparison.rows(alone):
+    for entry in comparison.rows(alone, host_bytes_per_s):
         rows.append(entry)
         print(*report.cells(entry)[:5], sep="  ", file=sys.stderr)
         apart = dataclasses.asdict(alone)
-        result = {"command": command, "apart": apart, "rows": rows}
+        hosts = host_bytes_per_s if host_bytes_per_s < math.inf else None
+        result = {"command": command, "apart": apart, "host_bytes_per_s": hosts}
+        result["rows"] = rows
         (workdir / "networks.json").write_text(dumps(result))
     (workdir / "networks.md").write_text(report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):

@@ -41,8 +41,8 @@ class RunConfig:
       model_axis: devices along each region's model axis (tensor parallelism).
       exchange: program averages messages in a program of the inner mesh, outer on the
         outer mesh beside the inner steps; auto is outer with several processes.
-      all_reduce: how processes sum uncompressed messages: direct, every region with
-        every other at once, or ring, the backend's own.
+      all_reduce: how messages cross between processes: direct, every region with every
+        other at once, or ring, the backend's own.
       outer_lanes: outer meshes side by side, so many fragments can be on their way at
         once, each on connections of its own; at most num_fragments.
       stages: devices along each region's stage axis (a pipeline's stages).

@@ -6,8 +6,8 @@ r"""Measures what a network gives to this framework's exchanges between CPU devi
 Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
 COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS (the lab is one). A vector of
 float32 crosses as a fragment does in training, on one CPU device a process: in either
-all-reduce (`runtime/crossing.py`), as what is not compressed, and in an all-gather, as
-what is. Before each the
+all-reduce (`runtime/crossing.py`), as what is not compressed, and in either all-gather,
+as what is. Before each the
 processes rest, as between two fragments, since TCP starts again slowly after a rest.
 Large vectors go first: they open TCP's windows for what follows. On new connections
 small ones take longer, up to a fifth in the lab.
@@ -48,7 +48,12 @@ from experiments.messages import one_line
 from experiments.processes import COUNT, Processes, failing_alone
 
 FILE = "probe.json"
-COLLECTIVES = {"direct": "direct", "ring": "gloo", "all_gather": "gloo_gather"}
+COLLECTIVES = {
+    "direct": "direct",
+    "ring": "gloo",
+    "direct_gather": "direct_gather",
+    "ring_gather": "gloo_gather",
+}
 
 
 def define_flags() -> flags.FlagValues:
@@ -145,11 +150,12 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
     """
     num, everywhere = outer.size, mesh.outer_sharding(outer)
     rows = transfer.put(np.ones((num, num_values), np.float32), mesh.outer_rows(outer))
-    if name == "all_gather":
-        gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
-        return functools.partial(gather, rows)
+    kind, _, is_gathered = name.partition("_")
+    if is_gathered:
+        gather = functools.partial(crossing.gather, everywhere=everywhere, kind=kind)
+        return functools.partial(jax.jit(gather, out_shardings=everywhere), rows)
     shape = jax.ShapeDtypeStruct((num_values,), np.float32)
-    combine = crossing.make_combine(None, everywhere, shape, all_reduce=name)
+    combine = crossing.make_combine(None, everywhere, shape, all_reduce=kind)
     weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
     mean = jax.jit(lambda *given: combine(*given)[0], out_shardings=everywhere)
     return functools.partial(mean, rows, weights)
@@ -214,8 +220,8 @@ def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
     kind = COLLECTIVES[name]
     predicted = at_once = collective_cost(links, kind, num_bytes).seconds
     together = [0.0] * links.num_regions
-    if kind == "direct":
-        at_once = max(direct.seconds_of(links, num_bytes, together))
+    if kind in direct.PHASES:
+        at_once = max(direct.seconds_of(links, kind, num_bytes, together))
     elif kind in gloo.PHASES:
         phases = gloo.PHASES[kind](links.num_regions, num_bytes)
         at_once = max(gloo.seconds_of(links, phases, together))

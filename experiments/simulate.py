@@ -82,7 +82,9 @@ def _define_job(values: flags.FlagValues) -> None:
     count("sync_interval", None, "H, steps; default 100 (data_parallel: 1)")
     text("delay_steps", None, "tau, or 'auto'; default 5 (blocking methods: 0)")
     count("syncs_per_interval", None, "N, for cocodc only; default K")
-    number("overhead_s", 0.0, "seconds of a sync besides the network: encoding, copies")
+    number(
+        "host_mb_per_s", math.inf, "10^6 bytes of messages that hosts prepare a second"
+    )
     count("num_layers", 1, "above 1, each layer is sent when ready", lower_bound=1)
     count("steps", None, "inner steps to simulate; default 3 H", lower_bound=1)
     text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
@@ -150,7 +152,10 @@ def build_workload(values: flags.FlagValues, num_regions: int) -> Workload:
     num = values.num_fragments
     size = values.params * values.bits_per_param / 8 / num
     steps_s = times * num_regions if len(times) == 1 else times
-    return Workload((size,) * num, steps_s, values.num_layers, values.overhead_s)
+    host = values.host_mb_per_s
+    if not host > 0:
+        raise ValueError(f"--host_mb_per_s={host} must be positive")
+    return Workload((size,) * num, steps_s, values.num_layers, host * 1e6)
 
 
 def _step_times(values: flags.FlagValues) -> tuple[float, ...]:

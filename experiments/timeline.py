@@ -136,6 +136,7 @@ def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRe
             arrival_s=max(s["arrival_s"] for s in group) - zero,
             merge_s=max(s["merge_s"] for s in group) - zero,
             stall_s=max(s["stall_s"] for s in group),
+            mean_stall_s=statistics.fmean(s["stall_s"] for s in group),
             bytes_sent=tuple(float(s["num_bytes"]) for s in group),
         )
         for (start, fragment), group in by_id.items()

@@ -13,11 +13,12 @@ B bytes, bandwidth w, delay a and M regions:
     gather    (M - 1) (a + B / w)         each region contributes B bytes
 
 "gloo" (all-reduce) and "gloo_gather" are no lists of rounds: they are what JAX's CPU
-processes do, step by step (`gloo.py`), and "direct" is this package's all-reduce
-between them (`direct.py`). Over links of their own, with one region that begins late,
-it takes
+processes do, step by step (`gloo.py`); "direct" (all-reduce) and "direct_gather" are
+this package's between them (`direct.py`). Over links of their own, with one region that
+begins late, they take
 
-    direct    2 (2 a + 2 B / (M w))
+    direct           2 (2 a + 2 B / (M w))
+    direct_gather    2 a + 2 B / w
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
@@ -112,7 +113,7 @@ ROUNDS: dict[str, Builder] = {
     "pairs": pairs_rounds,
     "gather": all_gather_rounds,
 }
-COLLECTIVES = (*ROUNDS, *gloo.PHASES, "direct")
+COLLECTIVES = (*ROUNDS, *gloo.PHASES, *direct.PHASES)
 
 
 def rounds_s(
@@ -163,9 +164,9 @@ def collective_cost(
 
     Args:
       state: the links, M regions.
-      name: "ring", "tree", "pairs", "gloo" or "direct" (all-reduce), or "gather" or
-        "gloo_gather" (all-gather of encoded messages, which each region then decodes
-        and averages).
+      name: "ring", "tree", "pairs", "gloo" or "direct" (all-reduce), or "gather",
+        "gloo_gather" or "direct_gather" (all-gather of encoded messages, which each
+        region then decodes and averages).
       num_bytes: bytes of the vector to reduce, or of one region's message.
       order: a permutation of the region ids (position in the ring, tree or cube);
         None takes them as they come.
@@ -187,21 +188,22 @@ def collective_cost(
         raise ValueError(
             f"order={order!r} must be a permutation of 0..{state.num_regions - 1}"
         )
-    if name == "direct":
-        return _direct_cost(state, num_bytes, order)
+    if name in direct.PHASES:
+        return _direct_cost(state, name, num_bytes, order)
     if name in gloo.PHASES:
         return _gloo_cost(state, gloo.PHASES[name](len(order), num_bytes), order)
     return cost_of(state, ROUNDS[name](order, num_bytes))
 
 
 def _direct_cost(
-    state: LinkState, num_bytes: float, order: Sequence[int]
+    state: LinkState, name: str, num_bytes: float, order: Sequence[int]
 ) -> CollectiveCost:
     """The cost with `order[k]` as the k-th process."""
     ranks = state.subset(order)
-    exchange = functools.partial(direct.seconds_of, ranks, num_bytes)
+    exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
     num = len(order)
-    sent = (direct.PHASES * (num - 1) * num_bytes / num,) * num
+    part = direct.part_bytes(name, num, num_bytes)
+    sent = (direct.PHASES[name] * (num - 1) * part,) * num
     return CollectiveCost(settled_s(ranks, exchange), 0.0, sent)
 
 

@@ -1,7 +1,8 @@
-"""Seconds of this package's all-reduce between processes, message by message.
+"""Seconds of this package's exchanges between processes, message by message.
 
 `runtime/crossing.py` sums a vector over M processes in two exchanges, in each of which
-every process sends every other a part, one M-th. XLA hands an exchange to gloo, which
+every process sends every other a part, one M-th; it gathers messages in one, in which a
+part is a whole message. XLA hands an exchange to gloo, which
 keeps one connection between two processes and sends a part only when its receiver has
 said that it is ready. Each process does, for one peer after the other:
 
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 
 from cocodc_jax.network.links import LinkState
 
-PHASES = 2
+PHASES = {"direct": 2, "direct_gather": 1}
 _PACKETS = 8192  # of an exchange in all, about; a part is cut in 2 to 32 of them
 _WORD, _PART = 0, 1
 # Small, but they decide what comes first: a word's bytes, with headers and gloo's own,
@@ -46,9 +47,10 @@ class _Message:
 
 
 class _Exchange:
-    """One all-reduce, event by event."""
+    """Some exchanges one after the other, event by event."""
 
-    def __init__(self, state: LinkState, part_bytes: float, packets: int):
+    def __init__(self, state: LinkState, part_bytes: float, phases: int, packets: int):
+        self.phases = phases
         self.num = state.num_regions
         self.rate, self.delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
         self.line = state.line_bytes_per_s
@@ -56,11 +58,11 @@ class _Exchange:
         self.uplink_free = [-math.inf] * self.num
         self.downlink_free = [-math.inf] * self.num
         self.link_free = [[-math.inf] * self.num for _ in range(self.num)]
-        self.phase = [-1] * self.num  # that a rank is in; PHASES when it is done
+        self.phase = [-1] * self.num  # that a rank is in; past the last when it is done
         self.told: set[tuple[int, int, int]] = set()  # (phase, who is ready, for whom)
         self.unsent = [set[int]() for _ in range(self.num)]
         self.missing: list[list[int]] = [
-            [self.num - 1] * PHASES for _ in range(self.num)
+            [self.num - 1] * phases for _ in range(self.num)
         ]
         self.ends_s = [math.inf] * self.num
         self.events: list[tuple[float, int, int, _Message | None]] = []
@@ -88,7 +90,7 @@ class _Exchange:
         """The next phase of a rank that has done one."""
         self.phase[rank] += 1
         phase = self.phase[rank]
-        if phase == PHASES:
+        if phase == self.phases:
             self.ends_s[rank] = now
             return
         for step in range(1, self.num):
@@ -137,25 +139,38 @@ class _Exchange:
 
     def go_on(self, now: float, rank: int) -> None:
         phase = self.phase[rank]
-        if 0 <= phase < PHASES and not self.unsent[rank]:
+        if 0 <= phase < self.phases and not self.unsent[rank]:
             if self.missing[rank][phase] == 0:
                 self.missing[rank][phase] = -1  # once
-                is_last = phase == PHASES - 1
+                is_last = phase == self.phases - 1
                 self.push(now if is_last else now + _BETWEEN_S, rank, None)
 
 
+def part_bytes(name: str, num_regions: int, num_bytes: float) -> float:
+    """Returns the bytes that a region sends every other in each exchange.
+
+    Args:
+      name: a key of `PHASES`.
+      num_regions: M.
+      num_bytes: of the vector to reduce, or of one region's message.
+    """
+    return num_bytes / num_regions if name == "direct" else num_bytes
+
+
 def seconds_of(
-    state: LinkState, num_bytes: float, starts_s: Sequence[float]
+    state: LinkState, name: str, num_bytes: float, starts_s: Sequence[float]
 ) -> list[float]:
-    """Returns when each region is done with one all-reduce, in seconds.
+    """Returns when each region is done, in seconds.
 
     Args:
       state: the links.
-      num_bytes: of the vector.
+      name: a key of `PHASES`.
+      num_bytes: of the vector to reduce, or of one region's message.
       starts_s: when each region begins.
     """
-    num = state.num_regions
+    num, phases = state.num_regions, PHASES[name]
     if num == 1:
         return list(starts_s)
-    packets = min(max(_PACKETS // (PHASES * num * num), 2), 32)
-    return _Exchange(state, num_bytes / num, packets).run(starts_s)
+    packets = min(max(_PACKETS // (phases * num * num), 2), 32)
+    size = part_bytes(name, num, num_bytes)
+    return _Exchange(state, size, phases, packets).run(starts_s)

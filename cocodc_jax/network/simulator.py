@@ -40,22 +40,24 @@ class Workload:
       step_time_s: seconds of an inner step, one number per region.
       num_layers: 1 sends at step boundaries; L > 1 lets each layer travel alone. Layers
         are dealt to fragments in turn (strided).
-      overhead_s: seconds of a message's way that are not the network's but the hosts':
-        encoding, copies, the outer step. The network is free for others meanwhile.
+      host_bytes_per_s: bytes of messages that hosts encode, copy and sum in a second,
+        one message after the other, before they enter the network.
     """
 
     fragment_bytes: tuple[float, ...]
     step_time_s: tuple[float, ...]
     num_layers: int = 1
-    overhead_s: float = 0.0
+    host_bytes_per_s: float = np.inf
 
     def __post_init__(self):
         for name in ("fragment_bytes", "step_time_s"):
             values = getattr(self, name)
             if not values or not all(0 < v < np.inf for v in values):
                 raise ValueError(f"{name}={values!r} must be positive numbers")
-        if not 0 <= self.overhead_s < np.inf:
-            raise ValueError(f"overhead_s={self.overhead_s!r} must not be negative")
+        if not self.host_bytes_per_s > 0:
+            raise ValueError(
+                f"host_bytes_per_s={self.host_bytes_per_s!r} must be positive"
+            )
         if self.num_layers != 1 and self.num_layers < len(self.fragment_bytes):
             raise ValueError(
                 f"num_layers={self.num_layers} must be 1 or at least the number of "
@@ -178,6 +180,7 @@ class _Run:
         self.clocks = np.zeros_like(self.step_s)
         self.bytes_sent = np.zeros_like(self.step_s)
         self.stall_s = np.zeros_like(self.step_s)
+        self.host_free_s = 0.0
         self.in_flight: list[_InFlight] = []
         self.last_sent = [-1] * schedule.num_fragments
         self.records: list[SyncRecord] = []
@@ -236,7 +239,8 @@ class _Run:
         lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
         ready_s = float(np.max(self.clocks - lead * self.step_s))
         sync.start_s = min(sync.start_s, ready_s)
-        enters_s = ready_s + self.workload.overhead_s
+        host_s = num_bytes / self.workload.host_bytes_per_s
+        self.host_free_s = enters_s = max(ready_s, self.host_free_s) + host_s
         # Layer 0 is needed first, hence the front.
         sync.layers.insert(0, (layer, self.channel.submit(enters_s, num_bytes)))
         sync.bytes_sent = sync.bytes_sent + self.cost(enters_s, num_bytes).bytes_sent
@@ -273,6 +277,7 @@ class _Run:
                 max(arrivals),
                 float(np.max(self.clocks)),
                 float(np.max(stall)),
+                float(np.mean(stall)),
                 tuple(sync.bytes_sent.tolist()),
             )
         )

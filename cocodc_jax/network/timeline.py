@@ -21,6 +21,7 @@ class SyncRecord:
       arrival_s: when all of it had come in.
       merge_s: when the last region merged it.
       stall_s: longest time a region waited for it.
+      mean_stall_s: mean over regions of the time they waited for it.
       bytes_sent: bytes each region sent for it.
     """
 
@@ -31,6 +32,7 @@ class SyncRecord:
     arrival_s: float
     merge_s: float
     stall_s: float
+    mean_stall_s: float
     bytes_sent: tuple[float, ...]
 
 

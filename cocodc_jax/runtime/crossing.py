@@ -9,11 +9,12 @@ messages are gathered as they are, and each process decodes them. Where a region
 several processes, each does so with its share of the columns, and what crossed is
 gathered inside the region.
 
-An all-reduce is the backend's own ("ring": gloo's passes partial sums on, 2 (M - 1)
-messages one after the other, each of which waits for the network's delay), or "direct":
-each place sends every other its part of the vector, sums the parts it gets, and sends
-the sum to all: the same bytes with two delays, and every place has the same sum to the
-last bit.
+Either is the backend's own ("ring": gloo's passes partial sums or messages on, 2 (M -
+1) or M - 1 of them one after the other, each of which waits for the network's delay),
+or "direct". Then, to sum, each place sends every other its part of the vector, sums the
+parts it gets, and sends the sum to all: the same bytes with two delays, and every place
+has the same sum to the last bit. To gather, each sends its message to every other: the
+same bytes with one delay.
 
 What regions have measured (`sync/paced.py`) goes along in the same piece: behind a
 compressed message as it is; behind a pseudo-gradient in a place of each region's own,
@@ -80,24 +81,16 @@ def make_combine(
     """
     sent = (shapes, _times_shape(compressor, shapes, num_times))
 
-    def whole(x):
-        # In two steps, so that the slow network carries each share once a region.
-        if isinstance(everywhere, NamedSharding):
-            shares = P(*(None,) * (x.ndim - 1), MEMBER)
-            crossed = NamedSharding(everywhere.mesh, shares)
-            x = jax.lax.with_sharding_constraint(x, crossed)
-        return jax.lax.with_sharding_constraint(x, everywhere)
-
     def combine(rows, weights):
         if compressor is not None:
-            messages, times = parcel.unpack(whole(rows), sent)
+            messages, times = parcel.unpack(gather(rows, everywhere, all_reduce), sent)
             return weighted_sum_of_decoded(messages, weights, compressor), times
         weights = weights.astype(rows.dtype)
         if all_reduce == "direct" and isinstance(everywhere, NamedSharding):
             total = _sum_of_rows(cast(Mesh, everywhere.mesh), rows, weights)
         else:
             total = jnp.tensordot(weights, rows, axes=1)
-        mean, times = parcel.unpack(whole(total), sent)
+        mean, times = parcel.unpack(_whole(total, everywhere), sent)
         if times is not None:
             share = weights[:, None]
             known = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
@@ -124,12 +117,46 @@ def _sum_of_rows(mesh: Mesh, rows: jax.Array, weights: jax.Array) -> jax.Array:
     )(rows, weights)
 
 
+def gather(rows: jax.Array, everywhere: Sharding, kind: str) -> jax.Array:
+    """`rows` `[R, n]`, with their regions' processes, whole at all places.
+
+    Args:
+      rows: columns over members.
+      everywhere: whole on every process's outer device.
+      kind: one of `ALL_REDUCES`.
+    """
+    if kind == "direct" and isinstance(everywhere, NamedSharding):
+        num = everywhere.mesh.shape[PROCESS]
+        rows = jax.shard_map(
+            lambda x: direct_gather(x, PROCESS, num).reshape(-1, x.shape[1]),
+            mesh=everywhere.mesh,
+            in_specs=P(PROCESS, MEMBER),
+            out_specs=P(None, MEMBER),
+            check_vma=False,  # What every place has is not seen to be the same.
+        )(rows)
+    return _whole(rows, everywhere)
+
+
+def _whole(x: jax.Array, everywhere: Sharding) -> jax.Array:
+    # In two steps, so that the slow network carries each share once a region.
+    if isinstance(everywhere, NamedSharding):
+        shares = P(*(None,) * (x.ndim - 1), MEMBER)
+        crossed = NamedSharding(everywhere.mesh, shares)
+        x = jax.lax.with_sharding_constraint(x, crossed)
+    return jax.lax.with_sharding_constraint(x, everywhere)
+
+
 def direct_sum(x: jax.Array, axis_name: str, num: int) -> jax.Array:
     """The sum of `x` `[n]` over the `num` places of an axis, inside `shard_map`."""
     parts = jnp.pad(x, (0, -len(x) % num)).reshape(num, -1)
     summed = jax.lax.all_to_all(parts, axis_name, 0, 0).sum(0)
-    copies = jnp.broadcast_to(summed, (num, *summed.shape))
-    return jax.lax.all_to_all(copies, axis_name, 0, 0).reshape(-1)[: len(x)]
+    return direct_gather(summed, axis_name, num).reshape(-1)[: len(x)]
+
+
+def direct_gather(x: jax.Array, axis_name: str, num: int) -> jax.Array:
+    """`x` of all `num` places of an axis, `[num, ...]`, inside `shard_map`."""
+    copies = jnp.broadcast_to(x, (num, *x.shape))
+    return jax.lax.all_to_all(copies, axis_name, 0, 0)
 
 
 def times_bytes(compressor: Compressor | None, num_times: int) -> int:

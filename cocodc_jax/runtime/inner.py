@@ -194,7 +194,7 @@ def _exchange(
     if exchange.receive is None:
         made = _mean_for_all(message, all_reduce)
     else:
-        messages = _of_all(message, all_reduce is not None)
+        messages = _of_all(message, all_reduce)
         made = exchange.receive(messages, compressor)
     return for_all_regions(made, block.size), sender
 
@@ -209,12 +209,18 @@ def _mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
     )
 
 
-def _of_all(message: PyTree, in_one_piece: bool) -> PyTree:
+def _of_all(message: PyTree, all_reduce: str | None) -> PyTree:
     """All regions' messages, `[R, ...]`."""
-    if not in_one_piece:
+    if all_reduce is None:
         return from_all_places(message)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
-    return parcel.unpack(from_all_places(parcel.pack(message)), shapes)
+    piece = parcel.pack(message)
+    if all_reduce == "direct":
+        num = jax.lax.axis_size(REGION)
+        rows = crossing.direct_gather(piece, REGION, num).reshape(-1, piece.shape[1])
+    else:
+        rows = from_all_places(piece)
+    return parcel.unpack(rows, shapes)
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:

@@ -13,7 +13,7 @@ from experiments import timeline, wan
 from experiments.lab import schedule
 
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
-FREE, FREE_MBIT = "free", 10_000  # without a delay, as fast as the lab can be
+WIDE, WIDE_MBIT = "wide", 10_000  # as fast as the lab can be, where only delays count
 UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
 # Steps to look at where there are no intervals: an exchange at every step is slow, and
 # regions left alone are what all others are held against.
@@ -39,19 +39,19 @@ def network(text: str, num_regions: int) -> Network:
     """The network that a word names.
 
     Args:
-      text: Mbit/s of each pair of regions, "unequal", a YAML file of links, or "free".
+      text: Mbit/s of each pair of regions, "unequal", a YAML file of links, or "wide".
       num_regions: that the run has.
 
     Raises:
       ValueError: naming the word and what would be right.
     """
     is_number = text.replace(".", "", 1).isdigit()
-    is_known = is_number or text in (FREE, "unequal")
+    is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem
     flags = (f"--links={UNEQUAL if text == 'unequal' else text}",)
-    if is_number or text == FREE:
-        mbit, delay_ms = (FREE_MBIT, 0) if text == FREE else (text, LATENCY_MS)
-        flags = (f"--bandwidth_mbit={mbit}", f"--latency_ms={delay_ms}")
+    if is_number or text == WIDE:
+        mbit = WIDE_MBIT if text == WIDE else text
+        flags = (f"--bandwidth_mbit={mbit}", f"--latency_ms={LATENCY_MS}")
         flags = (f"--regions={num_regions}", *flags)
     values = wan.define_flags()
     values(["wan", *flags])

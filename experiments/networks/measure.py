@@ -14,8 +14,8 @@ class Pace:
 
     Attributes:
       step_s: seconds per step of the slowest region, waiting included.
-      stall_s: seconds in 100 steps that a region waited for syncs; None if there were
-        none, as where steps themselves exchange something.
+      stall_s: seconds in 100 steps that regions waited for syncs, mean over regions;
+        None if there were none, as where steps themselves exchange something.
       sync_s: mean seconds of a sync, from its start to its arrival; or None.
     """
 
@@ -39,7 +39,7 @@ def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     """
     last = timeline.num_steps
     syncs = [s for s in timeline.syncs if first_step <= s.start_step < last]
-    stall = sum(s.stall_s for s in syncs) / (last - first_step) * 100
+    stall = sum(s.mean_stall_s for s in syncs) / (last - first_step) * 100
     return Pace(
         step_s=max(region_step_s(timeline, first_step)),
         stall_s=stall if syncs else None,

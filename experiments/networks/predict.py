@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cocodc_jax.network.simulator import Workload, simulate
 from cocodc_jax.network.syncs import AUTO, Schedule
 from experiments.method_config import MethodConfig
@@ -9,9 +11,9 @@ from experiments.networks.cases import Network, Stretch
 from experiments.networks.lab_run import Measured
 from experiments.networks.measure import Pace, pace
 
-# How the lab's processes average: compressed messages are gathered.
+# How the lab's processes average; compressed messages are gathered.
 REDUCE = {"direct": "direct", "ring": "gloo"}
-GATHER = "gloo_gather"
+GATHER = {"direct": "direct_gather", "ring": "gloo_gather"}
 # One sync after another, as the runtime sends them.
 SHARING = "fifo"
 
@@ -44,16 +46,16 @@ def schedule(method: MethodConfig, num_fragments: int) -> Schedule:
     return Schedule(method.method, num_fragments, interval, delay, slots, longest)
 
 
-def overhead_s(free: Measured, alone: Measured) -> float:
-    """Seconds of a sync besides the network.
+def host_bytes_per_s(run: Measured, expected: Pace) -> float:
+    """Bytes of messages that hosts prepare a second, besides what the network takes.
 
     Args:
-      free: a run of the method over a network that takes no time.
-      alone: the regions left alone.
+      run: with an exchange at every step, over a network that takes little.
+      expected: of it by the simulator, for hosts that take no time at all.
     """
-    if free.pace.sync_s is not None:
-        return free.pace.sync_s
-    return max(0.0, free.pace.step_s - alone.pace.step_s)
+    (num_bytes,) = run.fragment_bytes
+    besides_s = run.pace.step_s - expected.step_s
+    return num_bytes / besides_s if besides_s > 0 else math.inf
 
 
 def predict(
@@ -63,7 +65,7 @@ def predict(
     run: Measured,
     step_s: tuple[float, ...],
     all_reduce: str,
-    overhead_s: float = 0.0,
+    host_bytes_per_s: float = math.inf,
 ) -> tuple[Pace, float]:
     """The pace that the simulator expects, and the bytes of the whole run.
 
@@ -73,8 +75,8 @@ def predict(
       stretch: the steps looked at.
       run: whose messages' bytes are taken, and nothing else.
       step_s: seconds of a step of each region without a network.
-      all_reduce: of uncompressed messages, "direct" or "ring".
-      overhead_s: seconds of a sync besides the network.
+      all_reduce: "direct" or "ring".
+      host_bytes_per_s: of messages, see the function of this name.
 
     Returns:
       The pace, and what the region that sends most puts on the network.
@@ -82,10 +84,10 @@ def predict(
     is_compressed = method.build().compressor is not None
     found = simulate(
         network.topology,
-        Workload(run.fragment_bytes, step_s, overhead_s=overhead_s),
+        Workload(run.fragment_bytes, step_s, host_bytes_per_s=host_bytes_per_s),
         schedule(method, len(run.fragment_bytes)),
         stretch.last_step,
-        GATHER if is_compressed else REDUCE[all_reduce],
+        (GATHER if is_compressed else REDUCE)[all_reduce],
         order=range(network.topology.num_regions),  # gloo takes them as they come
         sharing=SHARING,
     )

@@ -31,9 +31,10 @@ HEADS = (
 _LEAST_STALL = 0.01  # of the time
 _NOTE = (
     "Slowdown: seconds per step over those of the same steps without a network, "
-    "measured and simulated. Stall: seconds of waiting in 100 steps (where every step "
-    "exchanges, what it takes longer than without a network), measured and simulated, "
-    "and their ratio where at least a hundredth of the time was waited. "
+    "measured and simulated. Stall: seconds of waiting in 100 steps, mean over regions "
+    "(where every step exchanges, what it takes longer than without a network), "
+    "measured and simulated, and their ratio where that is at least a hundredth of the "
+    "time. "
     "Sync: seconds of one, mean. Sent: bytes of one region in the whole run, as the "
     "program counts; relayed: what the relay saw of the region that sent most, the "
     "bytes of regions left alone taken off; an all-reduce puts 2 (M - 1) / M of a "
@@ -47,7 +48,6 @@ def row(
     run: Measured,
     simulated: Pace,
     wire_bytes: float,
-    overhead_s: float,
     alone: Measured,
 ) -> dict[str, Any]:
     """What is kept of one run, as plain values.
@@ -58,7 +58,6 @@ def row(
       run: what was measured.
       simulated: what the simulator expected.
       wire_bytes: that the simulator expected on the network.
-      overhead_s: that it was told a sync takes besides the network.
       alone: the regions left alone: steps without a network, and the bytes that it
         takes to begin and to evaluate.
     """
@@ -76,7 +75,6 @@ def row(
             name: _ratio(getattr(simulated, name), getattr(measured, name))
             for name in ("step_s", "stall_s", "sync_s")
         },
-        "overhead_s": overhead_s,
         "fragment_bytes": list(run.fragment_bytes),
         "sent_bytes": run.sent_bytes,
         "relayed_bytes": messages,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 
 import pytest
@@ -35,8 +36,8 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
     path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
     mine = cases.network(str(path), 2)
     assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
-    free = cases.network("free", 3)
-    assert free.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=0")
+    wide = cases.network("wide", 3)
+    assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_whole_intervals_after_everything_is_compiled(name, arguments, expected)
 
 
 def sync(fragment, start, merge, start_s, arrival_s, stall_s):
-    return SyncRecord((fragment,), start, merge, start_s, arrival_s, arrival_s, stall_s,
-                      (64.0,) * 2)  # fmt: skip
+    return SyncRecord((fragment,), start, merge, start_s, arrival_s, arrival_s,
+                      stall_s + 0.5, stall_s, (64.0,) * 2)  # fmt: skip
 
 
 # Two regions; 1 s a step, and 3 s and 1 s of waiting after steps 4 and 8.
@@ -172,19 +173,14 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
     assert found.sync_s == pytest.approx(sync_s)
 
 
-def test_what_a_sync_takes_besides_the_network_is_measured_on_a_free_one():
-    alone = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 0)
-    synced = dataclasses.replace(alone, pace=Pace(0.26, 0.1, 0.05))
-    assert predict.overhead_s(synced, alone) == 0.05
-    every = dataclasses.replace(alone, pace=Pace(0.3, None, None))
-    assert predict.overhead_s(every, alone) == pytest.approx(0.05)
-    quick = dataclasses.replace(alone, pace=Pace(0.24, None, None))
-    assert predict.overhead_s(quick, alone) == 0
+def test_hosts_take_what_steps_took_longer_than_expected():
+    run = Measured(Pace(0.3, None, None), (0.3,) * 2, (1e6,), 0, 0)
+    assert predict.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
+    assert predict.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
     method = MethodConfig(method="diloco", sync_interval=10)
-    run = dataclasses.replace(alone, fragment_bytes=(1e6,))
     given = cases.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
     without, _ = predict.predict(*given, "direct")
-    found, _ = predict.predict(*given, "direct", overhead_s=0.05)
+    found, _ = predict.predict(*given, "direct", host_bytes_per_s=20e6)
     assert found.sync_s == pytest.approx(without.sync_s + 0.05)
     assert found.step_s == pytest.approx(without.step_s + 0.05 / 10)
 
@@ -207,8 +203,8 @@ def rows():
     run = Measured(Pace(0.5, 10.0, 1.5), (0.5,) * 2, (64.0,), 1000, 2_000_000)
     every = Measured(Pace(2.5, None, None), (2.5,) * 2, (64.0,), 1000, 2_000_000)
     return [
-        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 1.2e6, 0.1, ALONE),
-        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 1e6, 0, ALONE),
+        report.row("100", "diloco", run, Pace(0.4, 5.0, 1.2), 1.2e6, ALONE),
+        report.row("100", "data_parallel", every, Pace(2.0, 70.0, 1.0), 1e6, ALONE),
         report.failure("20", "diloco", LabRunError("exit code 1: no room")),
     ]
 

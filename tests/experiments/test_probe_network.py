@@ -40,8 +40,10 @@ def test_two_processes(command, tmp_path):
         ("direct", 20_000),
         ("ring", 400_000),
         ("ring", 20_000),
-        ("all_gather", 400_000),
-        ("all_gather", 20_000),
+        ("direct_gather", 400_000),
+        ("direct_gather", 20_000),
+        ("ring_gather", 400_000),
+        ("ring_gather", 20_000),
     ]
     for row in rows:
         assert np.shape(row["seconds"]) == (2, 3)
@@ -52,6 +54,9 @@ def test_two_processes(command, tmp_path):
         if row["collective"] == "direct":
             assert row["predicted_s"] == pytest.approx(0.04 + 2 * bytes_s, abs=0.002)
             assert row["at_once_s"] == pytest.approx(0.04 + bytes_s, abs=0.002)
+        elif row["collective"] == "direct_gather":
+            assert row["predicted_s"] == pytest.approx(0.02 + 2 * bytes_s, abs=0.002)
+            assert row["at_once_s"] == pytest.approx(0.02 + bytes_s, abs=0.002)
         elif row["collective"] == "ring":
             assert row["predicted_s"] == pytest.approx(0.04 + bytes_s)
         else:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.network.direct import seconds_of
+from cocodc_jax.network import direct
 from cocodc_jax.network.gloo import payload_share
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.network.settle import settled_s
@@ -23,6 +23,10 @@ def own_links(num, delay_s, bytes_per_s=1e6):
 
 def settled(state, num_bytes):
     return settled_s(state, functools.partial(seconds_of, state, num_bytes))
+
+
+def seconds_of(state, num_bytes, starts):
+    return direct.seconds_of(state, "direct", num_bytes, starts)
 
 
 def about(*seconds):
@@ -44,6 +48,15 @@ def test_two_of_which_one_is_late_by_hand():
     assert seconds_of(own_links(2, 10.0), 8e6, [0, 20]) == about(62, 76)
     # So each has waited for twice a round trip and two parts, and it stays so.
     assert settled(own_links(2, 10.0), 8e6) == pytest.approx(2 * (20 + 8), abs=1e-2)
+
+
+def test_messages_are_gathered_in_one_exchange_by_hand():
+    # Messages of 4 s. At once: 10 for the word, in at 24. Rank 1 late: its message and
+    # its word are in at 34; rank 0's is in at 48.
+    state = own_links(2, 10.0)
+    found = direct.seconds_of(state, "direct_gather", 4e6, [0, 0])
+    assert found == about(24, 24)
+    assert direct.seconds_of(state, "direct_gather", 4e6, [0, 20]) == about(34, 48)
 
 
 def test_three_over_one_line_each_by_hand():

@@ -29,12 +29,12 @@ def test_data_parallel_by_hand():
 
 
 def test_what_hosts_do_besides_the_network_is_waited_for_too():
-    busy = dataclasses.replace(work(2), overhead_s=0.5)
+    busy = dataclasses.replace(work(2), host_bytes_per_s=4 * GB)
     timeline = simulate(PAIR, busy, Schedule("data_parallel"), 3)
     assert timeline.stall_s == (10.5, 10.5)
     assert [s.start_s for s in timeline.syncs] == [1.0, 5.5, 10.0]
-    with pytest.raises(ValueError, match="overhead_s=-1"):
-        dataclasses.replace(busy, overhead_s=-1)
+    with pytest.raises(ValueError, match="host_bytes_per_s=0 must be positive"):
+        dataclasses.replace(busy, host_bytes_per_s=0)
 
 
 def test_diloco_by_hand():

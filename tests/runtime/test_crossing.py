@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime import crossing, inner
+from cocodc_jax.runtime import crossing, inner, parcel
 from cocodc_jax.runtime.mesh import MEMBER, PROCESS, REGION, make_mesh
 from cocodc_jax.runtime.places import over_places
+from cocodc_jax.transforms import compression
 
 RNG = np.random.default_rng(3)
 
@@ -67,6 +68,36 @@ def test_direct_and_ring_are_one_sum(places, members):
     assert "all-reduce(" not in found["direct"]
 
 
+@pytest.mark.parametrize(("places", "members"), [(4, 1), (3, 2)])
+def test_compressed_messages_cross_directly_as_they_are(places, members):
+    """What is sent to all is the packed bytes, and what comes of them the same mean."""
+    mesh = outer_mesh(places, members)
+    everywhere = NamedSharding(mesh, P())
+    compressor = compression.parse("int8")
+    deltas = {"w": RNG.normal(size=(places, 4, 3)).astype(np.float32)}
+    key = jax.random.key(0)
+    messages = jax.vmap(lambda d: compressor.encode(d, compressor.init(d), key)[0])(
+        deltas
+    )
+    shapes = jax.eval_shape(lambda m: jax.tree.map(lambda x: x[0], m), messages)
+    rows = parcel.pack(messages)
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % members)))
+    width = rows.shape[1] // members
+    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
+    weights = jax.device_put(RNG.uniform(size=places).astype("f4"), everywhere)
+    means, found = {}, {}
+    for kind in crossing.ALL_REDUCES:
+        combine = crossing.make_combine(compressor, everywhere, shapes, all_reduce=kind)
+        program = jax.jit(combine, out_shardings=everywhere)
+        found[kind] = program.lower(rows, weights).compile().as_text()
+        means[kind] = program(rows, weights)[0]
+    np.testing.assert_array_equal(means["direct"]["w"], means["ring"]["w"])
+    crossed = [line for line in found["direct"].splitlines() if "all-to-all(" in line]
+    assert len(crossed) == 1
+    assert f"u8[1,1,{width}]" in crossed[0]
+    assert "all-to-all(" not in found["ring"]
+
+
 @pytest.mark.parametrize("kind", ["direct", "ring", None])
 def test_packed_means_are_the_means(kind):
     """Two regions a place, dtypes mixed: what one device's mean says."""
@@ -98,9 +129,9 @@ def test_packed_means_are_the_means(kind):
 def test_packed_messages_of_all_are_the_messages():
     mesh = make_mesh(4, devices=jax.devices()[:4])
     tree = {"q": np.arange(12, dtype=np.int8).reshape(4, 3), "s": np.ones((4, 2), "f4")}
-    for in_one_piece in (False, True):
+    for kind in (None, *crossing.ALL_REDUCES):
         mapped = over_places(
-            lambda x, p=in_one_piece: inner._of_all(x, p),
+            lambda x, kind=kind: inner._of_all(x, kind),
             mesh,
             in_specs=P(REGION),
             out_specs=P(REGION),
