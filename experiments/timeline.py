@@ -23,6 +23,7 @@ from cocodc_jax.network import trace
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from experiments.messages import one_line
 
+_LEAST_OVERLAP = 0.05  # of a stretch, to count as one beside a sync
 FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 
 
@@ -172,22 +173,33 @@ def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
         them. Only where steps and syncs share a processor or a bus should they differ.
 
     Returns:
-      Seconds of a step, waiting left out, as medians over the stretches between two
-      marks: with a sync on its way for half of the stretch or more, and with less; NaN
-      where there are no such stretches. The slowest process counts.
+      Seconds of a step of the slowest process, waiting left out: while a sync is on its
+      way, and without; NaN where nothing tells. Without is the median over stretches
+      between two marks that have none; with is what all others took longer than that,
+      laid on the time in which a sync was on its way.
     """
     waited: dict[int, float] = {}
     for sync in timeline.syncs:  # A mark is made before the waiting that follows it.
         waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    quiet, beside = [], []
     for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
-        took = max(np.subtract(ends, begins)) - waited.get(step, 0.0)
-        is_busy = _overlap_s(timeline, max(begins), max(ends)) * 2 >= took
-        seconds[is_busy].append(took / (next_step - step))
-    busy, quiet = (
-        statistics.median(found) if found else math.nan for found in seconds.values()
-    )
-    return busy, quiet
+        wait_s = waited.get(step, 0.0)
+        took_s = max(np.subtract(ends, begins)) - wait_s
+        overlap_s = _overlap_s(timeline, max(begins), max(ends)) - wait_s
+        if overlap_s < _LEAST_OVERLAP * took_s:
+            quiet.append(took_s / (next_step - step))
+        else:
+            beside.append((next_step - step, took_s, overlap_s))
+    if not quiet:
+        return math.nan, math.nan
+    quiet_s = statistics.median(quiet)
+    if not beside:
+        return math.nan, quiet_s
+    overlap_s = sum(overlap for _, _, overlap in beside)
+    longer_s = sum(took - num * quiet_s for num, took, _ in beside)
+    if longer_s >= overlap_s:  # As good as no step was done.
+        return math.inf, quiet_s
+    return quiet_s * overlap_s / (overlap_s - longer_s), quiet_s
 
 
 def _overlap_s(timeline: Timeline, begin_s: float, end_s: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.timeline import SyncRecord, Timeline
-from experiments import compare_networks
+from experiments import compare_networks, timeline
 from experiments.lab import kernel
 from experiments.method_config import MethodConfig
 from experiments.networks import cases, lab_run, measure, plot, predict, report
@@ -337,5 +337,9 @@ def test_two_methods_over_one_network(command, corpus, tmp_path):
         assert row["measured"]["sync_s"] > 0.1
         assert row["simulated"]["sync_s"] > 0.1
         assert row["sent_bytes"] < row["relayed_bytes"]
+    # On a machine with time to spare; tests/experiments/test_gpu.py is stricter.
+    measured = timeline.read(tmp_path / "100" / "streaming_diloco" / "run", 21)
+    beside, alone = timeline.step_s_in_flight(measured)
+    assert 0.199 < beside < 1.1 * alone
     assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
     assert finish()[1] == found  # Nothing is left to run.

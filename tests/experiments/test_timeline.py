@@ -54,11 +54,15 @@ def test_processes_are_laid_side_by_side(run):
 
 
 def test_steps_beside_a_sync_are_told_from_steps_alone():
-    """2 s a step with a sync on its way, 1 s without; waiting is neither."""
-    times = {0: 0.0, 2: 4.0, 4: 6.0, 6: 10.0, 8: 13.0}
+    """2 s a step with a sync on its way, 1 s without; waiting is neither.
+
+    One step beside a sync and one alone; two alone; two beside; a second of waiting and
+    two alone.
+    """
+    times = {0: 0.0, 2: 3.0, 4: 5.0, 6: 9.0, 8: 12.0}
     syncs = (
-        SyncRecord((0,), 0, 2, 0.0, 3.0, 4.0, 0.0, 0.0, (1.0,)),
-        SyncRecord((1,), 4, 6, 6.0, 11.0, 11.0, 1.0, 1.0, (1.0,)),
+        SyncRecord((0,), 0, 2, 0.0, 2.0, 3.0, 0.0, 0.0, (1.0,)),
+        SyncRecord((1,), 4, 6, 5.0, 10.0, 10.0, 1.0, 1.0, (1.0,)),
     )
     marks = tuple((step, (second,)) for step, second in times.items())
     found = Timeline(("process 0",), syncs, 8, (1.0,), marks, (1.0,), (2.0,))

@@ -1,0 +1,26 @@
+"""What only a GPU can tell."""
+
+import pytest
+
+from experiments import timeline
+
+INTERVAL, DELAY = 40, 10
+
+
+@pytest.mark.gpu
+def test_one_gpu_is_as_fast_beside_a_sync(command, tmp_path):
+    """Two regions share it; messages cross between their hosts (issue 5: 3 %)."""
+    flags = (
+        "--regions=2", "--", "--preset=small", "--method=streaming_diloco",
+        "--num_fragments=2", f"--sync_interval={INTERVAL}", f"--delay_steps={DELAY}",
+        "--steps=410", "--warmup_steps=0", "--eval_every=0", "--checkpoint_every=0",
+        f"--workdir={tmp_path}",
+    )  # fmt: skip
+    # Each process would take all of the memory.
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    process = command("experiments.launch_local", *flags, env=env)
+    _, error = process.communicate(timeout=1200)
+    assert process.returncode == 0, error
+    found = timeline.read(tmp_path, timeline.warm_step(INTERVAL, DELAY))
+    beside, alone = timeline.step_s_in_flight(found)
+    assert beside <= 1.03 * alone
