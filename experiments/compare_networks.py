@@ -230,14 +230,16 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
     except LabRunError as error:
         print(f"error: before the comparison: {error}", file=sys.stderr)
         return 1
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        "command": command,
+        "apart": dataclasses.asdict(alone),
+        "host_bytes_per_s": host_bytes_per_s if host_bytes_per_s < math.inf else None,
+        "rows": rows,
+    }
     for entry in comparison.rows(alone, host_bytes_per_s):
         rows.append(entry)
         print(*report.cells(entry)[:5], sep="  ", file=sys.stderr)
-        apart = dataclasses.asdict(alone)
-        hosts = host_bytes_per_s if host_bytes_per_s < math.inf else None
-        result = {"command": command, "apart": apart, "host_bytes_per_s": hosts}
-        result["rows"] = rows
         (workdir / "networks.json").write_text(dumps(result))
     (workdir / "networks.md").write_text(report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):

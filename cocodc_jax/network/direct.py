@@ -2,9 +2,9 @@
 
 `runtime/crossing.py` sums a vector over M processes in two exchanges, in each of which
 every process sends every other a part, one M-th; it gathers messages in one, in which a
-part is a whole message. XLA hands an exchange to gloo, which
-keeps one connection between two processes and sends a part only when its receiver has
-said that it is ready. Each process does, for one peer after the other:
+part is a whole message. XLA hands an exchange to gloo, which keeps one connection
+between two processes and sends a part only when its receiver has said that it is ready.
+Each process does, for one peer after the other:
 
     give its part to the connection, if the word of the peer has come; or when it comes
     say "ready" to the peer that it receives from, on the same connection
@@ -102,12 +102,13 @@ class _Exchange:
             self.give(now, _Message(_WORD, phase, rank, source))
         self.go_on(now, rank)
 
+    def packet_bytes(self, message: _Message) -> float:
+        return self.size if message.kind == _PART else _WORD_BYTES
+
     def give(self, now: float, message: _Message) -> None:
         """Hands a message to its connection; all windows are open."""
-        i, j = message.source, message.target
-        count, size = (
-            (self.packets, self.size) if message.kind == _PART else (1, _WORD_BYTES)
-        )
+        i, j, size = message.source, message.target, self.packet_bytes(message)
+        count = self.packets if message.kind == _PART else 1
         for index in range(count):
             begin = max(now, self.uplink_free[i])
             up = begin + size / self.line
@@ -119,8 +120,7 @@ class _Exchange:
             self.push(leaves + self.delay[i][j], -1, each)
 
     def enter_downlink(self, now: float, message: _Message) -> None:
-        j = message.target
-        size = self.size if message.kind == _PART else _WORD_BYTES
+        j, size = message.target, self.packet_bytes(message)
         # Bits flow through: an idle line adds nothing to the one before it.
         ready = max(now, self.downlink_free[j] + size / self.line)
         self.downlink_free[j] = ready

@@ -128,7 +128,7 @@ def gather(rows: jax.Array, everywhere: Sharding, kind: str) -> jax.Array:
     if kind == "direct" and isinstance(everywhere, NamedSharding):
         num = everywhere.mesh.shape[PROCESS]
         rows = jax.shard_map(
-            lambda x: direct_gather(x, PROCESS, num).reshape(-1, x.shape[1]),
+            lambda x: direct_gather(x, PROCESS, num),
             mesh=everywhere.mesh,
             in_specs=P(PROCESS, MEMBER),
             out_specs=P(None, MEMBER),
@@ -150,13 +150,17 @@ def direct_sum(x: jax.Array, axis_name: str, num: int) -> jax.Array:
     """The sum of `x` `[n]` over the `num` places of an axis, inside `shard_map`."""
     parts = jnp.pad(x, (0, -len(x) % num)).reshape(num, -1)
     summed = jax.lax.all_to_all(parts, axis_name, 0, 0).sum(0)
-    return direct_gather(summed, axis_name, num).reshape(-1)[: len(x)]
+    return direct_gather(summed, axis_name, num)[: len(x)]
 
 
 def direct_gather(x: jax.Array, axis_name: str, num: int) -> jax.Array:
-    """`x` of all `num` places of an axis, `[num, ...]`, inside `shard_map`."""
+    """The rows `x` `[r, ...]` of all `num` places of an axis, `[num * r, ...]`.
+
+    One place's after the other's; inside `shard_map`.
+    """
     copies = jnp.broadcast_to(x, (num, *x.shape))
-    return jax.lax.all_to_all(copies, axis_name, 0, 0)
+    found = jax.lax.all_to_all(copies, axis_name, 0, 0)
+    return found.reshape(-1, *x.shape[1:])
 
 
 def times_bytes(compressor: Compressor | None, num_times: int) -> int:

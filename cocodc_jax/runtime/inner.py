@@ -217,7 +217,7 @@ def _of_all(message: PyTree, all_reduce: str | None) -> PyTree:
     piece = parcel.pack(message)
     if all_reduce == "direct":
         num = jax.lax.axis_size(REGION)
-        rows = crossing.direct_gather(piece, REGION, num).reshape(-1, piece.shape[1])
+        rows = crossing.direct_gather(piece, REGION, num)
     else:
         rows = from_all_places(piece)
     return parcel.unpack(rows, shapes)

@@ -106,7 +106,7 @@ class RegionProgram:
           exchange: "program" averages messages in a program of the inner mesh, "outer"
             on the outer mesh, beside the inner steps; "auto" is the latter where
             there are several processes and the method allows it.
-          all_reduce: how processes sum what is not compressed, where this package
+          all_reduce: how messages cross between processes, where this package
             chooses: "direct" or "ring", see `crossing.py`.
           outer_lanes: outer meshes side by side; fragment k crosses on number
             k mod outer_lanes, so that as many can be on their way at once.

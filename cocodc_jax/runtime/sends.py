@@ -48,7 +48,7 @@ class Sends:
           layout: where everything lives.
           block: the regions a device holds.
           crosses_outside: whether messages cross on the outer mesh.
-          all_reduce: how they are summed there, see `crossing.py`.
+          all_reduce: how they cross there, see `crossing.py`.
         """
         assert method.schedule is not None
         self._method, self._fragments, self._layout = method, fragments, layout

@@ -52,7 +52,7 @@ class SharedOuter:
           params: shapes of one region's parameters.
           crosses_outside: whether messages cross on the outer mesh, while the inner
             mesh goes on, and not in a program of the inner mesh.
-          all_reduce: how they are summed then, see `crossing.py`.
+          all_reduce: how they cross then, see `crossing.py`.
         """
         assert isinstance(method.outer_optimizer, optax.GradientTransformation)
         self._method, self._fragments, self._layout = method, fragments, layout

@@ -116,10 +116,8 @@ def set_tcp(
     Args:
       mtu_bytes: largest packet. Buffers hold some, as a window below a packet's size
         makes the sender wait for timers.
-      window_bytes: of buffers, which are never made smaller. The kernel lets a
-        receiver's window grow by what comes within a round trip, and for messages with
-        rests between them may stop far below what they need (50 Mbit/s and 80 ms, 0.84
-        MB: half as long again).
+      window_bytes: of buffers, which are never made smaller. They begin so large, as
+        the kernel's own grow only with what comes within a round trip.
       congestion_control: one of `congestion_controls`.
       restarts_slowly: whether a connection begins anew with a small window after a
         rest, which is the kernel's default.

@@ -20,20 +20,14 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory):
+def command():
     """Starts `python -m MODULE FLAGS...` at the root of the checkout."""
-    # Most of these commands compile the same programs: the first does it for all.
-    cached = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
     def start(module, *flags, env=None):
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, flags)],
             cwd=ROOT,
-            env=cached | (env or {}),
+            env=os.environ | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

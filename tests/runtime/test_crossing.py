@@ -24,6 +24,17 @@ def outer_mesh(places, members=1):
     return Mesh(devices, (PROCESS, MEMBER), axis_types=(AxisType.Auto,) * 2)
 
 
+def either_way(compressor, everywhere, shapes, rows, weights):
+    """The mean and the compiled program's text, direct and by the backend's ring."""
+    means, found = {}, {}
+    for kind in crossing.ALL_REDUCES:
+        combine = crossing.make_combine(compressor, everywhere, shapes, all_reduce=kind)
+        program = jax.jit(combine, out_shardings=everywhere)
+        found[kind] = program.lower(rows, weights).compile().as_text()
+        means[kind] = program(rows, weights)[0]
+    return means, found
+
+
 @functools.cache
 def direct(num):
     mesh = Mesh(jax.devices()[:num], ("i",), axis_types=(AxisType.Auto,))
@@ -54,12 +65,7 @@ def test_direct_and_ring_are_one_sum(places, members):
     rows = RNG.normal(size=(places, 10)).astype(np.float32)
     rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
     weights = jax.device_put(RNG.uniform(size=places).astype("f4"), everywhere)
-    means, found = {}, {}
-    for kind in crossing.ALL_REDUCES:
-        combine = crossing.make_combine(None, everywhere, part, all_reduce=kind)
-        program = jax.jit(combine, out_shardings=everywhere)
-        found[kind] = program.lower(rows, weights).compile().as_text()
-        means[kind] = program(rows, weights)[0]
+    means, found = either_way(None, everywhere, part, rows, weights)
     for name, x in means["ring"].items():
         np.testing.assert_allclose(means["direct"][name], x, rtol=1e-5, atol=1e-6)
     assert "all-reduce(" in found["ring"]
@@ -85,12 +91,7 @@ def test_compressed_messages_cross_directly_as_they_are(places, members):
     width = rows.shape[1] // members
     rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
     weights = jax.device_put(RNG.uniform(size=places).astype("f4"), everywhere)
-    means, found = {}, {}
-    for kind in crossing.ALL_REDUCES:
-        combine = crossing.make_combine(compressor, everywhere, shapes, all_reduce=kind)
-        program = jax.jit(combine, out_shardings=everywhere)
-        found[kind] = program.lower(rows, weights).compile().as_text()
-        means[kind] = program(rows, weights)[0]
+    means, found = either_way(compressor, everywhere, shapes, rows, weights)
     np.testing.assert_array_equal(means["direct"]["w"], means["ring"]["w"])
     crossed = [line for line in found["direct"].splitlines() if "all-to-all(" in line]
     assert len(crossed) == 1
