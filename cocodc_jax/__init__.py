@@ -3,19 +3,52 @@
 - `cocodc_jax.transforms`: delay compensation, compressors and outer optimizers as
   Optax transformations, for anybody's JAX code.
 - `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty more, as values.
-- `cocodc_jax.RegionProgram` and `cocodc_jax.run`: a method around your own loss.
+- `cocodc_jax.RegionProgram` and `cocodc_jax.run_steps`: a method around your own loss.
+- `cocodc_jax.run`: whole runs, from a configuration to files, as the programs do them.
+
+Names are imported when they are first asked for.
 """
 
-from cocodc_jax.runtime.mesh import make_mesh, use_cpu_devices
-from cocodc_jax.runtime.program import RegionProgram, run
-from cocodc_jax.runtime.second_moment import adam_second_moment
-from cocodc_jax.sync import methods
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax import methods
+    from cocodc_jax.runtime.devices.mesh import make_mesh, use_cpu_devices
+    from cocodc_jax.runtime.exchange.transport import Transport
+    from cocodc_jax.runtime.program import RegionProgram
+    from cocodc_jax.runtime.program import run as run_steps
+    from cocodc_jax.sync.needs import Supplies
+    from cocodc_jax.sync.regions import Regions
+    from cocodc_jax.transforms.second_moment import adam_second_moment
 
 __all__ = [
     "RegionProgram",
+    "Regions",
+    "Supplies",
+    "Transport",
     "adam_second_moment",
     "make_mesh",
     "methods",
-    "run",
+    "run_steps",
     "use_cpu_devices",
 ]
+
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "RegionProgram": "runtime.program:RegionProgram",
+    "Regions": "sync.regions:Regions",
+    "Supplies": "sync.needs:Supplies",
+    "Transport": "runtime.exchange.transport:Transport",
+    "adam_second_moment": "transforms.second_moment:adam_second_moment",
+    "make_mesh": "runtime.devices.mesh:make_mesh",
+    "methods": "methods",
+    "run_steps": "runtime.program:run",
+    "use_cpu_devices": "runtime.devices.mesh:use_cpu_devices",
+}
+
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

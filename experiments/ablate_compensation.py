@@ -28,14 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 from cocodc_jax.report.page import describe_machine
-from experiments import flags
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import dumps
+from cocodc_jax.run.leaves import attribute_notes
 from experiments.ablation import plots, results, rules
 from experiments.ablation.jobs import (
     REFERENCES,
     Settings,
     run_job,
 )
-from experiments.config import attribute_notes, dumps
 
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
@@ -47,7 +48,7 @@ Job = tuple[str, int]
 
 
 def main() -> None:
-    """Reads the flags, runs what is not yet done, writes and prints the results."""
+    """Read the flags, run what is not yet done, write and print the results."""
     console = Console(width=max(WIDTH, Console().width))
     with flags.usage_errors():
         settings = _settings()
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def _settings() -> Settings:
-    """The defaults with the flags that were given."""
+    """Return the defaults with the flags that were given."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Settings):
         if not flags.given(field.name):
@@ -97,7 +98,7 @@ def _numbers(name: str, texts: list[str], kind: type) -> tuple:
 
 
 def _jobs(settings: Settings) -> list[Job]:
-    """References first: every other row is a ratio to them."""
+    """Return reference first: every other row is a ratio to them."""
     table = rules.table(settings.sync_interval)
     names = flags.value("rules") or list(table)
     for name in names:
@@ -121,7 +122,7 @@ def _jobs(settings: Settings) -> list[Job]:
 
 
 def _parts(workdir: pathlib.Path, settings: Settings) -> pathlib.Path:
-    """The folder of finished jobs, which are only good for the same settings."""
+    """Return the folder of finished jobs, which are only good for the same settings."""
     parts = workdir / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     path, text = parts / "settings.json", dumps(dataclasses.asdict(settings))
@@ -139,14 +140,14 @@ def _path(parts: pathlib.Path, job: Job) -> pathlib.Path:
 
 
 def _finished(parts: pathlib.Path, settings: Settings) -> list[dict[str, Any]]:
-    """What this call and earlier ones did, references first."""
+    """Return what this call and earlier ones did, references first."""
     order = [*REFERENCES, *rules.table(settings.sync_interval)]
     done = [json.loads(path.read_text()) for path in parts.glob("*_delay*.json")]
     return sorted(done, key=lambda job: (job["delay_steps"], order.index(job["rule"])))
 
 
 def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
-    """Runs jobs in worker processes: small programs do not fill several cores."""
+    """Run jobs in worker processes: small programs do not fill several cores."""
     # Read by XLA when a worker starts JAX: one thread each, no waiting for another.
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"

@@ -16,7 +16,8 @@ Printed side by side: the loss at the end of each rule's own run; and, at the po
 that the stale run visits, where all rules answer the same question, the length of what
 separates each rule's gradient from the fresh one, in lengths of the fresh one.
 
-Source: DC-ASGD (arXiv 1609.08326); algorithms.md section 5.
+Source: DC-ASGD (arXiv 1609.08326, equations 10 and 14): the constant form as read from
+the authors' code, the adaptive form's defaults from memory, unchecked.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cocodc_jax.run import flags
 from cocodc_jax.transforms import dc_asgd
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.numerics import safe_norm
-from experiments import flags
 from experiments.ablation.results import interval
 
 FEATURES, HIDDEN, CLASSES, POOL = 16, 32, 8, 4096
@@ -68,7 +69,7 @@ class Setup:
     seeds: int = 5
 
     def __post_init__(self):
-        """Checks the numbers.
+        """Check the numbers.
 
         Raises:
           ValueError: naming the field, its value and what would be right.
@@ -81,7 +82,7 @@ class Setup:
 
 
 def rules(setup: Setup) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """What the server does to a gradient before it descends; "fresh" is no rule."""
+    """Return what the server does to a gradient first; "fresh" is no rule."""
     return {
         "stale": delay_compensation("none"),
         "constant": delay_compensation("outer_product", setup.constant_strength),
@@ -134,7 +135,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(seed: int | jax.Array) -> Problem:
-    """A small classification, another one for every seed."""
+    """Return a small classification, another one for every seed."""
     keys = jax.random.split(jax.random.key(seed), 6)
     x = jax.random.normal(keys[0], (POOL, FEATURES))
     labels = jnp.argmax(_logits(_init_params(keys[1]), x), axis=-1)
@@ -170,7 +171,7 @@ def names(setup: Setup) -> tuple[str, ...]:
 def simulate(
     setup: Setup, chosen_rule: int | jax.Array, seed: int | jax.Array
 ) -> tuple[Any, Any]:
-    """Runs one rule, and measures all rules where it passes.
+    """Run one rule, and measures all rules where it passes.
 
     Args:
       setup: sizes.
@@ -229,7 +230,7 @@ def _distance(guess, fresh):
 
 
 def measure(setup: Setup) -> dict[str, dict[str, Any]]:
-    """Runs every rule with every seed.
+    """Run every rule with every seed.
 
     Returns:
       For each rule the final "loss" and the gradient "error" on the stale run's path,
@@ -251,7 +252,7 @@ def measure(setup: Setup) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Reads the flags, runs all rules, prints the table."""
+    """Read the flags, run all rules, print the table."""
     with flags.usage_errors():
         setup = Setup(
             **{
@@ -289,7 +290,7 @@ def _print(setup: Setup, measured: dict[str, Any], seconds: float) -> None:
 
 
 def _delays(setup: Setup) -> list[int]:
-    """Updates that others made while each gradient was computed."""
+    """Update that others made while each gradient was computed."""
     last: dict[int, int] = {}
     delays = []
     for step, worker in enumerate(arrivals(setup.workers, setup.updates).tolist()):

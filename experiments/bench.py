@@ -23,16 +23,16 @@ from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax import models
-from experiments import flags
-from experiments.config import TrainConfig
-from experiments.configs import PRESETS
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.presets import PRESETS
 
 # As many steps as the tiny preset's interval: a sync is part of the region program.
 STEPS = 40
 
 
 def main() -> None:
-    """Prints a row for each preset and layout."""
+    """Print a row for each preset and layout."""
     regions, repeats = flags.value("regions"), flags.value("repeats")
     with flags.usage_errors():
         if repeats < 1:
@@ -120,7 +120,7 @@ def _region_program(
 
     def turn() -> None:
         stream = iter(batches)
-        for state, _ in cc.run(program, held.pop(), stream, STEPS):
+        for state, _ in cc.run_steps(program, held.pop(), stream, STEPS):
             held[:] = [state]
         jax.block_until_ready(held[0].region.params)
 

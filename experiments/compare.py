@@ -13,33 +13,31 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import flags as absl_flags
 from rich.console import Console
 from rich.table import Table
 
 from cocodc_jax.data import load
+from cocodc_jax.methods import METHODS
 from cocodc_jax.report import gantt, page, plots
 from cocodc_jax.report.comparison import compare
 from cocodc_jax.report.runs import Run, load_run
 from cocodc_jax.report.units import format_bytes
-from cocodc_jax.sync.methods import METHODS
-from experiments import flags
-from experiments.config import TrainConfig, dumps
-from experiments.session import RUN_ERRORS, Session, prepare
-from experiments.train import check_method_flags
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
 
 WITHOUT = ("method", "seed")
 
 
 def main() -> None:
-    """Reads the flags, trains every method with every seed, writes the report."""
+    """Read the flags, train every method with every seed, write the report."""
     console = Console()
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
-        base = flags.config(WITHOUT)
+        base = flags.config(WITHOUT, METHODS)
         methods = _method_names(base.run.regions)
         _check_target(methods)
-        check_method_flags(base, methods)
+        flags.check_methods(methods)
         workdir = pathlib.Path(flags.value("workdir") or f"runs/compare_{base.preset}")
         configs = {
             workdir / f"{method}_seed{seed}": base.replace(method=method, seed=seed)
@@ -160,15 +158,24 @@ def _print_table(comparison: dict, console: Console) -> None:
     )
 
 
-if __name__ == "__main__":
+def define() -> None:
+    """Define the program's flags."""
     flags.define(WITHOUT)
-    absl_flags.DEFINE_string(
+    flags.define_one(
+        str,
         "methods",
         "data_parallel,diloco,streaming_diloco,cocodc",
         "Methods to compare, separated by commas; all that --regions allows: all.",
     )
-    absl_flags.DEFINE_string(
-        "target_method", None, "Whose final loss is the target. Default: the worst."
+    flags.define_one(
+        str,
+        "target_method",
+        None,
+        "Whose final loss is the target. Default: the worst.",
     )
-    absl_flags.DEFINE_integer("seeds", 1, "Seeds of each method: 0, 1, ...")
+    flags.define_one(int, "seeds", 1, "Seeds of each method: 0, 1, ...")
+
+
+if __name__ == "__main__":
+    define()
     flags.run_main(main)

@@ -26,17 +26,15 @@ from typing import Any
 from absl import flags as absl_flags
 from rich.console import Console
 
-from cocodc_jax.network import syncs
+from cocodc_jax import methods
+from cocodc_jax.netlab import kernel
 from cocodc_jax.report.plots import save_png
-from cocodc_jax.sync.methods import defaults
-from experiments import flags
-from experiments.config import LEAVES, TrainConfig, dumps
-from experiments.lab import kernel
-from experiments.messages import one_line
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
+from cocodc_jax.run.messages import one_line
 from experiments.networks import cases, lab_run, plot, predict, report
 from experiments.networks.lab_run import LabRunError, Measured
 from experiments.networks.measure import Pace
-from experiments.train import check_method_flags
 
 APART, EVERY_STEP = "apart", "data_parallel"
 WIDTH = 132  # of the table, also where the output is no terminal
@@ -46,7 +44,7 @@ WITHOUT = ("method", "steps", *FIXED)
 
 
 def define_flags() -> absl_flags.FlagValues:
-    """Returns this program's own flags, apart from those of training."""
+    """Return this program's own flags, apart from those of training."""
     values = absl_flags.FlagValues()
 
     def text(name: str, default: str | None, note: str) -> None:
@@ -60,7 +58,7 @@ def define_flags() -> absl_flags.FlagValues:
         f"Mbit/s of each pair of regions, {cases.LATENCY_MS} ms one way; or unequal "
         "(three regions near, one far); or a YAML file of links (network/world.py)",
     )
-    text("methods", ",".join(syncs.METHODS), "methods that the simulator knows")
+    text("methods", ",".join(predict.USUAL), "methods that processes can run")
     absl_flags.DEFINE_integer(
         "intervals",
         4,
@@ -82,7 +80,7 @@ class Comparison:
     """What is asked for, checked; `rows` runs it."""
 
     def __init__(self, values: absl_flags.FlagValues, train: Sequence[str]):
-        """Reads everything; runs nothing.
+        """Read everything; runs nothing.
 
         Args:
           values: of `define_flags`.
@@ -96,18 +94,10 @@ class Comparison:
         self._workdir = pathlib.Path(values.workdir)
         self._methods = _distinct("methods", values.methods)
         for name in self._methods:
-            if name not in syncs.METHODS:
-                raise ValueError(
-                    f"methods={','.join(self._methods)} names {name!r}, which the "
-                    f"simulator does not know; use some of {', '.join(syncs.METHODS)}"
-                )
+            predict.check(methods.get(name))
         _distinct("networks", values.networks)
-        self._base = train_config(train)
+        self._base = train_config(train, self._methods)
         self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
-        check_method_flags(self._base, self._methods)
-        for name in self._methods:  # What the simulator refuses, before any run.
-            method = self._base.replace(method=name).method
-            predict.schedule(method, method.build().num_fragments)
         regions = self._base.run.regions
         self._networks = [cases.network(word, regions) for word in values.networks]
         self._wide = cases.network(cases.WIDE, regions)
@@ -115,7 +105,7 @@ class Comparison:
         self._intervals, self._limit_s = values.intervals, values.limit_s
 
     def apart(self) -> Measured:
-        """The regions left alone, in the lab as well.
+        """Return the regions left alone, in the lab as well.
 
         Raises:
           LabRunError: if they did not come to the end.
@@ -123,7 +113,7 @@ class Comparison:
         return self._measured(self._wide, APART)[0]
 
     def host_bytes_per_s(self, alone: Measured) -> float:
-        """What hosts prepare in a second, besides what the network takes.
+        """Return what hosts prepare in a second, besides what the network takes.
 
         Args:
           alone: from `apart`.
@@ -139,7 +129,7 @@ class Comparison:
     def rows(
         self, alone: Measured, host_bytes_per_s: float
     ) -> Iterator[dict[str, Any]]:
-        """Runs every method over every network.
+        """Run every method over every network.
 
         Args:
           alone: from `apart`.
@@ -168,7 +158,7 @@ class Comparison:
     ) -> tuple[Pace, float]:
         return predict.predict(
             network,
-            self._base.replace(method=method).method,
+            self._base.replace(method=method).method.build(),
             stretch,
             run,
             alone.region_step_s,
@@ -187,19 +177,22 @@ class Comparison:
         return lab_run.measured(command, folder, stretch, self._limit_s), stretch
 
     def _train_flags(self, method: str, num_steps: int) -> list[str]:
-        """What was given, less what this method has no use for; and what is fixed."""
-        base, taken = self._base, defaults(method)
-        leaves = {"preset": base.preset}
+        """Return what was given and this method has a use for, and what is fixed."""
+        taken = methods.defaults(method)
+        leaves = {"preset": self._base.preset}
         for name in self._given:
-            section = LEAVES[name].section
-            if section != "method" or name in taken:
-                leaves[name] = getattr(getattr(base, section), name)
+            if LEAVES[name].section != "method" or name in taken:
+                leaves[name] = flags.value(name)
         leaves |= {"method": method, "steps": num_steps, **FIXED}
         return [f"--{name}={value}" for name, value in leaves.items()]
 
 
-def train_config(train: Sequence[str]) -> TrainConfig:
-    """The configuration that all runs share.
+def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
+    """Return the configuration that all runs share.
+
+    Args:
+      train: flags of `experiments.train`.
+      methods: that are compared.
 
     Raises:
       ValueError: for a value that it refuses, or a flag that this program decides.
@@ -212,7 +205,7 @@ def train_config(train: Sequence[str]) -> TrainConfig:
                 f"{name}={flags.value(name)} is decided for each run; leave it out "
                 "after --"
             )
-    return flags.config(WITHOUT)
+    return flags.config(WITHOUT, methods)
 
 
 def _distinct(name: str, words: Sequence[str]) -> list[str]:
@@ -222,7 +215,7 @@ def _distinct(name: str, words: Sequence[str]) -> list[str]:
 
 
 def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
-    """Runs and reports; returns the exit code, 1 if a run has failed."""
+    """Run and reports; returns the exit code, 1 if a run has failed."""
     console = Console(width=WIDTH)
     try:
         alone = comparison.apart()
@@ -250,7 +243,7 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; returns its exit code."""
     values = define_flags()
     try:
         train = values(argv)[1:]
@@ -263,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
         command = " ".join(["python -m experiments.compare_networks", *argv[1:]])
         return run(comparison, pathlib.Path(values.workdir), command)
     except (ValueError, absl_flags.Error) as error:
-        known = {*values, *absl_flags.FLAGS}
+        known = {*values, *flags.FLAGS}
         print(f"error: {one_line(error, known)}", file=sys.stderr)
         return 2
     except lab_run.StoppedError:

@@ -15,12 +15,12 @@ import optax
 
 from cocodc_jax import models
 from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.session import CHECKPOINTS, Session
 from cocodc_jax.runtime import experts
-from cocodc_jax.runtime.checkpoint import Checkpoints
-from cocodc_jax.runtime.evaluate import make_evaluate
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.evaluate import make_evaluate
 from cocodc_jax.runtime.state import TrainState
-from experiments.config import TrainConfig
-from experiments.session import CHECKPOINTS, Session
 
 # Hashed n-grams of a prefix, and how a linear map of them is fitted.
 NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
@@ -43,7 +43,7 @@ class Routing:
     batches: int
 
     def check(self, config: TrainConfig) -> None:
-        """Holds the numbers against a run's.
+        """Hold the numbers against a run's.
 
         Raises:
           ValueError: naming the flag, its value and what would be right.
@@ -116,7 +116,7 @@ def merge(session: Session, routing: Routing) -> dict[str, Row]:
 
 
 def reference(session: Session, routing: Routing) -> Row:
-    """A finished run of any method, by the average of its regions.
+    """Return a finished run of any method, by the average of its regions.
 
     Raises:
       ResumeError: if the run's checkpoint is of other data.
@@ -127,7 +127,7 @@ def reference(session: Session, routing: Routing) -> Row:
 
 @contextlib.contextmanager
 def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
-    """The state of a finished run, and its data from there on."""
+    """Return the state of a finished run, and its data from there on."""
     keep = session.config.run.keep_checkpoints
     with (
         contextlib.closing(session.text.train_stream()) as stream,
@@ -137,7 +137,7 @@ def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
 
 
 def _average(session: Session, routing: Routing, state: TrainState) -> Row:
-    """The average of the regions' parameters, whose loss is the run's `eval_loss`."""
+    """Return the average of the regions' parameters; its loss is `eval_loss`."""
     params = session.program.mean_params(state)
 
     def after_prefix(params, tokens, _):
@@ -181,7 +181,7 @@ def _routed(
 def _fit_router(
     texts: np.ndarray, log_probs: np.ndarray, prefix: int
 ) -> experts.Router:
-    """A linear router, by the loss of its mixture on `texts`, `[E, B, L + 1]`."""
+    """Train a linear router by its mixture's loss on `texts`, `[E, B, L + 1]`."""
     fit = functools.partial(
         experts.train_router,
         optimizer=optax.adamw(ROUTER_LR, weight_decay=ROUTER_DECAY),

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
-from experiments import children, flags, processes
+from cocodc_jax.netlab import children
+from cocodc_jax.run import flags, processes
 from experiments.train import read_flags
 
 
 def define_flags() -> absl_flags.FlagValues:
-    """Returns this program's flags, apart from those of the training."""
+    """Return this program's flags, apart from those of the training."""
     values = absl_flags.FlagValues()
     for name, text in (
         ("regions", "regions that train; default: what the flags after -- say"),
@@ -46,7 +47,7 @@ def define_flags() -> absl_flags.FlagValues:
 def launch(
     train_flags: Sequence[str], workdir: pathlib.Path, count: int, grace_s: float
 ) -> int:
-    """Starts the processes and waits for their end.
+    """Start the processes and wait for their end.
 
     Args:
       train_flags: of `experiments.train`.
@@ -79,14 +80,14 @@ def launch(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; returns its exit code."""
     own = define_flags()
     flags.define()
     with flags.usage_errors():

@@ -15,34 +15,31 @@ import math
 import pathlib
 import sys
 
-from absl import flags as absl_flags
 from rich.console import Console
 from rich.table import Table
 
 from cocodc_jax.data import load
+from cocodc_jax.methods import METHODS
 from cocodc_jax.report import dots, plots
-from cocodc_jax.sync.methods import METHODS
-from experiments import flags
-from experiments.config import TrainConfig, dumps
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
 from experiments.ensembles import Routing, Row, merge, reference
-from experiments.session import RUN_ERRORS, Session, prepare
-from experiments.train import check_method_flags
 
 METHOD = "apart"
 WITHOUT = ("method", "partition")
 
 
 def main() -> None:
-    """Reads the flags, trains, merges, writes."""
+    """Read the flags, train, merge, write."""
     console = Console()
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
         _check_processes()
         references = _references()
-        config = flags.config(WITHOUT).replace(
+        config = flags.config(WITHOUT, [METHOD, *references]).replace(
             method=METHOD, partition=flags.value("partition")
         )
-        check_method_flags(config, [METHOD, *references])
         routing = _routing(config)
         default = f"runs/merge_{config.preset}_{config.data.partition}"
         workdir = pathlib.Path(flags.value("workdir") or default)
@@ -143,20 +140,26 @@ def _write(
     )
 
 
-if __name__ == "__main__":
+def define() -> None:
+    """Define the program's flags."""
     flags.define(WITHOUT)
-    absl_flags.DEFINE_string(
-        "partition", "source", "How regions share the corpus: source or iid."
-    )
-    absl_flags.DEFINE_integer("top_k", 2, "Experts that a sparse router keeps.")
-    absl_flags.DEFINE_integer(
-        "prefix_tokens", None, "Tokens a router chooses from. Default: a quarter."
-    )
-    absl_flags.DEFINE_float("temperature", 1.0, "Of the posterior; 1 is Bayes' rule.")
-    absl_flags.DEFINE_integer(
-        "router_batches", 64, "Batches of each region that the linear router reads."
-    )
-    absl_flags.DEFINE_string(
-        "references", "", "Methods to train beside, separated by commas."
-    )
+    for kind, name, default, text in (
+        (str, "partition", "source", "How regions share the corpus: source or iid."),
+        (int, "top_k", 2, "Experts that a sparse router keeps."),
+        (
+            *(int, "prefix_tokens", None),
+            "Tokens a router chooses from. Default: a quarter.",
+        ),
+        (float, "temperature", 1.0, "Of the posterior; 1 is Bayes' rule."),
+        (
+            *(int, "router_batches", 64),
+            "Batches of each region that the linear router reads.",
+        ),
+        (str, "references", "", "Methods to train beside, separated by commas."),
+    ):
+        flags.define_one(kind, name, default, text)
+
+
+if __name__ == "__main__":
+    define()
     flags.run_main(main)

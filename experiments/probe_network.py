@@ -6,11 +6,10 @@ r"""Measures what a network gives to this framework's exchanges between CPU devi
 Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
 COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS (the lab is one). A vector of
 float32 crosses as a fragment does in training, on one CPU device a process: in either
-all-reduce (`runtime/crossing.py`), as what is not compressed, and in either all-gather,
-as what is. Before each the
-processes rest, as between two fragments, since TCP starts again slowly after a rest.
-Large vectors go first: they open TCP's windows for what follows. On new connections
-small ones take longer, up to a fifth in the lab.
+all-reduce (`runtime/exchange/collectives.py`), as what is not compressed, and in either
+all-gather, as what is. Before each the processes rest, as between two fragments, since
+TCP starts again slowly after a rest. Large vectors go first: they open TCP's windows
+for what follows. On new connections small ones take longer, up to a fifth in the lab.
 
 Process 0 prints the median over the repeats, of the slowest process. Where the links
 are told, as to the lab, it prints what `cocodc_jax/network` predicts; measured
@@ -26,38 +25,35 @@ import json
 import pathlib
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cocodc_jax.network import direct, gloo, world
-from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.netlab import schedule
+from cocodc_jax.netlab.probe import (
+    COLLECTIVES,
+    make_exchange,
+    measure,
+    outer_devices,
+    predict,
+)
+from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.runtime import crossing, mesh, transfer
-from experiments import agreement
-from experiments.lab import schedule
-from experiments.messages import one_line
-from experiments.processes import COUNT, Processes, failing_alone
+from cocodc_jax.run import agreement
+from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 
 FILE = "probe.json"
-COLLECTIVES = {
-    "direct": "direct",
-    "ring": "gloo",
-    "direct_gather": "direct_gather",
-    "ring_gather": "gloo_gather",
-}
 
 
 def define_flags() -> flags.FlagValues:
-    """Returns this program's flags, apart from those of other programs."""
+    """Return this program's flags, apart from those of other programs."""
     values = flags.FlagValues()
     number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
     count = functools.partial(
@@ -78,7 +74,7 @@ def define_flags() -> flags.FlagValues:
 
 
 def read_sizes(values: flags.FlagValues) -> list[int]:
-    """Returns the sizes to measure, in float32 values."""
+    """Return the sizes to measure, in float32 values."""
     try:
         sizes = [round(float(word) * 1e6 / 4) for word in values.sizes_mb.split(",")]
     except ValueError:
@@ -91,7 +87,7 @@ def read_sizes(values: flags.FlagValues) -> list[int]:
 
 
 def read_collectives(values: flags.FlagValues) -> list[str]:
-    """Returns the names of what to measure."""
+    """Return the names of what to measure."""
     names = values.collectives.split(",")
     for name in names:
         if name not in COLLECTIVES:
@@ -102,7 +98,7 @@ def read_collectives(values: flags.FlagValues) -> list[str]:
 
 
 def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
-    """Returns what the links between `num` processes carry, None if nobody told.
+    """Return what the links between `num` processes carry, None if nobody told.
 
     Args:
       values: the flags; bandwidths as the lab takes them, headers included.
@@ -134,53 +130,6 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
     return LinkState(rate * share, state.delay_s, line * share)
 
 
-def outer_devices() -> Mesh:
-    """Returns an inner mesh of one CPU device a process, which is its outer one too."""
-    first = {d.process_index: d for d in reversed(jax.devices("cpu"))}
-    return mesh.make_mesh(len(first), devices=[first[k] for k in sorted(first)])
-
-
-def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.Array]:
-    """Makes a function that sends a vector of every process over the network.
-
-    Args:
-      name: a key of `COLLECTIVES`.
-      outer: as from `outer_devices`.
-      num_values: float32 values of a process's vector.
-    """
-    num, everywhere = outer.size, mesh.outer_sharding(outer)
-    rows = transfer.put(np.ones((num, num_values), np.float32), mesh.outer_rows(outer))
-    kind, _, is_gathered = name.partition("_")
-    if is_gathered:
-        gather = functools.partial(crossing.gather, everywhere=everywhere, kind=kind)
-        return functools.partial(jax.jit(gather, out_shardings=everywhere), rows)
-    shape = jax.ShapeDtypeStruct((num_values,), np.float32)
-    combine = crossing.make_combine(None, everywhere, shape, all_reduce=kind)
-    weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
-    mean = jax.jit(lambda *given: combine(*given)[0], out_shardings=everywhere)
-    return functools.partial(mean, rows, weights)
-
-
-def measure(
-    send: Callable[[], jax.Array], repeats: int, pause_s: float
-) -> list[list[float]]:
-    """Returns the seconds of each exchange, of every process.
-
-    Args:
-      send: the exchange; the first one compiles it and is not counted.
-      repeats: how many to time.
-      pause_s: of rest before each.
-    """
-    send().block_until_ready()
-    taken = []
-    for _ in range(repeats):
-        time.sleep(pause_s)
-        began = time.perf_counter()
-        send().block_until_ready()
-        taken.append(time.perf_counter() - began)
-    return agreement.gather(taken)
-
-
 def probe(
     name: str, num_values: int, repeats: int, pause_s: float, links: LinkState | None
 ) -> dict[str, Any]:
@@ -189,13 +138,13 @@ def probe(
     Args:
       name: a key of `COLLECTIVES`.
       num_values: float32 values of a process's vector.
-      repeats: as in `measure`.
-      pause_s: as in `measure`.
+      repeats: exchanges to time.
+      pause_s: of rest before each.
       links: to predict by, if they are known.
     """
     num_bytes = 4 * num_values
     send = make_exchange(name, outer_devices(), num_values)
-    seconds = measure(send, repeats, pause_s)
+    seconds = agreement.gather(measure(send, repeats, pause_s))
     row = {
         "collective": name,
         "num_bytes": num_bytes,
@@ -205,31 +154,8 @@ def probe(
     return row if links is None else row | predict(name, num_bytes, links)
 
 
-def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
-    """Predicts the seconds of an exchange.
-
-    Args:
-      name: a key of `COLLECTIVES`.
-      num_bytes: of each process's vector.
-      links: between the processes.
-
-    Returns:
-      "predicted_s", of regions that begin apart, and "at_once_s", of those that begin
-      at the same moment.
-    """
-    kind = COLLECTIVES[name]
-    predicted = at_once = collective_cost(links, kind, num_bytes).seconds
-    together = [0.0] * links.num_regions
-    if kind in direct.PHASES:
-        at_once = max(direct.seconds_of(links, kind, num_bytes, together))
-    elif kind in gloo.PHASES:
-        phases = gloo.PHASES[kind](links.num_regions, num_bytes)
-        at_once = max(gloo.seconds_of(links, phases, together))
-    return {"predicted_s": predicted, "at_once_s": at_once}
-
-
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Prints a table of the rows that `probe` gives."""
+    """Print a table of the rows that `probe` gives."""
     table = Table("collective", box=box.SIMPLE, pad_edge=False)
     for head in ("MB", "measured s", "predicted s", "ratio", "at once s"):
         table.add_column(head, justify="right")
@@ -244,7 +170,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; returns its exit code."""
     values = define_flags()
     try:
         if rest := values(argv)[1:]:

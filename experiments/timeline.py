@@ -7,230 +7,18 @@ writes to DIR: trace.json, which ui.perfetto.dev opens, and timeline.png; prints
 seconds of a sync and utilisation after the first two intervals, which are compiled in.
 """
 
-import itertools
-import json
-import math
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from absl import flags
 
-from cocodc_jax.network import trace
-from cocodc_jax.network.timeline import SyncRecord, Timeline
-from experiments.messages import one_line
-
-_LEAST_OVERLAP = 0.05  # of a stretch, to count as one beside a sync
-FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
-
-
-def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
-    """The timeline of a run from the files of its processes.
-
-    Each process's clock began when it did. A mean is there at about the same moment
-    everywhere, within a delay of the network, so clocks are laid over one another by
-    the arrivals; without any they stay as they are.
-
-    Args:
-      workdir: of the run.
-      since_step: steps to leave out, such as those in which programs were compiled.
-
-    Raises:
-      ValueError: if there is no such file, or nothing in it after `since_step`.
-    """
-    paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
-    found = [json.loads(path.read_text()) for path in paths if path.exists()]
-    if not found:
-        raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
-    found = _on_one_clock(found)
-    marks = [
-        {step: second for step, second in each["marks"] if step >= since_step}
-        for each in found
-    ]
-    steps = sorted(set.intersection(*(set(each) for each in marks)))
-    if len(steps) < 2:
-        raise ValueError(
-            f"workdir={str(workdir)!r} holds fewer than two marks after step "
-            f"{since_step}; train longer"
-        )
-    zero = min(each[steps[0]] for each in marks)
-    first = steps[0]
-    rows = [tuple(each[step] - zero for each in marks) for step in steps]
-    syncs = _syncs([each["syncs"] for each in found], first, zero)
-    return Timeline(
-        regions=tuple(f"process {i}" for i in range(len(found))),
-        syncs=tuple(syncs),
-        num_steps=steps[-1] - first,
-        step_time_s=tuple(_step_times(steps, rows)),
-        marks=tuple((s - first, row) for s, row in zip(steps, rows, strict=True)),
-        stall_s=tuple(
-            sum(s["stall_s"] or 0.0 for s in each["syncs"] if _is_in(s, first))
-            for each in found
-        ),
-        bytes_sent=tuple(
-            float(sum(s["num_bytes"] for s in each["syncs"] if _is_in(s, first)))
-            for each in found
-        ),
-    )
-
-
-def _on_one_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The files with the times of each by the clock of the first."""
-    arrivals = [
-        {(s["start_step"], s["fragment"]): s["arrival_s"] for s in each["syncs"]}
-        for each in found
-    ]
-    out = []
-    for each, own in zip(found, arrivals, strict=True):
-        gaps = [
-            theirs - own[sync]
-            for sync, theirs in arrivals[0].items()
-            if theirs is not None and own.get(sync) is not None
-        ]
-        out.append(_later(each, statistics.median(gaps) if gaps else 0.0))
-    return out
-
-
-def _later(found: dict[str, Any], seconds: float) -> dict[str, Any]:
-    def shift(value: float | None) -> float | None:
-        return None if value is None else value + seconds
-
-    clocks = ("start_s", "arrival_s", "merge_s")
-    return {
-        "marks": [(step, second + seconds) for step, second in found["marks"]],
-        "syncs": [
-            sync | {name: shift(sync[name]) for name in clocks}
-            for sync in found["syncs"]
-        ],
-    }
-
-
-def _step_times(steps: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Seconds of one step: the median over the stretches between two marks."""
-    lengths = np.diff(steps)
-    seconds = np.diff(np.array(rows), axis=0)
-    return [statistics.median(column / lengths) for column in seconds.T]
-
-
-def _is_in(sync: dict, first_step: int) -> bool:
-    return sync["merge_s"] is not None and sync["start_step"] >= first_step
-
-
-def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRecord]:
-    """Merged syncs; of several processes the latest time counts."""
-    by_id: dict[tuple[int, int], list[dict]] = {}
-    for syncs in files:
-        for sync in syncs:
-            if _is_in(sync, first_step):
-                by_id.setdefault((sync["start_step"], sync["fragment"]), []).append(
-                    sync
-                )
-    records = [
-        SyncRecord(
-            fragments=(fragment,),
-            start_step=start - first_step,
-            merge_step=group[0]["apply_step"] - first_step,
-            start_s=max(s["start_s"] for s in group) - zero,
-            arrival_s=max(s["arrival_s"] for s in group) - zero,
-            merge_s=max(s["merge_s"] for s in group) - zero,
-            stall_s=max(s["stall_s"] for s in group),
-            mean_stall_s=statistics.fmean(s["stall_s"] for s in group),
-            bytes_sent=tuple(float(s["num_bytes"]) for s in group),
-        )
-        for (start, fragment), group in by_id.items()
-    ]
-    return sorted(records, key=lambda record: record.merge_s)
-
-
-def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
-    """Writes one process's timeline, after what an earlier part of the run wrote.
-
-    Args:
-      folder: of the process.
-      found: "marks" and "syncs", as `runtime.flights` gives them.
-      first_step: the step that this part began at.
-    """
-    path = folder / FILE
-    earlier = json.loads(path.read_text()) if first_step and path.exists() else {}
-    marks = [m for m in earlier.get("marks", []) if m[0] <= first_step]
-    syncs = [
-        s
-        for s in earlier.get("syncs", [])
-        if (s["apply_step"] or math.inf) <= first_step
-    ]
-    found = {"marks": marks + found["marks"], "syncs": syncs + found["syncs"]}
-    path.write_text(json.dumps(found))
-
-
-def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
-    """Whether regions go slower while something is on its way.
-
-    Args:
-      timeline: measured, with marks at starts and merges of syncs as every run has
-        them. Only where steps and syncs share a processor or a bus should they differ.
-
-    Returns:
-      Seconds of a step of the slowest process, waiting left out: while a sync is on its
-      way, and without; NaN where nothing tells. Without is the median over stretches
-      between two marks that have none; with is what all others took longer than that,
-      laid on the time in which a sync was on its way.
-    """
-    waited: dict[int, float] = {}
-    for sync in timeline.syncs:  # A mark is made before the waiting that follows it.
-        waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
-    quiet, beside = [], []
-    for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
-        wait_s = waited.get(step, 0.0)
-        took_s = max(np.subtract(ends, begins)) - wait_s
-        overlap_s = _overlap_s(timeline, max(begins), max(ends)) - wait_s
-        if overlap_s < _LEAST_OVERLAP * took_s:
-            quiet.append(took_s / (next_step - step))
-        else:
-            beside.append((next_step - step, took_s, overlap_s))
-    if not quiet:
-        return math.nan, math.nan
-    quiet_s = statistics.median(quiet)
-    if not beside:
-        return math.nan, quiet_s
-    overlap_s = sum(overlap for _, _, overlap in beside)
-    longer_s = sum(took - num * quiet_s for num, took, _ in beside)
-    if longer_s >= overlap_s:  # As good as no step was done.
-        return math.inf, quiet_s
-    return quiet_s * overlap_s / (overlap_s - longer_s), quiet_s
-
-
-def _overlap_s(timeline: Timeline, begin_s: float, end_s: float) -> float:
-    """Seconds between two moments in which a sync was on its way."""
-    total, covered_s = 0.0, begin_s
-    for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s):
-        since = max(covered_s, sync.start_s)
-        until = min(end_s, sync.arrival_s)
-        total += max(0.0, until - since)
-        covered_s = max(covered_s, until)
-    return total
-
-
-def show(workdir: pathlib.Path) -> None:
-    """Writes a run's trace and plot, if it went on after its first two intervals."""
-    since = _first_warm_step(workdir)
-    try:
-        timeline = read(workdir, since)
-    except ValueError:  # Too short: all of its steps were compiled in.
-        return
-    write(workdir, timeline, f"{workdir.name}, measured from step {since}")
-
-
-def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:
-    """Writes the trace and the plot."""
-    trace.write_trace(timeline, workdir / TRACE_FILE)
-    trace.plot_timeline(timeline, workdir / PLOT_FILE, title, clock="measured")
+from cocodc_jax.run import timeline
+from cocodc_jax.run.messages import one_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; returns its exit code."""
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
     flags.DEFINE_integer(
@@ -250,44 +38,22 @@ def main(argv: Sequence[str]) -> int:
         workdir = pathlib.Path(values.workdir)
         since = values.since_step
         if since is None:
-            since = _first_warm_step(workdir)
-        timeline = read(workdir, since)
+            since = timeline.first_warm_step(workdir)
+        found = timeline.read(workdir, since)
     except (ValueError, flags.Error) as error:
         print(f"error: {one_line(error, values)}", file=sys.stderr)
         return 2
-    summary = timeline.summary()
-    write(workdir, timeline, f"{workdir.name}, measured from step {since}")
+    summary = found.summary()
+    timeline.write(workdir, found, f"{workdir.name}, measured from step {since}")
     for name in ("steps", "stall_s", "mean_sync_s", "mean_delay_steps", "utilization"):
         print(f"{name:18} {summary[name]:.4g}")
     print(f"{'seconds':18} {summary['sim_s']:.4g}")
-    print(f"{'seconds a step':18} {max(timeline.step_time_s):.4g}")
-    busy, quiet = step_s_in_flight(timeline)
+    print(f"{'seconds a step':18} {max(found.step_time_s):.4g}")
+    busy, quiet = timeline.step_s_in_flight(found)
     if busy > 0 and quiet > 0:
         print(f"{'  sync in flight':18} {busy:.4g}")
         print(f"{'  none':18} {quiet:.4g}")
     return 0
-
-
-def warm_step(sync_interval: int, delay_steps: int) -> int:
-    """The step from which on a run with syncs compiles nothing.
-
-    The last fragment may be merged for the first time, and its merge compiled, right
-    after step `sync_interval + delay_steps`.
-    """
-    return 2 * sync_interval + delay_steps
-
-
-def _first_warm_step(workdir: pathlib.Path) -> int:
-    """By then every program of the run has been compiled."""
-    path = workdir / "config.json"
-    if not path.exists():
-        raise ValueError(f"workdir={str(workdir)!r} holds no run; name that of one")
-    method = json.loads(path.read_text())["method"]
-    interval = method.get("sync_interval") or 0
-    delay = method.get("delay_steps") or 0
-    if isinstance(delay, str):  # "auto": at most
-        delay = method.get("max_delay_steps") or interval
-    return warm_step(interval, delay)
 
 
 if __name__ == "__main__":

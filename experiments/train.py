@@ -12,15 +12,14 @@ import sys
 
 import jax
 
-from cocodc_jax.sync.methods import defaults
-from experiments import flags
-from experiments.config import LEAVES, TrainConfig, dumps
-from experiments.processes import failing_alone
-from experiments.session import RUN_ERRORS, prepare
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.processes import failing_alone
+from cocodc_jax.run.session import RUN_ERRORS, prepare
 
 
 def main() -> None:
-    """Reads the flags, trains, prints the summary."""
+    """Read the flags, train, print the summary."""
     with flags.usage_errors():
         config, workdir = read_flags()
         processes = flags.processes()
@@ -41,32 +40,18 @@ def main() -> None:
 
 
 def read_flags() -> tuple[TrainConfig, pathlib.Path]:
-    """What to train, and the folder of the run.
+    """Return what to train, and the folder of the run.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
     config = flags.config()
-    check_method_flags(config, [config.method.method])
     default = pathlib.Path("runs") / f"{config.preset}_{config.method.method}"
     return config, pathlib.Path(flags.value("workdir") or default)
 
 
-def check_method_flags(config: TrainConfig, methods: list[str]) -> None:
-    """Refuses a flag that none of the methods has a use for.
-
-    Raises:
-      ValueError: naming the flag and the methods.
-    """
-    taken = {name for method in methods for name in defaults(method)} | {"method"}
-    for name, leaf in LEAVES.items():
-        if leaf.section == "method" and name not in taken and flags.given(name):
-            raise ValueError(
-                f"{name}={getattr(config.method, name)} has no meaning for "
-                f"{', '.join(methods)}; leave it out"
-            )
-
+define = flags.define
 
 if __name__ == "__main__":
-    flags.define()
+    define()
     flags.run_main(failing_alone()(main))

@@ -21,7 +21,6 @@ the kernel, but there is no machine here to test it on, so the lab does not use 
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import sys
@@ -30,18 +29,18 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from cocodc_jax.netlab import kernel, launch, schedule
+from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
-from experiments.lab import kernel, launch, schedule
-from experiments.lab.plan import Plan
-from experiments.messages import one_line
+from cocodc_jax.run.messages import one_line
 
 _DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
 _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
 
 
 def define_flags() -> flags.FlagValues:
-    """Returns this program's flags, apart from those of other programs."""
+    """Return this program's flags, apart from those of other programs."""
     values = flags.FlagValues()
     number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
     count = functools.partial(flags.DEFINE_integer, flag_values=values)
@@ -61,7 +60,7 @@ def define_flags() -> flags.FlagValues:
     known = ", ".join(world.world_regions())
     text("world", None, f"cloud regions by name, with commas: {known}")
     text("links", None, "YAML file with regions, links, changes (network/world.py)")
-    text("schedule", None, "YAML list of changes of the links (lab/schedule.py)")
+    text("schedule", None, "YAML list of changes of the links (netlab/schedule.py)")
     text("logdir", None, "folder for logs and counters; default: a new one in /tmp")
     count(
         "mtu",
@@ -96,7 +95,7 @@ def define_flags() -> flags.FlagValues:
 
 
 def build_topology(values: flags.FlagValues) -> Topology:
-    """Returns the network the flags describe."""
+    """Return the network the flags describe."""
     topology = _links(values)
     if topology.num_regions > kernel.MAX_REGIONS:
         raise ValueError(
@@ -137,7 +136,7 @@ def _links(values: flags.FlagValues) -> Topology:
 
 
 def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
-    """Returns what the lab is to do."""
+    """Return what the lab is to do."""
     if not command:
         raise ValueError("no command given; write it after --")
     if values.bandwidth_mbit == 0:
@@ -152,17 +151,13 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
     mbit = values.bandwidth_mbit
     if mbit is None:
         mbit = math.inf if values.links else _DEFAULT_MBIT
-    conditions = schedule.conditions_over_time(topology, mbit * 1e6)
-    undisturbed = dataclasses.replace(topology, changes=())
-    usual = schedule.conditions_over_time(undisturbed, mbit * 1e6)[0]
-    return Plan(
-        regions=topology.regions,
-        command=tuple(command),
-        logdir=pathlib.Path(values.logdir or tempfile.mkdtemp(prefix="cocodc_wan_")),
-        conditions=conditions,
-        mtu_bytes=values.mtu or schedule.usual_mtu_bytes(usual),
+    return make_plan(
+        topology,
+        command,
+        pathlib.Path(values.logdir or tempfile.mkdtemp(prefix="cocodc_wan_")),
+        region_bps=mbit * 1e6,
+        mtu_bytes=values.mtu,
         buffer_s=math.inf if values.buffer_ms is None else values.buffer_ms / 1000,
-        window_bytes=schedule.usual_window_bytes(usual),
         congestion_control=values.congestion_control,
         restarts_slowly=values.slow_start_after_idle,
         seed=values.seed,
@@ -170,26 +165,8 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
     )
 
 
-def summary(plan: Plan) -> str:
-    """Returns what the relay has counted, on one line."""
-    try:
-        traffic = json.loads(plan.traffic_path.read_text())
-    except FileNotFoundError:
-        return "wan: nothing was counted"
-    sent, delivered = (
-        sum(map(sum, traffic[name])) for name in ("sent_bytes", "delivered_bytes")
-    )
-    return (
-        f"wan: {traffic['wall_s']:.1f} s, {sent / 1e6:.3f} MB sent, "
-        f"{delivered / 1e6:.3f} MB delivered, relay busy "
-        f"{traffic['relay_cpu_s'] / traffic['wall_s']:.0%} of a core, packets late by "
-        f"{traffic['mean_late_s'] * 1000:.1f} ms, at most "
-        f"{traffic['max_late_s'] * 1000:.1f}"
-    )
-
-
 def main(argv: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
+    """Run the program; returns its exit code."""
     values = define_flags()
     try:
         command = values(argv)[1:]
@@ -212,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     except (launch.LabError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(summary(plan), file=sys.stderr)
+    print(plan.summary(), file=sys.stderr)
     return code
 
 

@@ -1,11 +1,44 @@
 """Virtual devices and compiled programs for every test, set before JAX starts."""
 
+import importlib
+import inspect
 import os
+import pkgutil
 import shutil
+import sys
 import tempfile
 
 import jax
+import optax
+import pytest
+from beartype import BeartypeConf, FrozenDict
+from beartype.claw import beartype_packages
 from hypothesis import settings
+
+# Packages whose annotations are checked while tests run; before anything imports them.
+_CHECKED = ("cocodc_jax.transforms",)
+
+# An int is a float. Optax's trees cannot be checked: their types refer to themselves.
+_TREES = dict.fromkeys((optax.Updates, optax.Params, optax.OptState), object)
+beartype_packages(
+    _CHECKED,
+    conf=BeartypeConf(
+        hint_overrides=FrozenDict(_TREES), is_pep484_tower=True, is_random=False
+    ),
+)
+
+
+def _free_states(package):
+    """Let states hold anything: JAX also builds them of shapes, shardings and None."""
+    root = importlib.import_module(package)
+    for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+        for cls in vars(importlib.import_module(found.name)).values():
+            if inspect.isclass(cls) and hasattr(cls, "_fields"):
+                cls.__new__ = inspect.unwrap(cls.__new__)
+
+
+for _package in _CHECKED:
+    _free_states(_package)
 
 # The same examples every time: a suite that fails now and then teaches nobody.
 settings.register_profile("fixed", derandomize=True)
@@ -26,6 +59,32 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a program's `main` in this process, with flags of its own.
+
+    Takes the program's module, with `define` and `main`, and its flags; returns its
+    exit code, standard output and standard error.
+    """
+    from absl.flags import FlagValues
+
+    from cocodc_jax.run import flags
+
+    def finish(program, *words):
+        monkeypatch.setattr(flags, "FLAGS", FlagValues())
+        monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, words)])
+        code = 0
+        try:
+            program.define()
+            flags.parse(sys.argv)
+            program.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return finish
 
 
 def pytest_unconfigure():

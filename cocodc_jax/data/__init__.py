@@ -21,7 +21,7 @@ __all__ = ["DataConfig", "load"]
 def load(
     config: DataConfig, num_regions: int, regions: Sequence[int] | None = None
 ) -> "TextData":
-    """Opens a corpus for a run; see `cocodc_jax.data.text_data.load`."""
+    """Open a corpus for a run; see `cocodc_jax.data.text_data.load`."""
     # Here, so that importing the package does not import TFDS and Grain.
     from cocodc_jax.data import text_data
 

@@ -67,7 +67,7 @@ class DataConfig:
 
 
 def cache_dir(data_dir: str = "") -> pathlib.Path:
-    """Folder that prepared corpora and trained tokenizers are kept in.
+    """Return the folder that prepared corpora and trained tokenizers are kept in.
 
     Args:
       data_dir: the folder asked for, or empty for the user's cache folder.

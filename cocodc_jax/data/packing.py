@@ -58,7 +58,7 @@ class TokenizedDocuments:
 
 
 def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Joins documents end to end and cuts the result into sequences.
+    """Join documents end to end and cut the result into sequences.
 
     A sequence may hold the end of one document and the start of the next. What is left
     at the end, fewer than `length` tokens, is dropped.
@@ -82,7 +82,7 @@ def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
 def count_tokens(
     documents: TokenizedDocuments, indices: Iterable[int], at_least: int
 ) -> int:
-    """Counts the tokens of some documents, stopping once there are enough.
+    """Count the tokens of some documents, stopping once there are enough.
 
     Args:
       documents: the documents.

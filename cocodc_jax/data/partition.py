@@ -16,7 +16,7 @@ from cocodc_jax.data.corpora.documents import Corpus
 def region_documents(
     corpus: Corpus, partition: Partition, num_regions: int
 ) -> list[Sequence[int]]:
-    """Deals the training documents to regions.
+    """Deal the training documents to regions.
 
     Args:
       corpus: the corpus; a partition by source reads all of it once.
@@ -48,7 +48,7 @@ def region_documents(
 
 
 def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
-    """Deals sources to regions, balanced by size.
+    """Deal sources to regions, balanced by size.
 
     >>> deal_sources({"a": 5, "b": 3, "c": 3, "d": 1}, num_regions=2)
     [['a', 'd'], ['b', 'c']]

@@ -32,7 +32,7 @@ class TrainStream:
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
-        """Joins the streams of single regions.
+        """Join the streams of single regions.
 
         Args:
           iterators: region id to Grain iterator over `[B, L + 1]`, in batch order.
@@ -49,12 +49,12 @@ class TrainStream:
         return np.stack(batches, dtype=np.int32)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns where the stream stands, as a dictionary that JSON can hold."""
+        """Return where the stream stands, as a dictionary that JSON can hold."""
         regions = {str(r): it.get_state() for r, it in self._iterators.items()}
         return {"fingerprint": self._fingerprint, "regions": regions}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to where `state` was taken; the next batch is then the same.
+        """Move to where `state` was taken; the next batch is then the same.
 
         Args:
           state: from `get_state` of a stream that read at least these regions.
@@ -75,7 +75,7 @@ class TrainStream:
             iterator.set_state(state["regions"][str(region)])
 
     def close(self) -> None:
-        """Stops the worker threads; windows not yet begun are given up."""
+        """Stop the worker threads; windows not yet begun are given up."""
         for iterator in self._iterators.values():
             iterator.close()
 
@@ -87,7 +87,7 @@ def region_batches(
     window_documents: float,
     seed_words: tuple[int, ...],
 ) -> grain.IterDataset:
-    """Builds one region's endless pipeline.
+    """Build one region's endless pipeline.
 
     Args:
       tokens: all training documents.
@@ -125,6 +125,6 @@ def region_batches(
 
 
 def _even_size(num_documents: int, window_documents: float) -> int:
-    """Documents per window such that the windows of an epoch are about equal."""
+    """Choose documents per window such that the windows of an epoch are about equal."""
     num_windows = max(1, round(num_documents / window_documents))
     return -(-num_documents // num_windows)

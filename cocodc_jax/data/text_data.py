@@ -40,7 +40,7 @@ class TextData:
         num_regions: int,
         regions: Sequence[int],
     ):
-        """Deals the documents of an open corpus to regions; `load` opens one.
+        """Deal the documents of an open corpus to regions; `load` opens one.
 
         Args:
           config: partition, sizes and seed.
@@ -75,14 +75,14 @@ class TextData:
         return self.tokenizer.vocab_size
 
     def train_stream(self) -> TrainStream:
-        """Starts an endless stream of int32 `[len(regions), B, L + 1]` batches."""
+        """Start an endless stream of int32 `[len(regions), B, L + 1]` batches."""
         return TrainStream(
             {region: iter(self._region_batches(region)) for region in self.regions},
             self.fingerprint,
         )
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
-        """Returns validation sequences, the same for every seed, region and method.
+        """Return validation sequences, the same for every seed, region and method.
 
         They are a fixed random choice among the sequences of many documents.
 
@@ -146,7 +146,7 @@ class TextData:
 def load(
     config: DataConfig, num_regions: int, regions: Sequence[int] | None = None
 ) -> TextData:
-    """Opens a corpus for a run, preparing it on disk the first time.
+    """Open a corpus for a run, preparing it on disk the first time.
 
     Args:
       config: what to read and how.

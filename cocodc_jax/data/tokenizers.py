@@ -50,11 +50,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes text as int32 ids `[num_tokens]`, without an end-of-text token."""
+        """Encode text as int32 ids `[num_tokens]`, without an end-of-text token."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decodes ids, leaving out the end-of-text token."""
+        """Decode ids, leaving out the end-of-text token."""
         ...
 
 
@@ -73,11 +73,11 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes text as its UTF-8 bytes, int32 `[num_bytes]`."""
+        """Encode text as its UTF-8 bytes, int32 `[num_bytes]`."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decodes bytes; broken UTF-8, as at a cut, becomes U+FFFD."""
+        """Decode bytes; broken UTF-8, as at a cut, becomes U+FFFD."""
         ids = np.asarray(ids)
         return ids[ids < _NUM_BYTES].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -101,13 +101,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = "hf-" + _digest(tokenizer.to_str().encode())
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes text as int32 `[num_tokens]`, adding no special tokens."""
+        """Encode text as int32 `[num_tokens]`, adding no special tokens."""
         return np.array(
             self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32
         )
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decodes ids, leaving out special tokens."""
+        """Decode ids, leaving out special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
 
 
@@ -126,16 +126,16 @@ class SentencePieceTokenizer:
         self.fingerprint = "sentencepiece-" + _digest(model)
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes text as int32 `[num_tokens]`, adding no control pieces."""
+        """Encode text as int32 `[num_tokens]`, adding no control pieces."""
         return np.array(self._processor.EncodeAsIds(text), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Decodes ids; control pieces decode to nothing."""
+        """Decode ids; control pieces decode to nothing."""
         return self._processor.DecodeIds(np.asarray(ids).tolist())
 
 
 def check_tokenizer_name(name: str) -> None:
-    """Checks the form of a tokenizer's name, reading no file.
+    """Check the form of a tokenizer's name, reading no file.
 
     Args:
       name: as in `DataConfig.tokenizer`.
@@ -156,7 +156,7 @@ def check_tokenizer_name(name: str) -> None:
 def load_tokenizer(
     name: str, texts: Iterable[str], corpus_fingerprint: str, folder: pathlib.Path
 ) -> Tokenizer:
-    """Makes the tokenizer called `name`.
+    """Make the tokenizer called `name`.
 
     Args:
       name: as in `DataConfig.tokenizer`.
@@ -185,7 +185,7 @@ def load_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Trains byte-level BPE; equal texts give an equal tokenizer.
+    """Train byte-level BPE; equal texts give an equal tokenizer.
 
     Args:
       texts: the documents to learn merges from.

@@ -56,7 +56,7 @@ class TransformerConfig:
     loss_chunk_tokens: int = 2048
 
     def __post_init__(self):
-        """Raises ValueError when the fields do not make a model."""
+        """Raise ValueError when the fields do not make a model."""
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(

@@ -25,7 +25,7 @@ class TokenSums(NamedTuple):
 
 
 def logits_from_hidden(hidden_BLD: jax.Array, head_DV: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, L, V] of `hidden @ head`.
+    """Return float32 logits [B, L, V] of `hidden @ head`.
 
     Args:
       hidden_BLD: final hidden states in the compute dtype.
@@ -45,7 +45,7 @@ def cross_entropy(
     targets_BL: jax.Array,
     chunk_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean cross-entropy and accuracy of next-token prediction.
+    """Return the mean cross-entropy and accuracy of next-token prediction.
 
     A token counts as predicted when its logit reaches the largest one.
 
@@ -103,7 +103,7 @@ def _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks: int) -> TokenSums
 
 
 def _split_length(x_BL: jax.Array, num_chunks: int, padding) -> jax.Array:
-    """Cuts axis 1 into equal chunks, a new leading axis, padded at the end."""
+    """Cut axis 1 into equal chunks, a new leading axis, padded at the end."""
     batch, length, *rest = x_BL.shape
     chunk = -(-length // num_chunks)
     pad = [(0, 0)] * x_BL.ndim

@@ -45,7 +45,7 @@ def make_pipelined_loss_fn(
     num_microbatches: int,
     num_routed_regions: int | None = None,
 ) -> LossFn:
-    """Makes the language-model loss of one region, computed by a pipeline.
+    """Make the language-model loss of one region, computed by a pipeline.
 
     The same function of the same parameters as `make_loss_fn`, but for the order of
     float32 sums. It has to be called under a mesh (`jax.set_mesh`, or inside a
@@ -118,12 +118,12 @@ class _Pipeline:
         return self.num_microbatches + self.num_stages - 1
 
     def loss(self, params: Params, tokens: jax.Array, shifts: jax.Array):
-        """Returns `(loss, aux)` of the batch, the same on all stages."""
+        """Return `(loss, aux)` of the batch, the same on all stages."""
         loss, accuracy = self._share(_as_own(params), tokens, shifts)
         return self._sum_shares(loss, accuracy, tokens)
 
     def loss_and_grad(self, params: Params, tokens: jax.Array, shifts: jax.Array):
-        """Returns `(loss, aux)` and the gradient, laid out as the parameters."""
+        """Return `(loss, aux)` and the gradient, laid out as the parameters."""
         # A stage differentiates its own share; the other stages' shares reach its
         # parameters by the transposes of the collectives.
         (loss, accuracy), grads = jax.value_and_grad(self._share, has_aux=True)(
@@ -141,7 +141,7 @@ class _Pipeline:
         return jax.lax.psum(loss, STAGE), aux
 
     def _share(self, params: Params, tokens: jax.Array, shifts: jax.Array):
-        """This stage's shares of loss and accuracy, which sum to the batch's."""
+        """Compute this stage's shares of the batch's loss and accuracy."""
         model = bind(self.config, params)
         entering = (model.embed(tokens[:, :-1]), tokens[:, 1:])
         hidden_BLD, targets_BL = self._run(model, entering, shifts)
@@ -158,7 +158,7 @@ class _Pipeline:
         return loss * weight, accuracy * weight
 
     def _run(self, model: Transformer, batch: Message, shifts: jax.Array) -> Message:
-        """Sends a batch through the stages; the last stage's result is the batch's."""
+        """Send a batch through the stages; the last stage's result is the batch's."""
         is_first = jax.lax.axis_index(STAGE) == 0
 
         def tick(received: Message, step: tuple[Message, jax.Array]):
@@ -179,7 +179,7 @@ class _Pipeline:
         return jax.tree.map(self._batch, done)
 
     def _microbatches(self, x: jax.Array) -> jax.Array:
-        """Cuts `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`."""
+        """Cut `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`."""
         # Microbatch m is every M-th sequence from m on, so that a batch divided over
         # "data" makes microbatches that are divided as well.
         cut = x.reshape(-1, self.num_microbatches, *x.shape[1:]).swapaxes(0, 1)
@@ -187,12 +187,12 @@ class _Pipeline:
         return jnp.pad(cut, idle)
 
     def _batch(self, done: jax.Array) -> jax.Array:
-        """Undoes `_microbatches` on what the last stage returned at each tick."""
+        """Undo `_microbatches` on what the last stage returned at each tick."""
         cut = done[self.num_stages - 1 :].swapaxes(0, 1)
         return cut.reshape(-1, *cut.shape[2:])
 
     def _send(self, message: Message, shift: jax.Array) -> Message:
-        """Hands a message to the next stage, `shift` regions on; stage 0 gets zeros."""
+        """Hand a message to the next stage, `shift` regions on; stage 0 gets zeros."""
         if self.num_regions == 1:
             ahead = [(s, s + 1) for s in range(self.num_stages - 1)]
             return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, ahead), message)
@@ -211,7 +211,7 @@ class _Pipeline:
         )
 
     def _part(self, x_BL: jax.Array, padding: int) -> jax.Array:
-        """Gives each stage its part of the last stage's positions, axis 1."""
+        """Give each stage its part of the last stage's positions, axis 1."""
         part = -(-x_BL.shape[1] // self.num_stages)
         pad = [(0, 0)] * x_BL.ndim
         pad[1] = (0, part * self.num_stages - x_BL.shape[1])
@@ -221,7 +221,7 @@ class _Pipeline:
 
 
 def _over_stages(pipeline: _Pipeline, compute: Callable, params, tokens, key):
-    """Calls `compute(params, tokens, shifts)` on every stage, blocks divided."""
+    """Call `compute(params, tokens, shifts)` on every stage, blocks divided."""
     _check_call(pipeline, tokens.shape[0])
     specs = {name: P(STAGE) if name == "blocks" else P() for name in params}
     mapped = jax.shard_map(
@@ -254,7 +254,7 @@ def _check_call(pipeline: _Pipeline, batch: int):
 
 
 def _draw_shifts(pipeline: _Pipeline, key: jax.Array) -> jax.Array:
-    """Regions a message moves on by after each tick, alike in all regions."""
+    """Draw the regions a message moves on by after each tick, alike in all regions."""
     if pipeline.num_regions == 1:
         return jnp.zeros(pipeline.num_ticks, jnp.int32)
     # Regions have keys of their own, and one that took another branch than the rest
@@ -271,7 +271,7 @@ def _draw_shifts(pipeline: _Pipeline, key: jax.Array) -> jax.Array:
 
 
 def _as_own(params: Params) -> Params:
-    """Gives every stage parameters of its own, so that gradients are summed once.
+    """Give every stage parameters of its own, so that gradients are summed once.
 
     Left replicated, they would be summed where they are used: at every tick, and in
     the compute dtype.

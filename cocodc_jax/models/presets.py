@@ -53,8 +53,8 @@ SMALL = TransformerConfig(
     compute_dtype="bfloat16",
 )
 
-# The model of CoCoDC (arXiv 2504.17672; ../shared/algorithms.md, section 4.4): C4,
-# length 1024, 256 sequences per region and step, bf16. The head count is not
+# The model of CoCoDC's experiment (arXiv 2504.17672), sizes read from the authors'
+# code: C4, length 1024, 256 sequences per region and step, bf16. The head count is not
 # published; 16 heads of 64 as in OpenDiLoCo's 150M (arXiv 2407.07852). "150M" are
 # the blocks alone. Perplexity 20.0 at step 10,292 with CoCoDC, 10,821 with DiLoCo,
 # 13,021 streaming. 214,983,680 parameters.
@@ -93,7 +93,7 @@ PRESETS = {
 
 
 def get(name: str) -> TransformerConfig:
-    """Returns the preset called `name`.
+    """Return the preset called `name`.
 
     Raises:
       ValueError: no preset has that name.

@@ -31,7 +31,7 @@ def partition_specs(
     axes: tuple[str, str] = ("data", "model"),
     stage: str | None = None,
 ) -> Any:
-    """Returns a `PartitionSpec` per parameter over the axes inside a region.
+    """Return a `PartitionSpec` per parameter over the axes inside a region.
 
     Args:
       params: one region's parameters (or their shapes) as `init_params` makes
@@ -55,7 +55,7 @@ def partition_specs(
 
 
 def check_divisible(config: TransformerConfig, data: int, model: int, stages: int = 1):
-    """Checks that a `(stage, data, model)` mesh divides the model's dimensions.
+    """Check that a `(stage, data, model)` mesh divides the model's dimensions.
 
     Args:
       config: the model.
@@ -95,7 +95,7 @@ def check_pipeline(
     batch: int | None = None,
     data: int = 1,
 ):
-    """Checks that a pipeline divides the model and a region's batch.
+    """Check that a pipeline divides the model and a region's batch.
 
     Args:
       config: the model.

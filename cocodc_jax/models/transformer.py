@@ -52,7 +52,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises `x`; statistics and product are float32, the result x's dtype."""
+        """Normalise `x`; statistics and product are float32, the result x's dtype."""
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + _EPSILON)
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
-        """Attends within each sequence; `rotation` comes from `rotary_tables`."""
+        """Attend within each sequence; `rotation` comes from `rotary_tables`."""
         query_BLHd = self._heads(x_BLD, self.query, self.config.num_heads)
         key_BLHd = self._heads(x_BLD, self.key, self.config.num_kv_heads)
         value_BLHd = self._heads(x_BLD, self.value, self.config.num_kv_heads)
@@ -103,7 +103,7 @@ class MLP(nnx.Module):
         self.down = _matrix(rngs, config.mlp_width, config.width, _residual(config))
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Maps each position by itself."""
+        """Map each position by itself."""
         gated = jax.nn.silu(_project(x_BLD, self.gate)) * _project(x_BLD, self.up)
         return _project(gated, self.down)
 
@@ -118,7 +118,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
-        """Adds attention, then the feed-forward, to the residual stream."""
+        """Add attention, then the feed-forward, to the residual stream."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
         return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
@@ -141,23 +141,23 @@ class Transformer(nnx.Module):
         self.config = config
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        """Returns the normed hidden states [B, L, D] in the compute dtype."""
+        """Return the normed hidden states [B, L, D] in the compute dtype."""
         return self.norm(self.run_blocks(self.embed(tokens_BL)))
 
     def embed(self, tokens_BL: jax.Array) -> jax.Array:
-        """Returns what enters the first block, [B, L, D] in the compute dtype."""
+        """Return what enters the first block, [B, L, D] in the compute dtype."""
         # Gathered, then cast: rows of one token repeat, and their gradients are
         # summed in float32.
         return self.embedding[...][tokens_BL].astype(self.config.compute_dtype)
 
     def output_head(self) -> jax.Array:
-        """Returns the float32 output projection [D, V]."""
+        """Return the float32 output projection [D, V]."""
         if self.config.tie_embeddings:
             return self.embedding[...].T
         return self.head[...]
 
     def run_blocks(self, x_BLD: jax.Array) -> jax.Array:
-        """Passes the residual stream [B, L, D] through all blocks."""
+        """Pass the residual stream [B, L, D] through all blocks."""
         rotation = rotary_tables(
             x_BLD.shape[1], self.config.head_width, self.config.rope_theta
         )
@@ -180,7 +180,7 @@ class Transformer(nnx.Module):
 def rotary_tables(
     length: int, head_width: int, theta: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin of each position's angles, float32 [L, head_width / 2].
+    """Return cos and sin of each position's angles, float32 [L, head_width / 2].
 
     Pair i of position t turns by `t * theta ** (-2 i / head_width)`. Computed in
     float64 while tracing, so that the tables are constants of the program.
@@ -194,7 +194,7 @@ def rotary_tables(
 
 
 def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array:
-    """Turns feature pairs (i, i + d / 2) of each head by their position's angle."""
+    """Turn feature pairs (i, i + d / 2) of each head by their position's angle."""
     cos, sin = cos_Ld[None, :, None, :], sin_Ld[None, :, None, :]
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -202,7 +202,7 @@ def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array
 
 
 def init_params(config: TransformerConfig, key: jax.Array) -> Params:
-    """Draws the parameters: a pure function of `key`, so every region starts alike.
+    """Draw the parameters: a pure function of `key`, so every region starts alike.
 
     Matrices are normal with deviation 1/sqrt(fan_in), those that write to the
     residual stream further divided by sqrt(2 num_layers) (GPT-2), the embedding
@@ -220,13 +220,13 @@ def init_params(config: TransformerConfig, key: jax.Array) -> Params:
 
 
 def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, L, V] for int32 `tokens` [B, L]."""
+    """Return float32 logits [B, L, V] for int32 `tokens` [B, L]."""
     model = bind(config, params)
     return logits_from_hidden(model(tokens), model.output_head())
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:
-    """Makes the language-model loss of one region.
+    """Make the language-model loss of one region.
 
     Args:
       config: the model.
@@ -252,7 +252,7 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
 
 
 def make_outputs(config: TransformerConfig) -> tuple[Callable, Callable]:
-    """The loss in two parts, for Gauss-Newton products: logits, and their loss.
+    """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
     Returns:
       `model(params, tokens) -> float32 logits [B, L, V]` and
@@ -272,13 +272,13 @@ def make_outputs(config: TransformerConfig) -> tuple[Callable, Callable]:
 
 
 def num_params(config: TransformerConfig) -> int:
-    """Counts the parameters without allocating any."""
+    """Count the parameters without allocating any."""
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
 def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
-    """Returns the floating-point operations of one training step per token.
+    """Return the floating-point operations of one training step per token.
 
     PaLM's convention (arXiv 2204.02311, appendix B): 6 for every parameter that
     multiplies a token, plus 12 * num_layers * width * sequence_length for
@@ -292,7 +292,7 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
 
 
 def bind(config: TransformerConfig, params: Params) -> Transformer:
-    """Returns the module that computes with `params`, for use while tracing."""
+    """Return the module that computes with `params`, for use while tracing."""
     return nnx.merge(_graph(config), params)
 
 
@@ -319,7 +319,7 @@ def _residual(config: TransformerConfig) -> float:
 
 
 def _rematerialise(run: Callable, remat: str, in_scan: bool) -> Callable:
-    """Wraps `run(graph, params, x)` so that backward recomputes as `remat` says."""
+    """Wrap `run(graph, params, x)` so that backward recomputes as `remat` says."""
     if remat == "none":
         return run
     policies = jax.checkpoint_policies

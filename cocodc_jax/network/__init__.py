@@ -1,4 +1,98 @@
 """Link model, cost of collectives, timeline simulator and planner.
 
-Pure Python and NumPy; knows nothing of devices or of the rest of the package.
+- `simulate`: a schedule of `cocodc_jax.sync` over a `Topology`, as a `Timeline`;
+  `simulate_method` the same of a method.
+- `make_plan`: tau, N, H and K for a network, and why; `place`: stages on sites.
+- `world`: cities; `load_topology`: a file.
+
+Knows nothing of devices, models, data or reports. Names are imported when they are
+first asked for.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.network.collectives import (
+        collective_cost,
+    )
+    from cocodc_jax.network.exchanges import (
+        simulate_method,
+    )
+    from cocodc_jax.network.links import (
+        Link,
+        LinkChange,
+        Topology,
+        uniform,
+    )
+    from cocodc_jax.network.placement import (
+        Pipeline,
+        place,
+    )
+    from cocodc_jax.network.plan import (
+        Job,
+        NetworkPlan,
+        make_plan,
+    )
+    from cocodc_jax.network.simulator import (
+        simulate,
+    )
+    from cocodc_jax.network.timeline import (
+        SyncRecord,
+        Timeline,
+    )
+    from cocodc_jax.network.trace import (
+        write_trace,
+    )
+    from cocodc_jax.network.workload import (
+        Workload,
+    )
+    from cocodc_jax.network.world import (
+        load_topology,
+    )
+
+__all__ = [
+    "Job",
+    "Link",
+    "LinkChange",
+    "NetworkPlan",
+    "Pipeline",
+    "SyncRecord",
+    "Timeline",
+    "Topology",
+    "Workload",
+    "collective_cost",
+    "load_topology",
+    "make_plan",
+    "place",
+    "simulate",
+    "simulate_method",
+    "uniform",
+    "write_trace",
+]
+
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "Job": "plan:Job",
+    "Link": "links:Link",
+    "LinkChange": "links:LinkChange",
+    "NetworkPlan": "plan:NetworkPlan",
+    "Pipeline": "placement:Pipeline",
+    "SyncRecord": "timeline:SyncRecord",
+    "Timeline": "timeline:Timeline",
+    "Topology": "links:Topology",
+    "Workload": "workload:Workload",
+    "collective_cost": "collectives:collective_cost",
+    "load_topology": "world:load_topology",
+    "make_plan": "plan:make_plan",
+    "place": "placement:place",
+    "simulate": "simulator:simulate",
+    "simulate_method": "exchanges:simulate_method",
+    "uniform": "links:uniform",
+    "write_trace": "trace:write_trace",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

@@ -48,7 +48,7 @@ class Channel:
         self._arrivals_s: list[float | None] = []
 
     def submit(self, ready_s: float, num_bytes: float) -> int:
-        """Adds a transfer and returns its id.
+        """Add a transfer and return its id.
 
         Transfers are submitted in the order of their ready times, none before a moment
         that the simulation has already passed.
@@ -72,7 +72,7 @@ class Channel:
         return arrival is not None and arrival <= time_s
 
     def arrival_s(self, transfer_id: int) -> float:
-        """Runs until a transfer has arrived and returns when that was, in seconds.
+        """Run until a transfer has arrived and return when that was, in seconds.
 
         Right only if whatever is submitted later is ready no earlier than this.
         """
@@ -81,7 +81,7 @@ class Channel:
         return arrival
 
     def _advance(self, limit_s: float) -> None:
-        """Moves to the next event or to `limit_s`, whichever is sooner."""
+        """Move to the next event or to `limit_s`, whichever is sooner."""
         done_s = self._completions_s()
         events = [t for t in self._changes if t > self._now_s]
         waiting = (t.ready_s for t in self._unfinished.values())

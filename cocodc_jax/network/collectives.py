@@ -119,7 +119,7 @@ COLLECTIVES = (*ROUNDS, *gloo.PHASES, *direct.PHASES)
 def rounds_s(
     state: LinkState, rounds: Sequence[Round], with_bytes: bool = True
 ) -> float:
-    """Returns the seconds until the last message of `rounds` has come in.
+    """Return the seconds until the last message of `rounds` has come in.
 
     Args:
       state: the links.
@@ -148,7 +148,7 @@ def _transfer_s(size: float, rate: float) -> float:
 
 
 def cost_of(state: LinkState, rounds: Sequence[Round]) -> CollectiveCost:
-    """Returns the cost of any list of rounds, collectives of your own included."""
+    """Return the cost of any list of rounds, collectives of your own included."""
     sent = [0.0] * state.num_regions
     for step in rounds:
         for source, _, size in step:
@@ -160,7 +160,7 @@ def cost_of(state: LinkState, rounds: Sequence[Round]) -> CollectiveCost:
 def collective_cost(
     state: LinkState, name: str, num_bytes: float, order: Sequence[int] | None = None
 ) -> CollectiveCost:
-    """Returns the cost of one collective among all regions of `state`.
+    """Return the cost of one collective among all regions of `state`.
 
     Args:
       state: the links, M regions.
@@ -198,7 +198,7 @@ def collective_cost(
 def _direct_cost(
     state: LinkState, name: str, num_bytes: float, order: Sequence[int]
 ) -> CollectiveCost:
-    """The cost with `order[k]` as the k-th process."""
+    """Return the cost with `order[k]` as the k-th process."""
     ranks = state.subset(order)
     exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
     num = len(order)
@@ -210,7 +210,7 @@ def _direct_cost(
 def _gloo_cost(
     state: LinkState, phases: Sequence[gloo.Phase], order: Sequence[int]
 ) -> CollectiveCost:
-    """The cost with `order[k]` as gloo's rank k."""
+    """Return the cost with `order[k]` as gloo's rank k."""
     ranks = state.subset(order)
     seconds = settled_s(ranks, functools.partial(gloo.seconds_of, ranks, phases))
     sent = gloo.bytes_sent(phases, len(order))
@@ -221,5 +221,5 @@ def _gloo_cost(
 def point_to_point_s(
     state: LinkState, source: int, target: int, num_bytes: float
 ) -> float:
-    """Returns the seconds of one message between two regions."""
+    """Return the seconds of one message between two regions."""
     return rounds_s(state, [[(source, target, num_bytes)]])

@@ -1,9 +1,10 @@
 """Seconds of this package's exchanges between processes, message by message.
 
-`runtime/crossing.py` sums a vector over M processes in two exchanges, in each of which
-every process sends every other a part, one M-th; it gathers messages in one, in which a
-part is a whole message. XLA hands an exchange to gloo, which keeps one connection
-between two processes and sends a part only when its receiver has said that it is ready.
+`runtime/exchange/collectives.py` sums a vector over M processes in two exchanges, in
+each of which every process sends every other a part, one M-th; it gathers messages in
+one, in which a part is a whole message. XLA hands an exchange to gloo, which keeps one
+connection between two processes and sends a part only when its receiver has said that
+it is ready.
 Each process does, for one peer after the other:
 
     give its part to the connection, if the word of the peer has come; or when it comes
@@ -69,7 +70,7 @@ class _Exchange:
         self.order = itertools.count()
 
     def run(self, starts_s: Sequence[float]) -> list[float]:
-        """Returns when each rank is done, given when each begins."""
+        """Return when each rank is done, given when each begins."""
         for rank, start_s in enumerate(starts_s):
             self.push(start_s, rank, None)
         while self.events:
@@ -87,7 +88,7 @@ class _Exchange:
             heapq.heappush(self.events, (time_s, next(self.order), rank, message))
 
     def begin(self, now: float, rank: int) -> None:
-        """The next phase of a rank that has done one."""
+        """Return the next phase of a rank that has done one."""
         self.phase[rank] += 1
         phase = self.phase[rank]
         if phase == self.phases:
@@ -147,7 +148,7 @@ class _Exchange:
 
 
 def part_bytes(name: str, num_regions: int, num_bytes: float) -> float:
-    """Returns the bytes that a region sends every other in each exchange.
+    """Return the bytes that a region sends every other in each exchange.
 
     Args:
       name: a key of `PHASES`.
@@ -160,7 +161,7 @@ def part_bytes(name: str, num_regions: int, num_bytes: float) -> float:
 def seconds_of(
     state: LinkState, name: str, num_bytes: float, starts_s: Sequence[float]
 ) -> list[float]:
-    """Returns when each region is done, in seconds.
+    """Return when each region is done, in seconds.
 
     Args:
       state: the links.

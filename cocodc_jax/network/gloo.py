@@ -48,7 +48,7 @@ _HEADER_BYTES = 52  # of a packet: IPv4, and TCP with timestamps
 
 
 def payload_share(mtu_bytes: int) -> float:
-    """Returns the share of a link's bytes that is left for data.
+    """Return the share of a link's bytes that is left for data.
 
     Each packet of `mtu_bytes` has 20 bytes of IPv4 header, 20 of TCP and 12 of its
     timestamps. `Link` counts payload: what a wire carries is to be multiplied by this.
@@ -76,7 +76,7 @@ class Phase:
 
 
 def all_reduce_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
-    """Returns the two phases of an all-reduce of a `num_bytes` float32 vector."""
+    """Return the two phases of an all-reduce of a `num_bytes` float32 vector."""
     if num_ranks == 1 or num_bytes < 1:
         return []
     most = min(math.ceil(num_bytes / (2 * num_ranks)), _MOST_BYTES)
@@ -90,7 +90,7 @@ def all_reduce_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
 
 
 def all_gather_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
-    """Returns the one phase of an all-gather of `num_bytes` of each rank."""
+    """Return the one phase of an all-gather of `num_bytes` of each rank."""
     first = num_bytes // 2
     halves = np.tile([first, num_bytes - first], num_ranks - 1)
     return [Phase(np.repeat(halves[:, None], num_ranks, axis=1), 1, True)]
@@ -105,7 +105,7 @@ PHASES: dict[str, Callable[[int, float], list[Phase]]] = {
 def seconds_of(
     state: LinkState, phases: Sequence[Phase], starts_s: Sequence[float]
 ) -> list[float]:
-    """Returns when each rank is done with one collective, in seconds.
+    """Return when each rank is done with one collective, in seconds.
 
     Args:
       state: the links; ranks are numbered as its regions.
@@ -119,7 +119,7 @@ def seconds_of(
 
 
 def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:
-    """Returns what each rank sends."""
+    """Return what each rank sends."""
     return sum(
         (phase.sizes.sum(axis=0) for phase in phases), np.zeros(num_ranks)
     ).tolist()
@@ -145,7 +145,7 @@ class _Outlet:
         return max(time_s, self.free_s if is_behind else self.before_s)
 
     def send(self, time_s: float, busy_s: float) -> tuple[float, float]:
-        """Takes a segment; when its first byte leaves, and when its last has left."""
+        """Take a segment; when its first byte leaves, and when its last has left."""
         begin = max(time_s, self.free_s)
         self.given_s, self.before_s, self.free_s = time_s, self.free_s, begin + busy_s
         return begin, self.free_s

@@ -126,7 +126,7 @@ class LinkState:
         return len(self.bytes_per_s)
 
     def subset(self, region_ids: Sequence[int]) -> "LinkState":
-        """The links among some regions only, in the order given."""
+        """Return the links among some regions only, in the order given."""
         grid = np.ix_(region_ids, region_ids)
         line = self.line_bytes_per_s
         return LinkState(self.bytes_per_s[grid], self.delay_s[grid], line)
@@ -173,7 +173,7 @@ class Topology:
         return tuple(sorted(times))
 
     def scaled(self, share: float) -> "Topology":
-        """Returns the same regions with a share of all bandwidths."""
+        """Return the same regions with a share of all bandwidths."""
         links = tuple(
             tuple(
                 dataclasses.replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
@@ -183,8 +183,20 @@ class Topology:
         )
         return dataclasses.replace(self, links=links, line_gbps=self.line_gbps * share)
 
+    def subset(self, region_ids: Sequence[int]) -> "Topology":
+        """Return some of the regions only, in the order given."""
+        new = {old: i for i, old in enumerate(region_ids)} | {None: None}
+        links = tuple(tuple(self.links[i][j] for j in region_ids) for i in region_ids)
+        changes = tuple(
+            dataclasses.replace(c, source=new[c.source], target=new[c.target])
+            for c in self.changes
+            if c.source in new and c.target in new
+        )
+        names = tuple(self.regions[i] for i in region_ids)
+        return Topology(names, links, changes, self.line_gbps)
+
     def at(self, time_s: float = 0.0) -> LinkState:
-        """Returns the links as they are at a moment in simulated seconds."""
+        """Return the links as they are at a moment in simulated seconds."""
         rate = np.array([[link.bytes_per_s for link in row] for row in self.links])
         delay = np.array([[link.delay_s for link in row] for row in self.links])
         for change in self.changes:
@@ -203,7 +215,7 @@ class Topology:
 def uniform(
     num_regions: int, link: Link, changes: tuple[LinkChange, ...] = ()
 ) -> Topology:
-    """Returns equal links between all regions, each with a line as fast as a link.
+    """Return equal links between all regions, each with a line as fast as a link.
 
     >>> uniform(2, Link(bandwidth_gbps=1.0, latency_s=0.05)).regions
     ('region0', 'region1')

@@ -19,7 +19,7 @@ Order = tuple[int, ...]
 
 
 def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
-    """Returns the cheapest order of regions for a collective.
+    """Return the cheapest order of regions for a collective.
 
     Args:
       state: the links, M regions.
@@ -49,7 +49,7 @@ def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
 
 
 def local_search(order: Order, cost: Callable[[Order], tuple[float, Order]]) -> Order:
-    """Applies the first improving reversal or swap until there is none."""
+    """Apply the first improving reversal or swap until there is none."""
     best, improved = cost(order), True
     while improved:
         improved = False

@@ -57,12 +57,14 @@ class Placement:
       stages: stages[s][d] is the site of replica d of stage s.
       pipeline_s: seconds of activations and their gradients in a step.
       sync_s: seconds of averaging, spread over the steps of an interval.
+      slowest_stage: the stage whose averaging takes longest.
       is_exact: whether every arrangement was tried.
     """
 
     stages: tuple[Order, ...]
     pipeline_s: float
     sync_s: float
+    slowest_stage: int
     is_exact: bool
 
     @property
@@ -144,7 +146,9 @@ def place(
         starts = _starts(num, num_starts, seed)
         best = min((_descend(start, costs) for start in starts), key=costs.key)
     pipeline_s, sync_s = costs.parts(best)
-    return Placement(costs.split(best), pipeline_s, sync_s, num <= exact_sites)
+    stages = costs.split(best)
+    slowest = max(range(len(stages)), key=lambda s: costs.ring_s(stages[s]))
+    return Placement(stages, pipeline_s, sync_s, slowest, num <= exact_sites)
 
 
 def _starts(num: int, num_starts: int, seed: int) -> Sequence[Order]:
@@ -156,7 +160,7 @@ def _starts(num: int, num_starts: int, seed: int) -> Sequence[Order]:
 
 
 def _descend(flat: Order, costs: _Costs) -> Order:
-    """Takes the best swap of two sites until none helps."""
+    """Take the best swap of two sites until none helps."""
     while True:
         best = min((_swapped(flat, i, j) for i, j in _index_pairs(flat)), key=costs.key)
         if costs.key(best)[0] >= costs.key(flat)[0]:

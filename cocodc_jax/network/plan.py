@@ -5,6 +5,7 @@ With T_c seconds of a step and T_s seconds of one fragment's sync (CoCoDC, arXiv
 
     tau >= ceil(T_s / T_c)                        a fragment arrives before its merge
     H >= ceil(K T_s / (gamma T_c))                K fragments fit the network in H steps
+    H mod K = 0                                   they start evenly spread over it
     N = max(K, floor(gamma H T_c / T_s))          the rest of the share is used as well
 
 K is raised while tau is longer than staleness is known to be harmless; gamma is the
@@ -19,8 +20,9 @@ import math
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.orders import Order, best_order
-from cocodc_jax.network.simulator import Workload, simulate
-from cocodc_jax.network.syncs import Schedule
+from cocodc_jax.network.simulator import simulate
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.schedules import Schedule, adaptive
 
 HARMLESS_DELAY_STEPS = 10  # Streaming DiLoCo, arXiv 2501.18512: up to 10 harmless
 
@@ -92,7 +94,7 @@ class NetworkPlan:
     reasons: tuple[str, ...]
 
     def explain(self) -> str:
-        """Returns the reasons as plain text, one line each."""
+        """Return the reasons as plain text, one line each."""
         return "\n".join(f"- {reason}" for reason in self.reasons)
 
 
@@ -126,7 +128,7 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     usage = _utilization(
         topology,
         job,
-        Schedule("cocodc", num, interval, delay, syncs),
+        adaptive(interval, num, delay, syncs),
         collective,
         order,
     )
@@ -189,22 +191,23 @@ def _explain_fragments(job: Job, num: int, sync_s: float) -> str:
 
 
 def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
+    """H: the wish or the least that fits, a multiple of K, as staggered syncs want."""
     share = job.network_share
     fitting = math.ceil(num * sync_s / (share * job.step_time_s) - 1e-9)
     needed = max(fitting, num * delay, delay + 1)
-    usage = num * sync_s / (max(needed, job.sync_interval) * job.step_time_s)
+    interval = math.ceil(max(needed, job.sync_interval) / num) * num
+    usage = num * sync_s / (interval * job.step_time_s)
+    used = f"{num} syncs use {usage:.1%} of the network's time, of {share:.0%} allowed."
+    if interval == job.sync_interval:
+        return interval, f"H = {interval} steps, as asked: {used}"
     if needed <= job.sync_interval:
-        reason = (
-            f"H = {job.sync_interval} steps, as asked: {num} syncs use {usage:.1%} of "
-            f"the network's time, of {share:.0%} allowed."
-        )
-    else:
-        reason = (
-            f"H = {needed} steps instead of {job.sync_interval}: the least in which "
-            f"{num} syncs of {sync_s:.3g} s fit in {share:.0%} of the network's time, "
-            "each arrives before its fragment is sent again."
-        )
-    return max(needed, job.sync_interval), reason
+        why = f"instead of {job.sync_interval}, a multiple of {num}"
+        return interval, f"H = {interval} steps {why}: {used}"
+    return interval, (
+        f"H = {interval} steps instead of {job.sync_interval}: the least multiple "
+        f"of {num} in which {num} syncs of {sync_s:.3g} s fit in {share:.0%} of the "
+        "network's time and each arrives before its fragment is sent again."
+    )
 
 
 def _utilization(

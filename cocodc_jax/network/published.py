@@ -31,9 +31,12 @@ import dataclasses
 import math
 
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.network.simulator import Workload, simulate
-from cocodc_jax.network.syncs import Schedule
+from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.timeline import Timeline
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.schedules.base import Observe, ScheduleState
+from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import Slotted, ahead, free_fragments
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
@@ -83,8 +86,45 @@ LAYERS_PER_FRAGMENT = 3
 GRID_FACTOR = 10 ** (4 / 49)
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread(Slotted):
+    """Fragment p starts at floor(p H / K) of every H steps, H any number from K on.
+
+    The package's own schedules want H to be a multiple of K; the table's are not.
+    """
+
+    slot_steps: int = 1
+
+    @property
+    def _offsets(self) -> tuple[int, ...]:
+        num, interval = self.num_fragments, self.sync_interval
+        return tuple(p * interval // num for p in range(num))
+
+    def init(self) -> ScheduleState:
+        """Return the state before the first step."""
+        return ScheduleState(0, (), (-1,) * self.num_fragments)
+
+    def restore(self, value: dict) -> ScheduleState:
+        """Return the state that `to_json` was called on."""
+        return ScheduleState.from_json(value)
+
+    def next_step(self, state: ScheduleState) -> int:
+        """Return the first step after `state.step` at which something happens."""
+        phase = state.step % self.sync_interval
+        later = (o for o in self._offsets if o > phase)
+        slot = state.step - phase + next(later, self.sync_interval)
+        return min([slot, *ahead(state)])
+
+    def serve(self, state, step, observe: Observe, slot_steps: int):
+        """Return the fragment whose offset this is, if any."""
+        del observe, slot_steps
+        phase, free = step % self.sync_interval, free_fragments(self, state)
+        found = (p for p in free if self._offsets[p] == phase)
+        return state, next(found, None)
+
+
 def published_grid_gbps(printed: float, near: float) -> float:
-    """Returns the grid point that a printed value stands for.
+    """Return the grid point that a printed value stands for.
 
     Args:
       printed: a number of the table, Gbit/s.
@@ -100,7 +140,7 @@ def published_grid_gbps(printed: float, near: float) -> float:
 def table_utilization(
     size: str, row: str, gbps: float, sync_interval: int | None = None
 ) -> float:
-    """Returns the simulated compute utilization of an entry at some bandwidth.
+    """Return the simulated compute utilization of an entry at some bandwidth.
 
     Args:
       size: a key of `SIZES`.
@@ -113,11 +153,11 @@ def table_utilization(
     is_fp4 = "FP4" in row
     total_bytes = model.num_params * (4 if is_fp4 else 16) / 8
     if row == ROWS[0]:
-        num, schedule = 1, Schedule("data_parallel")
+        num, schedule = 1, staggered(1)
     else:
         num = model.num_layers // LAYERS_PER_FRAGMENT
         interval = sync_interval or max(30 if "H30" in row else 100, num)
-        schedule = Schedule("streaming_diloco", num, interval, 1 if is_fp4 else 0)
+        schedule = Spread(num, interval, 1 if is_fp4 else 0)
     work = Workload(
         (total_bytes / num,) * num, (model.step_time_s,) * 2, model.num_layers
     )
@@ -132,7 +172,7 @@ def table_utilization(
 def required_gbps(
     size: str, row: str, target: float, sync_interval: int | None = None
 ) -> float:
-    """Returns the least bandwidth, to 0.5 %, that reaches a utilization.
+    """Return the least bandwidth, to 0.5 %, that reaches a utilization.
 
     Args: as `table_utilization`, and target, a utilization in (0, 1).
     """
@@ -167,16 +207,16 @@ class Speedup:
 
 
 def dilocox_speedup(tokens_per_step: float = 32768.0) -> Speedup:
-    """Simulates DiLoCoX's 107B run; assumptions in the module's docstring."""
+    """Simulate DiLoCoX's 107B run; assumptions in the module's docstring."""
     num_params, interval = 107e9, 125
     topology = uniform(2, Link(1.0, 0.0))
     steps_s = (tokens_per_step / 3728.0,) * 2
     gradients = Workload((num_params * 4,), steps_s)
-    blocking = simulate(topology, gradients, Schedule("data_parallel"), 4)
+    blocking = simulate(topology, gradients, staggered(1), 4)
     rank, width = 2048, 8192
     factors = 2 * rank / width  # numbers kept of each number of a matrix
     encoded = Workload((num_params * factors * 4 / 8,), steps_s)
-    late = Schedule("streaming_diloco", 1, interval, interval - 1)
+    late = staggered(interval, 1, interval - 1)
     dilocox = simulate(topology, encoded, late, 4 * interval, collective="gather")
     return Speedup(
         4 * tokens_per_step / blocking.sim_s,

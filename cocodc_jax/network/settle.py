@@ -14,7 +14,7 @@ Exchange = Callable[[Sequence[float]], list[float]]
 
 
 def settled_s(state: LinkState, exchange: Exchange) -> float:
-    """Returns the seconds that ranks wait for a collective that they do repeatedly.
+    """Return the seconds that ranks wait for a collective that they do repeatedly.
 
     Each begins as long after its own end as the others do after theirs, as regions do
     that wait for each other's fragments. At first each begins the longest delay there

@@ -1,157 +1,107 @@
 """Timeline of a training run over a network, event by event.
 
-Each region computes; at the steps its schedule names, fragments enter the network
-(`channel.Channel`), and at their merge a region that reaches it before the fragment
-has come waits: that is the stall. A collective starts when the last region is ready and
-arrives everywhere at once. Seconds here are simulated (`sim_s`), never measured.
+The events are those of a schedule of `cocodc_jax.sync.schedules`, in its order: at a
+start a message enters the network (`channel.Channel`), and at its finish a region that
+gets there before the message waits: that is the stall. A collective starts when the
+last region that takes part is ready and arrives everywhere at once. Seconds here are
+simulated (`sim_s`), never measured.
+
+Where regions come one by one (`is_by_region`), steps are those of the fastest region,
+each region has a clock of its own, and its message goes to the first region, where the
+outer model is taken to be, and is answered over the links of that pair. What others
+send there at the same time does not slow it down.
 
 With `num_layers` = 1 a sync leaves at the end of a step and is needed at the start of
 one, as in this package's runtime. With more, a step is a forward pass (a third of it)
 and a backward pass (two thirds) over equal layers, and layer l of L travels alone: it
 is ready when its part of the backward pass is done, l/L of the backward pass before the
-step ends, and is needed l/L of the forward pass after the merging step begins. That is
+step ends, and is needed l/L of the forward pass after the merging step begins. So what
+leaves at a step waits for nothing that arrives there, whichever comes first. That is
 the model behind the utilization table of Streaming DiLoCo (arXiv 2501.18512).
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import numpy as np
 
+from cocodc_jax.network import crossings, flights
 from cocodc_jax.network.channel import Channel
-from cocodc_jax.network.collectives import CollectiveCost, collective_cost
+from cocodc_jax.network.flights import Flight, Route, Watch
 from cocodc_jax.network.links import Topology
-from cocodc_jax.network.orders import best_order
-from cocodc_jax.network.syncs import AUTO, Schedule
+from cocodc_jax.network.observed import Observer
 from cocodc_jax.network.timeline import SyncRecord, Timeline
-
-Cost = Callable[[float, float], CollectiveCost]  # of (seconds, bytes)
-
-FORWARD_SHARE = 1 / 3  # a backward pass costs two forward passes
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is computed and sent.
-
-    Attributes:
-      fragment_bytes: bytes of one region's message for each fragment, as encoded.
-      step_time_s: seconds of an inner step, one number per region.
-      num_layers: 1 sends at step boundaries; L > 1 lets each layer travel alone. Layers
-        are dealt to fragments in turn (strided).
-      host_bytes_per_s: bytes of messages that hosts encode, copy and sum in a second,
-        one message after the other, before they enter the network.
-    """
-
-    fragment_bytes: tuple[float, ...]
-    step_time_s: tuple[float, ...]
-    num_layers: int = 1
-    host_bytes_per_s: float = np.inf
-
-    def __post_init__(self):
-        for name in ("fragment_bytes", "step_time_s"):
-            values = getattr(self, name)
-            if not values or not all(0 < v < np.inf for v in values):
-                raise ValueError(f"{name}={values!r} must be positive numbers")
-        if not self.host_bytes_per_s > 0:
-            raise ValueError(
-                f"host_bytes_per_s={self.host_bytes_per_s!r} must be positive"
-            )
-        if self.num_layers != 1 and self.num_layers < len(self.fragment_bytes):
-            raise ValueError(
-                f"num_layers={self.num_layers} must be 1 or at least the number of "
-                f"fragments, {len(self.fragment_bytes)}"
-            )
-
-    def messages(self, fragments: Sequence[int]) -> list[tuple[int, float]]:
-        """Returns (layer, bytes) of a sync's messages, in the order they are ready."""
-        if self.num_layers == 1:
-            return [(0, sum(self.fragment_bytes[p] for p in fragments))]
-        num = len(self.fragment_bytes)
-        out = []
-        for p in fragments:
-            layers = range(p, self.num_layers, num)
-            out += [(layer, self.fragment_bytes[p] / len(layers)) for layer in layers]
-        return sorted(out, reverse=True)
-
-
-@dataclasses.dataclass
-class _InFlight:
-    fragments: tuple[int, ...]
-    start_step: int
-    start_s: float
-    layers: list[tuple[int, int]]  # (layer, transfer id)
-    bytes_sent: np.ndarray
-
-
-def link_costs(
-    topology: Topology, collective: str, order: Sequence[int] | None, num_bytes: float
-) -> Cost:
-    """Returns (seconds, bytes) -> CollectiveCost over links that change with time.
-
-    Args:
-      topology: regions and links.
-      collective: one of `collectives.COLLECTIVES`.
-      order: order of the regions; None finds the best for the links at time 0.
-      num_bytes: size of message the order is chosen for.
-    """
-    if order is None:
-        order = best_order(topology.at(), collective, num_bytes)
-    times = topology.change_times_s
-
-    @cache
-    def cost_in_period(period: int, size: float) -> CollectiveCost:
-        state = topology.at(times[period - 1] if period else 0.0)
-        return collective_cost(state, collective, size, order)
-
-    def cost(time_s: float, size: float) -> CollectiveCost:
-        return cost_in_period(int(np.searchsorted(times, time_s, "right")), size)
-
-    return cost
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import FINISH, START, Event, Schedule, events_at
 
 
 def simulate(
     topology: Topology,
     workload: Workload,
-    schedule: Schedule,
+    schedule: Schedule | None,
     num_steps: int,
-    collective: str = "ring",
+    collective: str | crossings.Crossing = "ring",
     order: Sequence[int] | None = None,
     sharing: str = "fair",
+    effective_rank: float | None = None,
 ) -> Timeline:
-    """Simulates `num_steps` inner steps of every region.
+    """Simulate `num_steps` inner steps of every region.
 
     Args:
       topology: M regions and their links.
       workload: bytes and step times; step_time_s has M entries, fragment_bytes K.
-      schedule: what is sent when.
-      num_steps: inner steps per region.
-      collective: how a mean crosses regions, one of `collectives.COLLECTIVES`.
+      schedule: what is sent when; None sends nothing.
+      num_steps: inner steps per region; of the fastest, where regions come one by one.
+      collective: how a mean crosses regions, one of `collectives.COLLECTIVES` or any
+        crossing; where regions come one by one nothing is left to choose.
       order: order of the regions in it; None finds the best for the links at time 0.
       sharing: how syncs under way together share the links: "fair" or "fifo". Gloo's
         collectives are "fifo": a process does one after the other.
+      effective_rank: of the means, for schedules whose ranks follow it; None keeps the
+        first rank.
 
     Raises:
       ValueError: if the counts of regions or fragments do not match, or a name is
         unknown.
     """
     _check_sizes(topology, workload, schedule, num_steps)
-    sizes = [
-        b for p in range(schedule.num_fragments) for _, b in workload.messages([p])
-    ]
-    cost = link_costs(topology, collective, order, max(sizes))
-    channel = Channel(cost, topology.change_times_s, sharing)
-    run = _Run(topology.regions, workload, schedule, channel, cost)
-    return run.run(num_steps)
+    if schedule is None:
+        return _undisturbed(topology, workload, num_steps)
+    routes = _routes(topology, workload, schedule, collective, order, sharing)
+    run = _Run(workload, bound(schedule, workload), routes, effective_rank)
+    run.run(num_steps)
+    return Timeline(
+        topology.regions,
+        tuple(run.records),
+        num_steps,
+        tuple(run.step_s.tolist()),
+        tuple(run.marks),
+        tuple(run.stall_s.tolist()),
+        tuple(np.sum([route.bytes_sent for route in routes], axis=0).tolist()),
+    )
+
+
+def bound(schedule: Schedule, workload: Workload) -> Schedule:
+    """Return the schedule for regions whose steps take as long as the workload says."""
+    fastest = min(workload.step_time_s)
+    ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
+    return schedule.bind(Regions(ratios, (1,) * len(ratios)))
 
 
 def _check_sizes(
-    topology: Topology, workload: Workload, schedule: Schedule, num_steps: int
+    topology: Topology,
+    workload: Workload,
+    schedule: Schedule | None,
+    num_steps: int,
 ) -> None:
+    given = len(workload.fragment_bytes)
     pairs = (
         ("step_time_s", workload.step_time_s, topology.num_regions),
-        ("fragment_bytes", workload.fragment_bytes, schedule.num_fragments),
+        (
+            "fragment_bytes",
+            workload.fragment_bytes,
+            schedule.num_fragments if schedule else given,
+        ),
     )
     for name, values, expected in pairs:
         if len(values) != expected:
@@ -162,122 +112,123 @@ def _check_sizes(
         raise ValueError(f"num_steps={num_steps} must be at least 1")
 
 
+def _undisturbed(topology: Topology, workload: Workload, num_steps: int) -> Timeline:
+    """Return the timeline of regions that send nothing."""
+    zeros = (0.0,) * topology.num_regions
+    ends = tuple(num_steps * seconds for seconds in workload.step_time_s)
+    marks = ((0, zeros), (num_steps, ends))
+    return Timeline(
+        topology.regions, (), num_steps, workload.step_time_s, marks, zeros, zeros
+    )
+
+
+def _routes(
+    topology: Topology,
+    workload: Workload,
+    schedule: Schedule,
+    collective: str | crossings.Crossing,
+    order: Sequence[int] | None,
+    sharing: str,
+) -> list[Route]:
+    """Return the way of all messages, or one for each region that comes alone."""
+    if schedule.is_by_region:
+        each = range(topology.num_regions)
+        ways = [crossings.answered(m, workload.answer_share) for m in each]
+    elif isinstance(collective, str):
+        whole = range(schedule.num_fragments)
+        largest = max(size for p in whole for _, size in workload.messages([p]))
+        ways = [crossings.collective(topology, collective, order, largest)]
+    else:
+        ways = [collective]
+    routes = []
+    for way in ways:
+        cost = crossings.over_time(topology, way)
+        channel = Channel(cost, topology.change_times_s, sharing)
+        host = workload.host_bytes_per_s
+        routes.append(Route(channel, cost, host, topology.num_regions))
+    return routes
+
+
 class _Run:
     """The state of one simulation: clocks of the regions and syncs in flight."""
 
     def __init__(
         self,
-        regions: tuple[str, ...],
         workload: Workload,
         schedule: Schedule,
-        channel: Channel,
-        cost: Cost,
+        routes: Sequence[Route],
+        effective_rank: float | None,
     ):
-        self.regions = regions
-        self.workload, self.schedule = workload, schedule
-        self.channel, self.cost = channel, cost
+        self.workload, self.schedule, self.routes = workload, schedule, routes
         self.step_s = np.asarray(workload.step_time_s)
+        if schedule.is_by_region:
+            self.step_s = np.full_like(self.step_s, self.step_s.min())
         self.clocks = np.zeros_like(self.step_s)
-        self.bytes_sent = np.zeros_like(self.step_s)
         self.stall_s = np.zeros_like(self.step_s)
-        self.host_free_s = 0.0
-        self.in_flight: list[_InFlight] = []
-        self.last_sent = [-1] * schedule.num_fragments
+        self.marks = [(0, tuple(self.clocks.tolist()))]
         self.records: list[SyncRecord] = []
+        self.observer = Observer(schedule.num_fragments, effective_rank)
+        self.first_rank = schedule.init().rank
+        self.in_flight: dict[tuple[int, int], Flight] = {}
+        self.due: list[Flight] = []
+        self.watch = Watch(len(self.step_s), workload.is_layered)
 
-    def run(self, num_steps: int) -> Timeline:
-        step, marks = 0, [(0, tuple(self.clocks.tolist()))]
-        while step < num_steps:
-            next_step = self.next_event(step, num_steps)
-            self.clocks = self.clocks + (next_step - step) * self.step_s
-            step = next_step
-            # Start before merging: the start needs only the backward pass just done,
-            # and must not wait for a fragment that is late.
-            self.start_all(step)
+    def run(self, num_steps: int) -> None:
+        state = self.schedule.init()
+        while (step := self.schedule.next_step(state)) <= num_steps:
+            self.advance(step)
+            for after, event in events_at(self.schedule, state, step, self.observer):
+                state = after
+                if event is not None:
+                    self.carry_out(event, step)
             self.merge_due(step)
-            marks.append((step, tuple(self.clocks.tolist())))
-        return Timeline(
-            self.regions,
-            tuple(self.records),
-            num_steps,
-            self.workload.step_time_s,
-            tuple(marks),
-            tuple(self.stall_s.tolist()),
-            tuple(self.bytes_sent.tolist()),
-        )
+            self.marks.append((step, tuple(self.clocks.tolist())))
+        if self.marks[-1][0] < num_steps:
+            self.advance(num_steps)
+            self.marks.append((num_steps, tuple(self.clocks.tolist())))
 
-    def next_event(self, step: int, num_steps: int) -> int:
-        if self.schedule.delay_steps == AUTO and self.in_flight:
-            return step + 1
-        merges = [f.start_step + self.schedule.max_delay for f in self.in_flight]
-        last = min([num_steps, *merges])
-        starts = (t for t in range(step + 1, last) if self.schedule.is_start(t))
-        return next(starts, last)
+    def advance(self, step: int) -> None:
+        self.clocks = self.clocks + (step - self.marks[-1][0]) * self.step_s
+        self.observer.at(step)
 
-    def start_all(self, step: int) -> None:
-        if not self.schedule.is_start(step):
-            return
-        busy = {p for sync in self.in_flight for p in sync.fragments}
-        starts = self.schedule.starts(step, busy, self.last_sent)
-        now = float(np.max(self.clocks))
-        syncs = [_InFlight(f, step, now, [], self.bytes_sent * 0) for f in starts]
-        messages = [
-            (layer, num_bytes, sync)
-            for sync in syncs
-            for layer, num_bytes in self.workload.messages(sync.fragments)
-        ]
-        # The backward pass ends with layer 0, so the deepest layer is ready first.
-        for layer, num_bytes, sync in sorted(messages, key=lambda m: -m[0]):
-            self.send(sync, layer, num_bytes)
-        for sync in syncs:
-            self.in_flight.append(sync)
-            self.bytes_sent = self.bytes_sent + sync.bytes_sent
-            for p in sync.fragments:
-                self.last_sent[p] = step
+    def carry_out(self, event: Event, step: int) -> None:
+        sync_id = event.fragment_id, event.start_step
+        if event.kind == START:
+            self.in_flight[sync_id] = self.start(event)
+        # A message of zero, as if sent before the first step, was never on its way.
+        elif event.kind == FINISH and sync_id in self.in_flight:
+            flight = self.in_flight.pop(sync_id)
+            self.observer.applied(flight.start, flight.times)
+            self.due.append(flight)
+            if not self.workload.is_layered:
+                self.merge_due(step)
 
-    def send(self, sync: _InFlight, layer: int, num_bytes: float) -> None:
-        lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
-        ready_s = float(np.max(self.clocks - lead * self.step_s))
-        sync.start_s = min(sync.start_s, ready_s)
-        host_s = num_bytes / self.workload.host_bytes_per_s
-        self.host_free_s = enters_s = max(ready_s, self.host_free_s) + host_s
-        # Layer 0 is needed first, hence the front.
-        sync.layers.insert(0, (layer, self.channel.submit(enters_s, num_bytes)))
-        sync.bytes_sent = sync.bytes_sent + self.cost(enters_s, num_bytes).bytes_sent
+    def start(self, event: Event) -> Flight:
+        self.observer.started(event)
+        is_measured, route = self.schedule.is_measured, self.routes[0]
+        if self.schedule.is_by_region:
+            assert event.participating is not None
+            route = self.routes[event.participating[0]]
+        scale = event.rank / self.first_rank if event.rank else 1.0
+        times = self.watch.times(self.clocks, self.step_s) if is_measured else []
+        given = self.workload, route, self.clocks, self.step_s
+        flight = flights.depart(event, scale, *given, times)
+        if is_measured:
+            self.watch.unseen.append(flight)
+        return flight
 
     def merge_due(self, step: int) -> None:
-        for sync in list(self.in_flight):
-            if self.is_due(sync, step):
-                self.in_flight.remove(sync)
-                self.merge(sync, step)
+        while self.due:
+            self.merge(self.due.pop(0), step)
 
-    def is_due(self, sync: _InFlight, step: int) -> bool:
-        if step >= sync.start_step + self.schedule.max_delay:
-            return True
-        now = float(np.min(self.clocks))
-        return self.schedule.delay_steps == AUTO and all(
-            self.channel.arrived(transfer, now) for _, transfer in sync.layers
-        )
-
-    def merge(self, sync: _InFlight, step: int) -> None:
-        stall, arrivals = np.zeros_like(self.clocks), []
-        for layer, transfer in sync.layers:
-            lag = FORWARD_SHARE * layer / self.workload.num_layers * self.step_s
-            arrivals.append(self.channel.arrival_s(transfer))
-            reached = self.clocks + stall + lag
-            stall = stall + np.maximum(0.0, arrivals[-1] - reached)
+    def merge(self, flight: Flight, step: int) -> None:
+        stall = flights.stall(flight, self.workload, self.clocks, self.step_s)
+        merging = np.ones(len(stall), bool)
+        if self.schedule.is_by_region:
+            alone = list(flight.start.participating or ())
+            merging = np.isin(np.arange(len(stall)), alone)
+            stall = np.where(merging, stall, 0.0)
         self.clocks = self.clocks + stall
         self.stall_s = self.stall_s + stall
-        self.records.append(
-            SyncRecord(
-                sync.fragments,
-                sync.start_step,
-                step,
-                sync.start_s,
-                max(arrivals),
-                float(np.max(self.clocks)),
-                float(np.max(stall)),
-                float(np.mean(stall)),
-                tuple(sync.bytes_sent.tolist()),
-            )
-        )
+        merge_s = float(np.max(self.clocks[merging]))
+        self.records.append(flight.record(step, merge_s, stall))

@@ -78,8 +78,23 @@ class Timeline:
         at, seconds = past[-1]
         return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
 
+    def seconds_until(self, steps: float) -> float:
+        """Return the seconds until the slowest region has done `steps`, [0, infinity).
+
+        Beyond the simulated steps the pace of the second half of the timeline goes on,
+        so simulate at least two whole sync intervals.
+        """
+        num = self.num_steps
+        if steps <= num:
+            below = int(steps)
+            begin = self.times_s(below).max()
+            end = self.times_s(min(below + 1, num)).max()
+            return float(begin + (steps - below) * (end - begin))
+        end, half = self.times_s(num).max(), self.times_s(num // 2).max()
+        return float(end + (steps - num) * (end - half) / (num - num // 2))
+
     def summary(self) -> dict[str, float]:
-        """Returns the main numbers, of the worst region where regions differ.
+        """Return the main numbers, of the worst region where regions differ.
 
         `slowdown` is against the same steps of the slowest region without a network.
         """

@@ -25,7 +25,7 @@ _COLORS = {
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes trace-event JSON for ui.perfetto.dev or chrome://tracing.
+    """Write trace-event JSON for ui.perfetto.dev or chrome://tracing.
 
     Process 1 has one track per region with its steps and stalls, process 2 one track
     per sync in flight at once; every sync carries its steps, bytes and stall.
@@ -56,7 +56,7 @@ def _span(name: str, begin_s: float, end_s: float, pid: int, tid: int, **args: A
 def region_spans(
     timeline: Timeline, region: int
 ) -> Iterator[tuple[str, float, float, int, int]]:
-    """Yields (kind, begin_s, end_s, first step, last step) of a region's time."""
+    """Yield (kind, begin_s, end_s, first step, last step) of a region's time."""
     for (step, times), (next_step, next_times) in itertools.pairwise(timeline.marks):
         begin, end = times[region], next_times[region]
         busy = begin + (next_step - step) * timeline.step_time_s[region]
@@ -80,7 +80,7 @@ def _sync_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         track = next(tracks, len(free_s))
         free_s[track : track + 1] = [sync.arrival_s]
         yield _span(
-            _label(sync),
+            f"fragment {sync.fragments[0]}",
             sync.start_s,
             sync.arrival_s,
             _NETWORK_PID,
@@ -90,12 +90,6 @@ def _sync_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             stall_s=sync.stall_s,
             bytes_sent=max(sync.bytes_sent),
         )
-
-
-def _label(sync: SyncRecord) -> str:
-    if len(sync.fragments) == 1:
-        return f"fragment {sync.fragments[0]}"
-    return f"all {len(sync.fragments)} fragments"
 
 
 def plot_timeline(

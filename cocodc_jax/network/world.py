@@ -46,7 +46,7 @@ _CHANGE_KEYS = frozenset(
 
 
 def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
-    """Returns cloud regions of the world, all pairs with the same bandwidth.
+    """Return cloud regions of the world, all pairs with the same bandwidth.
 
     Args:
       regions: names out of `world_regions()`.
@@ -72,12 +72,12 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
 
 
 def world_regions() -> tuple[str, ...]:
-    """Returns the names that `world` knows."""
+    """Return the names that `world` knows."""
     return _NAMES
 
 
 def load_topology(path: str | pathlib.Path) -> Topology:
-    """Reads a topology from a YAML file (JSON is YAML too).
+    """Read a topology from a YAML file (JSON is YAML too).
 
     ```yaml
     regions: [paris, tokyo, dallas]
@@ -103,7 +103,7 @@ def load_topology(path: str | pathlib.Path) -> Topology:
 
 
 def parse_topology(table: Any) -> Topology:
-    """Builds a topology from the table that `load_topology` describes."""
+    """Build a topology from the table that `load_topology` describes."""
     _check_keys("topology", table, {"regions", "default", "links", "changes"})
     regions = table.get("regions")
     if not isinstance(regions, list) or not regions:
@@ -165,7 +165,7 @@ def _link(names: list[str], pair: tuple[int, int], table: dict[str, Any]) -> Lin
 def _pairs(
     where: str, entry: dict[str, Any], names: list[str]
 ) -> list[tuple[int | None, int | None]]:
-    """The ordered pairs an entry speaks of; None stands for every region."""
+    """Return the ordered pairs an entry speaks of; None stands for every region."""
 
     def index(name: Any) -> int | None:
         if name is None:

@@ -1,1 +1,76 @@
-"""What a run leaves behind: records, progress, plots and a one-page report."""
+"""What a run leaves behind: records, progress, plots and a one-page report.
+
+Names are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.report.comparison import (
+        compare,
+    )
+    from cocodc_jax.report.curves import (
+        eval_curve,
+        steps_to_loss,
+    )
+    from cocodc_jax.report.gantt import (
+        fragments_in_flight,
+    )
+    from cocodc_jax.report.page import (
+        render,
+    )
+    from cocodc_jax.report.plots import (
+        loss_by_bytes,
+        loss_by_steps,
+        save_png,
+    )
+    from cocodc_jax.report.progress import (
+        RunProgress,
+    )
+    from cocodc_jax.report.records import (
+        MetricsWriter,
+        read_records,
+    )
+    from cocodc_jax.report.runs import (
+        Run,
+        load_run,
+    )
+
+__all__ = [
+    "MetricsWriter",
+    "Run",
+    "RunProgress",
+    "compare",
+    "eval_curve",
+    "fragments_in_flight",
+    "load_run",
+    "loss_by_bytes",
+    "loss_by_steps",
+    "read_records",
+    "render",
+    "save_png",
+    "steps_to_loss",
+]
+
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "MetricsWriter": "records:MetricsWriter",
+    "Run": "runs:Run",
+    "RunProgress": "progress:RunProgress",
+    "compare": "comparison:compare",
+    "eval_curve": "curves:eval_curve",
+    "fragments_in_flight": "gantt:fragments_in_flight",
+    "load_run": "runs:load_run",
+    "loss_by_bytes": "plots:loss_by_bytes",
+    "loss_by_steps": "plots:loss_by_steps",
+    "read_records": "records:read_records",
+    "render": "page:render",
+    "save_png": "plots:save_png",
+    "steps_to_loss": "curves:steps_to_loss",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

@@ -37,7 +37,7 @@ class Spread:
 
 
 def compare(runs: Sequence[Run], target_method: str | None = None) -> dict[str, Any]:
-    """What `comparison.json` holds.
+    """Make what `comparison.json` holds.
 
     Args:
       runs: at least one, each method with the same seeds.
@@ -74,7 +74,7 @@ def compare(runs: Sequence[Run], target_method: str | None = None) -> dict[str, 
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Mean and half range; None if any value is missing.
+    """Return mean and half range; None if any value is missing.
 
     >>> spread([1.0, 2.0, 1.5])
     Spread(mean=1.5, half_range=0.5)

@@ -1,7 +1,7 @@
 """Evaluation curves of several runs of a method, and the step they reach a loss."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -51,33 +51,41 @@ def eval_curve(runs: Sequence[Run]) -> Curve:
     return Curve(np.array(steps), sent.mean(0), loss.mean(0), loss.min(0), loss.max(0))
 
 
-def steps_to_loss(run: Run, target: float) -> float | None:
-    """Return the step at which a run's evaluation loss first reaches the target.
+def steps_to_loss(
+    curve: Run | Iterable[tuple[float, float]], target: float
+) -> float | None:
+    """Return the step at which an evaluation loss first reaches the target.
 
     Between two evaluations the loss is taken as linear in the step, so that the answer
     does not depend on which evaluation happens to lie just behind the target.
 
     Args:
-      run: the run.
+      curve: a run, or (step, loss) pairs, steps increasing.
       target: loss in nats per token.
 
     Returns:
-      Inner steps, or None where the run never gets there.
+      Inner steps, or None where the curve never gets there.
+
+    >>> steps_to_loss([(0, 4.0), (100, 3.0), (200, 2.0)], 2.5)
+    150.0
     """
+    if isinstance(curve, Run):
+        curve = [
+            (record["step"], record["eval_loss"]) for record in curve.of_kind("eval")
+        ]
     before = None
-    for record in run.of_kind("eval"):
-        step, loss = record["step"], record["eval_loss"]
+    for step, loss in curve:
         if loss <= target:
             if before is None:
                 return float(step)
-            share = (before["eval_loss"] - target) / (before["eval_loss"] - loss)
-            return before["step"] + share * (step - before["step"])
-        before = record
+            share = (before[1] - target) / (before[1] - loss)
+            return before[0] + share * (step - before[0])
+        before = step, loss
     return None
 
 
 def _table(
     by_step: Sequence[dict[int, Record]], steps: Sequence[int], field: str
 ) -> np.ndarray:
-    """Values of a field, shape [seeds, points]."""
+    """Return the values of a field, shape [seeds, points]."""
     return np.array([[evals[step][field] for step in steps] for evals in by_step])

@@ -56,7 +56,7 @@ def _num_fragments(events: Sequence[Record]) -> int:
 
 
 def _last_shown_step(syncs: Sequence[Sequence[Record]]) -> int:
-    """Where the axis ends, with room for a mark at the last apply step."""
+    """Find where the axis ends, with room for a mark at the last apply step."""
     longest = max(events[-1]["apply_step"] for events in syncs)
     crowded = [e[MAX_SYNCS - 1]["apply_step"] for e in syncs if len(e) > MAX_SYNCS]
     return min([longest, *crowded]) + 1

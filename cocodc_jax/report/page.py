@@ -64,7 +64,7 @@ def render(
     config: Mapping[str, Any],
     machine: str,
 ) -> str:
-    """The page as HTML text.
+    """Render the page as HTML text.
 
     Args:
       comparison: from `comparison.compare`.
@@ -107,7 +107,7 @@ def render(
 
 
 def describe_machine(devices: Sequence[Any]) -> str:
-    """Names the machine's kind: devices, cores, operating system.
+    """Name the machine's kind: devices, cores, operating system.
 
     Args:
       devices: JAX devices, or anything with `device_kind`.

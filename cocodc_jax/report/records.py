@@ -239,5 +239,5 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
 
 
 def _complete_bytes(path: pathlib.Path) -> int:
-    """Size without a last line that a kill cut off."""
+    """Measure a file without a last line that a kill cut off."""
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

@@ -33,10 +33,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime import transfer
-from cocodc_jax.runtime.inner import Block
-from cocodc_jax.runtime.mesh import DATA, REGION
-from cocodc_jax.runtime.places import over_places, sum_over_places
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.mesh import DATA, REGION
+from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 
 PyTree = Any
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
@@ -84,7 +84,7 @@ def make_score(
       A function of parameters `[R, ...]` on the mesh and int32 tokens `[E, B, L + 1]`
       of the host, B a multiple of the data axis; its results are on every device.
     """
-    block = Block.of(mesh, num_regions)
+    block = LocalRegions.of(mesh, num_regions)
 
     def log_softmax(params, tokens):
         logits = logits_fn(params, tokens)
@@ -97,14 +97,14 @@ def make_score(
         log_probs = block.map(log_softmax, (0, None))(params, own[:, :-1])
         experts = jax.vmap(_of_targets, (0, None))(log_probs, own[:, 1:])
         # The mean of log-probabilities is that of logits but for a constant a token.
-        mean = sum_over_places(log_probs.sum(0)) / num_regions
+        mean = psum_over_regions(log_probs.sum(0)) / num_regions
         return experts, _of_targets(jax.nn.log_softmax(mean), tokens[:, 1:])
 
     def of_place(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         experts, mean = jax.lax.map(lambda batch: of_batch(params, batch), tokens)
         return jnp.moveaxis(experts, 1, 0), mean
 
-    mapped = over_places(
+    mapped = region_shard_map(
         of_place,
         mesh,
         in_specs=(P(REGION), P()),
@@ -176,7 +176,7 @@ def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Arra
 
 
 def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
-    """The largest `top_k` weights of each sequence, made to sum to one again.
+    """Return the largest `top_k` weights of each sequence, made to sum to one again.
 
     Args:
       log_weights: `[R, ...]`.
@@ -273,6 +273,6 @@ def train_router(
 
 
 def _of_targets(log_probs_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
-    """The log-probability of each target, `[B, L]`."""
+    """Return the log-probability of each target, `[B, L]`."""
     chosen = jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)
     return chosen[..., 0]

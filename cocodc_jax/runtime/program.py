@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,25 +19,34 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime import inner, merging, transfer
-from cocodc_jax.runtime.crossing import ALL_REDUCES
-from cocodc_jax.runtime.layout import Layout, place
-from cocodc_jax.runtime.mesh import DATA, REGION, make_mesh, regional, wants_one_piece
-from cocodc_jax.runtime.places import over_places
-from cocodc_jax.runtime.sources import Sources
-from cocodc_jax.runtime.state import OuterState, RegionState, TrainState
-from cocodc_jax.runtime.syncs import Sync, SyncPrograms, Times
-from cocodc_jax.sync.events import ScheduleState
+from cocodc_jax.runtime import merge, step
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.local_regions import for_all_regions
+from cocodc_jax.runtime.devices.mesh import (
+    DATA,
+    REGION,
+    make_mesh,
+    regional,
+    wants_flat_buffer,
+)
+from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
+from cocodc_jax.runtime.events import AppliedSync, SyncPrograms, Times
+from cocodc_jax.runtime.exchange.per_step import mean_over_regions
+from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import RegionState, TrainState
+from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments, cut
-from cocodc_jax.sync.methods import Method
-from cocodc_jax.sync.regional import RegionalOuter
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.needs import LossFn, Supplies
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.transforms.compressor import message_bytes
 
 PyTree = Any
 
 # Shape of a PRNG key's data.
 _KEY_DATA = jax.ShapeDtypeStruct((2,), jnp.uint32)
+NOTHING, AUTO = Supplies(), Transport()
 # Steps in one scan at most: their batches are all on the device at once.
 MAX_SCAN_STEPS = 100
 
@@ -53,7 +62,7 @@ class Output(NamedTuple):
 
     losses: jax.Array
     aux: dict[str, jax.Array]
-    syncs: tuple[Sync, ...]
+    syncs: tuple[AppliedSync, ...]
 
 
 class RegionProgram:
@@ -65,24 +74,19 @@ class RegionProgram:
 
     def __init__(
         self,
-        loss_fn: inner.LossFn,
+        loss_fn: LossFn,
         optimizer: optax.GradientTransformation,
         method: Method,
         params: PyTree,
-        num_regions: int,
+        regions: int | Regions,
         *,
         mesh: Mesh | None = None,
         fragments: Fragments | None = None,
-        learning_rate: float | Callable[[int], Any] | None = None,
-        second_moment: Callable[[PyTree], PyTree] | None = None,
-        outputs: tuple[Callable, Callable] | None = None,
         param_specs: PyTree | None = None,
-        regions: Regions | None = None,
-        exchange: str = "auto",
-        all_reduce: str = "direct",
-        outer_lanes: int = 1,
+        supplies: Supplies = NOTHING,
+        transport: Transport = AUTO,
     ):
-        """Prepares the programs; nothing is compiled before the first call.
+        """Prepare the programs; nothing is compiled before the first call.
 
         Args:
           loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict
@@ -90,80 +94,61 @@ class RegionProgram:
           optimizer: the inner optimizer, the same for every region.
           method: from `cocodc_jax.methods`.
           params: one region's parameters, or their shapes.
-          num_regions: M.
+          regions: M, or how fast each of them is.
           mesh: the inner mesh; by default as many regions side by side as devices
             allow.
           fragments: how to cut the parameters; by default as the method says.
-          learning_rate: of the inner optimizer, a constant or a schedule of the step,
-            for merges that need it.
-          second_moment: takes the regional inner optimizer state to a tree like the
-            parameters, for merges that need it; see `adam_second_moment`.
-          outputs: the loss in two parts, `model(params, batch) -> outputs` and
-            `loss(outputs, batch) -> scalar`, for merges by Gauss-Newton products.
           param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
             inside a region; replicated by default.
-          regions: how fast each region is; alike by default.
-          exchange: "program" averages messages in a program of the inner mesh, "outer"
-            on the outer mesh, beside the inner steps; "auto" is the latter where
-            there are several processes and the method allows it.
-          all_reduce: how messages cross between processes, where this package
-            chooses: "direct" or "ring", see `crossing.py`.
-          outer_lanes: outer meshes side by side; fragment k crosses on number
-            k mod outer_lanes, so that as many can be on their way at once.
+          supplies: what only the user knows, for merges that need it.
+          transport: how messages cross regions.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
-            cut into the method's fragments, the merge needs what is not given, the
-            method cannot be had with these regions, or not with so many lanes.
+            cut into the method's fragments, the merge needs what is not given, or the
+            method cannot be had with these regions or this transport.
         """
-        self.mesh = make_mesh(num_regions) if mesh is None else mesh
-        if num_regions % self.mesh.shape[REGION]:
+        if isinstance(regions, int):
+            regions = Regions.alike(regions)
+        self.regions, self.num_regions = regions, regions.num
+        self.mesh = make_mesh(regions.num) if mesh is None else mesh
+        if regions.num % self.mesh.shape[REGION]:
             raise ValueError(
-                f"num_regions={num_regions} is not a multiple of the mesh's region "
-                f"axis, {self.mesh.shape[REGION]}"
+                f"regions={regions.num} is not a multiple of the mesh's region axis, "
+                f"{self.mesh.shape[REGION]}"
             )
-        self.num_regions = num_regions
-        self.regions = Regions.alike(num_regions) if regions is None else regions
-        self.method = method = method.for_regions(self.regions, num_regions)
-        method.check_lanes(outer_lanes, exchange, jax.process_count())
-        self.fragments = fragments or cut(
-            params, method.num_fragments, method.fragment_strategy
-        )
-        if len(self.fragments) != method.num_fragments:
-            raise ValueError(
-                f"fragments has {len(self.fragments)} entries, but method="
-                f"{method.name!r} was made for num_fragments={method.num_fragments}"
-            )
-        if all_reduce not in ALL_REDUCES:
-            raise ValueError(
-                f"all_reduce={all_reduce!r} is unknown; use one of {ALL_REDUCES}"
-            )
+        needs.check(method.needs, supplies, f"method={method.name!r}")
+        self.method = method = method.bind(regions)
+        route = transport.resolve(method, jax.process_count())
+        self.fragments = _fragments(method, params, fragments)
         self._optimizer = optimizer
-        shapes = jax.eval_shape(lambda x: x, params)
-        self.layout = Layout.of(
-            self.mesh, self.fragments, optimizer, shapes, param_specs, outer_lanes
+        self._params = jax.eval_shape(lambda x: x, params)
+        self.shardings = Shardings.of(
+            self.mesh,
+            self.fragments,
+            optimizer,
+            self._params,
+            param_specs,
+            transport.outer_channels,
         )
-        self._abstract_params = shapes
         # Every program is wrapped in one jit that lives as long as this object.
-        self._new_region = jax.jit(self._make_region, out_shardings=self._where(shapes))
-        steps = inner.make_steps(
+        where = self._where(self._params)
+        self._new_region = jax.jit(self._make_region, out_shardings=where)
+        steps = step.make_steps(
             loss_fn,
             optimizer,
             self.mesh,
-            num_regions,
-            method.step_exchange,
-            method.compressor,
-            all_reduce,
+            regions.num,
+            method.per_step,
+            transport.all_reduce,
         )
         # Losses are whole inside each region: every process reads those of its own.
         of_steps = NamedSharding(self.mesh, P(None, REGION))
-        self._steps = jax.jit(
-            steps, donate_argnums=0, out_shardings=(self._where(shapes), of_steps)
-        )
+        self._steps = jax.jit(steps, donate_argnums=0, out_shardings=(where, of_steps))
         self._mean = jax.jit(
-            over_places(
+            region_shard_map(
                 functools.partial(
-                    inner.mean_over_regions, in_one_piece=wants_one_piece(self.mesh)
+                    mean_over_regions, in_flat_buffer=wants_flat_buffer(self.mesh)
                 ),
                 self.mesh,
                 in_specs=P(REGION),
@@ -172,46 +157,37 @@ class RegionProgram:
         )
         # Small enough for every process to have, whoever's regions they are.
         everywhere = NamedSharding(self.mesh, P())
-        self._finite = jax.jit(inner.are_finite, out_shardings=everywhere)
-        self._spread = jax.jit(merging.spread, out_shardings=everywhere)
-        self._join = jax.jit(self.fragments.join)
-        self._syncs = method.schedule and SyncPrograms(
-            method,
-            self.mesh,
-            self.fragments,
-            self.layout,
-            self.regions,
-            shapes,
-            Sources(loss_fn, learning_rate, second_moment, outputs),
-            method.crosses_outside(exchange, jax.process_count()),
-            all_reduce,
-        )
+        self._finite = jax.jit(step.are_finite, out_shardings=everywhere)
+        self._drift = jax.jit(merge.region_drift, out_shardings=everywhere)
+        self._syncs = None
+        if method.sync is not None:
+            setting = Setting(
+                method.sync,
+                regions,
+                self.fragments,
+                self.shardings,
+                self._params,
+                loss_fn,
+                supplies,
+            )
+            self._syncs = SyncPrograms(setting, transport.route(setting, route))
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
         """Bytes one region sends at every inner step, besides syncs."""
-        exchange, compressor = self.method.step_exchange, self.method.compressor
-        if exchange is None or self.num_regions == 1:
+        if self.method.per_step is None or self.num_regions == 1:
             return 0
-        params = self._abstract_params
-        message, _ = jax.eval_shape(
-            lambda g, key: exchange.send(
-                g, exchange.init(g, compressor), compressor, key
-            ),
-            params,
-            jax.eval_shape(lambda: jax.random.key(0)),
-        )
-        return message_bytes(message)
+        return self.method.per_step.num_bytes(self._params)
 
     def _where(self, shapes: PyTree) -> RegionState:
-        """Shardings of a `RegionState`."""
+        """Tell how a `RegionState` lies."""
         state = jax.eval_shape(self._make_region, shapes, _KEY_DATA)
         # What is sent at every step is kept whole on each of a region's devices.
-        sender = jax.tree.map(lambda _: regional(self.mesh), state.sender)
-        return self.layout.region._replace(sender=sender)
+        per_step = jax.tree.map(lambda _: regional(self.mesh), state.per_step)
+        return self.shardings.region._replace(per_step=per_step)
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
-        """The state before the first step: all regions and the outer model alike.
+        """Make the state before the first step: all regions and the outer model alike.
 
         Args:
           params: one region's parameters.
@@ -219,55 +195,55 @@ class RegionProgram:
         """
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(jax.random.key_data(key), everywhere)
-        params = transfer.put(params, self.layout.params)
+        params = transfer.put(params, self.shardings.params)
         region = self._new_region(params, key_data)
         if self._syncs is None:
-            return TrainState(region, OuterState((), ()), {}, None)
-        outer, senders, in_flight, memory = self._syncs.init(params, region.params)
-        return TrainState(region, outer, in_flight, memory, senders)
+            return TrainState(region)
+        return TrainState(region, self._syncs.init(params, region))
 
     def _make_region(self, params: PyTree, key_data: jax.Array) -> RegionState:
         key = jax.random.wrap_key_data(key_data)
 
-        spread = functools.partial(inner.for_all_regions, num_regions=self.num_regions)
-        sender = ()
-        if self.method.step_exchange is not None:
-            sender = self.method.step_exchange.init(params, self.method.compressor)
+        spread = functools.partial(for_all_regions, num_regions=self.num_regions)
+        per_step = ()
+        if self.method.per_step is not None:
+            per_step = self.method.per_step.init(params)
         return RegionState(
             spread(params),
             spread(self._optimizer.init(params)),
             jax.random.key_data(jax.random.split(key, self.num_regions)),
-            spread(sender),
+            spread(per_step),
         )
 
-    def abstract(self, params: PyTree, memory: ScheduleState | None) -> TrainState:
-        """Shapes, dtypes and shardings of the state at which `memory` was taken.
+    def abstract(self, schedule: Any = None) -> TrainState:
+        """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
 
         Args:
-          params: one region's parameters, or their shapes.
-          memory: the schedule's state, which tells the fragments in flight.
+          schedule: the schedule's state then, which tells what is in flight; None is
+            that before the first step, without anything in flight.
 
         Returns:
-          A `TrainState` of `jax.ShapeDtypeStruct`s, for restoring a checkpoint.
+          A `TrainState` of `jax.ShapeDtypeStruct`s.
         """
-        shapes = jax.eval_shape(lambda x: x, params)
-        region = place(
-            jax.eval_shape(self._make_region, shapes, _KEY_DATA),
-            self._where(shapes),
+        region = with_shardings(
+            jax.eval_shape(self._make_region, self._params, _KEY_DATA),
+            self._where(self._params),
         )
-        if self._syncs is None:
-            return TrainState(region, OuterState((), ()), {}, memory)
-        outer, senders, in_flight = self._syncs.abstract(shapes, memory, region)
-        return TrainState(region, outer, in_flight, memory, senders)
+        if self._syncs is None or self.method.sync is None:
+            return TrainState(region)
+        if schedule is None:
+            schedule = self.method.sync.schedule
+            schedule = schedule.landed(schedule.init())
+        return TrainState(region, self._syncs.abstract(schedule, region))
 
     def steps_to_event(self, state: TrainState) -> int | None:
-        """Inner steps until the next event; None for a method without a schedule."""
-        if self.method.schedule is None or state.schedule is None:
+        """Return the inner steps until the next event; None where there are none."""
+        if self.method.sync is None or state.sync is None:
             return None
-        return self.method.schedule.next_step(state.schedule) - state.step
+        return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
 
     def put_batches(self, batches: PyTree) -> PyTree:
-        """Places host batches `[T, R, B, ...]` on the mesh, B over the data axis.
+        """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
 
         With several processes each gives the rows of its own regions, whole, also
         those that it shares with other processes.
@@ -285,7 +261,7 @@ class RegionProgram:
     def advance(
         self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)
     ) -> tuple[TrainState, Output]:
-        """Runs T inner steps, then the events of the step they lead to.
+        """Run T inner steps, then the events of the step they lead to.
 
         Args:
           state: donated.
@@ -305,65 +281,72 @@ class RegionProgram:
                 "most `steps_to_event(state)`"
             )
         batches = self.put_batches(batches)
-        active = None
+        participating = None
         if not self.regions.are_even:
-            active = self.regions.active(state.step, num_steps)
-        region, (losses, aux) = self._steps(state.region, batches, active)
+            participating = self.regions.participating(state.step, num_steps)
+        region, (losses, aux) = self._steps(state.region, batches, participating)
         state = dataclasses.replace(
             state,
             region=region,
             step=state.step + num_steps,
             bytes_sent=state.bytes_sent + num_steps * self.bytes_per_step,
         )
-        syncs: tuple[Sync, ...] = ()
+        syncs: tuple[AppliedSync, ...] = ()
         if self._syncs is not None:
             state, syncs = self._syncs.after_steps(state, batches, times)
         return state, Output(losses, aux, syncs)
 
-    def settle(self, state: TrainState) -> TrainState:
-        """Tells the schedule of every update applied; waits for their norms."""
-        return self._syncs.settle(state) if self._syncs else state
+    def synchronize(self, state: TrainState) -> TrainState:
+        """Tell the schedule of every update applied; waits for what it needs."""
+        if self._syncs is None or state.sync is None:
+            return state
+        return dataclasses.replace(state, sync=self._syncs.synchronize(state.sync))
 
     def finite_regions(self, state: TrainState) -> jax.Array:
-        """Whether all parameters of a region are finite, bool `[R]`."""
+        """Tell whether all parameters of a region are finite, bool `[R]`."""
         return self._finite(state.region.params)
 
     def mean_params(self, state: TrainState) -> PyTree:
-        """The mean of the regions' parameters: what every method is judged by."""
+        """Return the mean of the regions' parameters: what methods are judged by."""
         return self._mean(state.region.params)
 
-    def spread(self, state: TrainState) -> jax.Array:
-        """How far the regions are apart, see `merging.spread`; a float32 scalar."""
-        return self._spread(state.region.params)
+    def region_drift(self, state: TrainState) -> jax.Array:
+        """Return how far the regions are apart, see `merge.region_drift`."""
+        return self._drift(state.region.params)
 
     def outer_params(self, state: TrainState) -> PyTree:
-        """The outer parameters, on the mesh; the mean where regions have their own."""
-        if self.method.schedule is None:
+        """Return the outer parameters, on the mesh; means where regions have theirs."""
+        if self._syncs is None:
             return self.mean_params(state)
-        if isinstance(self.method.outer_optimizer, RegionalOuter):
-            whole = state.region.params
-            for k, part in enumerate(state.outer.params):
-                whole = self.fragments.put(whole, k, part, lead=1)
-            return self._mean(whole)
-        parts, lanes = state.outer.params, self.layout.lanes
-        if len(lanes) > 1:  # One program joins them, so on one device.
-            parts = transfer.move(parts, lanes[0].host)
-        return transfer.move(self._join(parts), self.layout.params)
+        return self._syncs.outer_params(state, self._mean)
 
     def outer_bytes(self, state: TrainState) -> int:
-        """Bytes of everything a method keeps besides the regions' own training.
+        """Count the bytes a method keeps besides the regions' own training.
 
-        Outer parameters and optimizer, fragments in flight, senders: of all regions
+        Outer parameters and optimizer, fragments in flight, compressors: of all regions
         together, each array counted once.
         """
-        kept = (state.outer, state.in_flight, state.senders, state.region.sender)
+        kept = (state.sync.arrays if state.sync else (), state.region.per_step)
         return sum(x.nbytes for x in jax.tree.leaves(kept))
+
+
+def _fragments(
+    method: Method, params: PyTree, fragments: Fragments | None
+) -> Fragments:
+    strategy = method.sync.fragment_strategy if method.sync else "strided"
+    fragments = fragments or cut(params, method.num_fragments, strategy)
+    if len(fragments) != method.num_fragments:
+        raise ValueError(
+            f"fragments has {len(fragments)} entries, but method={method.name!r} was "
+            f"made for num_fragments={method.num_fragments}"
+        )
+    return fragments
 
 
 def run(
     program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
 ) -> Iterator[tuple[TrainState, Output]]:
-    """Runs `num_steps` inner steps and yields after every scan, so at every event.
+    """Run `num_steps` inner steps and yields after every scan, so at every event.
 
     Args:
       program: the compiled method.
@@ -387,7 +370,7 @@ def run(
 
 
 def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
-    """Stacks the next batches for one `advance`.
+    """Stack the next batches for one `advance`.
 
     Args:
       stream: gives one step's host batches at a time.

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cocodc_jax.sync.events import ScheduleState
-from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.needs import Fragment
 
 PyTree = Any
+SyncId = tuple[int, int]
 
 
 class RegionState(NamedTuple):
@@ -20,13 +20,13 @@ class RegionState(NamedTuple):
       params: local parameters.
       opt_state: the inner optimizer's state, never communicated.
       key: PRNG key data, uint32 `[R, 2]`.
-      sender: state of what is sent at every step, `()` if nothing is.
+      per_step: state of what is sent at every step, `()` if nothing is.
     """
 
     params: PyTree
     opt_state: PyTree
     key: jax.Array
-    sender: PyTree = ()
+    per_step: PyTree = ()
 
 
 class OuterState(NamedTuple):
@@ -43,70 +43,93 @@ class OuterState(NamedTuple):
     params: tuple[Fragment, ...]
     opt_states: tuple[PyTree, ...]
 
-    def updated(self, fragment: int, params: Fragment, opt_state: PyTree) -> OuterState:
-        """The same with the entries of one fragment replaced."""
+    def updated(
+        self, fragment_id: int, params: Fragment, opt_state: PyTree
+    ) -> OuterState:
+        """Return the same with the entries of one fragment replaced."""
         return OuterState(
-            replaced(self.params, fragment, params),
-            replaced(self.opt_states, fragment, opt_state),
+            replaced(self.params, fragment_id, params),
+            replaced(self.opt_states, fragment_id, opt_state),
         )
-
-
-class Sender(NamedTuple):
-    """What regions keep of a fragment between two messages; regional, `[R, ...]`.
-
-    Attributes:
-      state: the compressor's, such as what error feedback has not sent yet.
-      anchor: the outer fragment each region last took; None unless regions take it at
-        different times.
-    """
-
-    state: PyTree
-    anchor: Fragment | None = None
-
-
-def replaced(entries: tuple, index: int, entry: Any) -> tuple:
-    """`entries`, one a fragment, with one of them replaced."""
-    return (*entries[:index], entry, *entries[index + 1 :])
 
 
 class InFlight(NamedTuple):
     """A fragment on its way.
 
     Attributes:
-      staged: the regions' own fragment when the sync started, `[R, ...]`, or None if
-        the merge has no use for it.
-      mean_pseudo_gradient: the mean that will arrive, no region axis unless every
-        pair of regions has its own.
-      midway: the regions' own fragment halfway to the merge, `[R, ...]`, or None if it
-        is not there yet or the merge has no use for it.
-      reference: the outer fragment when the sync started, or None if the outer
-        optimizer has no use for it.
-      times: what regions had measured when they sent it, float32 `[R, 2]`: seconds of
-        an inner step and of a sync, 0 for not yet; it arrives with the mean. None
-        unless the schedule measures.
+      mean: the mean pseudo-gradient that will arrive, no region axis unless every pair
+        of regions has its own.
+      kept: what is kept until then for those who need it, by name: copies of the
+        fragment (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and
+        "times", which arrive with the mean.
     """
 
-    staged: Fragment | None
-    mean_pseudo_gradient: PyTree
-    reference: Fragment | None = None
-    midway: Fragment | None = None
-    times: jax.Array | None = None
+    mean: PyTree
+    kept: dict[str, PyTree]
+
+    def with_kept(self, name: str, value: PyTree) -> InFlight:
+        """Return the same with something more kept."""
+        return self._replace(kept={**self.kept, name: value})
 
 
 class Observation(NamedTuple):
-    """What a schedule wants to know of an applied update.
+    """What a schedule needs to know of an applied update.
 
-    Still on its device, so that reading it can wait until the schedule has to choose.
+    Still on its devices, so that reading it can wait until the schedule has to choose.
 
     Attributes:
-      fragment: whose.
-      value: float32 scalar, its norm or effective rank (`Schedule.observes`).
-      times: as `InFlight.times`.
+      fragment_id: whose.
+      seen: by the name of a need, see `sync.needs`.
     """
 
-    fragment: int
-    value: jax.Array
-    times: jax.Array | None = None
+    fragment_id: int
+    seen: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncState:
+    """What a run has besides its regions' own training; entries are one a fragment.
+
+    Attributes:
+      outer: outer parameters and optimizer states.
+      schedule: the schedule's state.
+      compressors: what each region's compressor remembers between two messages, such as
+        what error feedback has not sent yet, `[R, ...]`; none where the outer
+        optimizer's state has it.
+      stale_params: the outer fragment that each region last took and measures its
+        pseudo-gradient from, `[R, ...]`; none unless regions take it one by one.
+      in_flight: syncs started and not yet applied, by fragment and start.
+      observed: applied updates that the schedule has not been told of.
+    """
+
+    outer: OuterState
+    schedule: Any
+    compressors: tuple[PyTree, ...] = ()
+    stale_params: tuple[Fragment, ...] = ()
+    in_flight: dict[SyncId, InFlight] = dataclasses.field(default_factory=dict)
+    observed: tuple[Observation, ...] = ()
+
+    @property
+    def arrays(self) -> dict[str, PyTree]:
+        """All arrays that must not be lost; observations are told before a save."""
+        return {
+            "outer": self.outer,
+            "compressors": self.compressors,
+            "stale_params": self.stale_params,
+            # Keys of dicts must be text.
+            "in_flight": {f"{k}_{s}": v for (k, s), v in self.in_flight.items()},
+        }
+
+    def with_arrays(self, arrays: dict[str, PyTree]) -> SyncState:
+        """Return the same with the arrays of another, as `arrays` gave them."""
+        flights = {
+            (int(k), int(s)): flight
+            for (k, s), flight in (
+                (name.split("_"), flight)
+                for name, flight in arrays["in_flight"].items()
+            )
+        }
+        return dataclasses.replace(self, **{**arrays, "in_flight": flights})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,20 +138,17 @@ class TrainState:
 
     Attributes:
       region: regional arrays, on the inner mesh.
-      outer: outer parameters and optimizer states.
-      in_flight: syncs started and not yet applied, by fragment.
-      schedule: the schedule's memory; None for methods without one.
-      senders: what regions keep between messages, an entry a fragment.
-      observed: applied updates that the schedule has not been told of.
+      sync: what is exchanged; None for methods that exchange no parameters.
       step: inner steps done.
       bytes_sent: bytes one region has sent.
     """
 
     region: RegionState
-    outer: OuterState
-    in_flight: dict[int, InFlight]
-    schedule: ScheduleState | None
-    senders: tuple[Sender, ...] = ()
-    observed: tuple[Observation, ...] = ()
+    sync: SyncState | None = None
     step: int = 0
     bytes_sent: int = 0
+
+
+def replaced(entries: tuple, index: int, entry: Any) -> tuple:
+    """Return `entries`, one a fragment, with one of them replaced."""
+    return (*entries[:index], entry, *entries[index + 1 :])

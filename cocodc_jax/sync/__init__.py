@@ -1,1 +1,128 @@
-"""What is exchanged and when: fragments, schedules, merges, methods. No device."""
+"""What is exchanged and when, as values that know no device.
+
+- `Method`: `Sync` (a schedule, a message, an outer optimizer, a merge) or `PerStep`.
+- `schedules`: when fragments leave and are applied; `events_at`: the loop around.
+- `merge`: what a region does with what arrives; `NEEDS`: what parts may need to know.
+- `cut`, `Fragments`: how parameters are cut into fragments.
+
+Names are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.sync import (
+        merge,
+        schedules,
+    )
+    from cocodc_jax.sync.fragments import (
+        Fragments,
+        LeafSlice,
+        cut,
+        cut_by_patterns,
+    )
+    from cocodc_jax.sync.merge import (
+        Merge,
+    )
+    from cocodc_jax.sync.messages import (
+        AsIs,
+        Compressed,
+        Message,
+        Ranked,
+    )
+    from cocodc_jax.sync.method import (
+        Inner,
+        Method,
+        Sync,
+    )
+    from cocodc_jax.sync.needs import (
+        NEEDS,
+        Need,
+        Seen,
+        Supplies,
+    )
+    from cocodc_jax.sync.outer import (
+        RegionalOuter,
+        SharedOuter,
+        nesterov,
+    )
+    from cocodc_jax.sync.pairs import (
+        matchings,
+    )
+    from cocodc_jax.sync.per_step import (
+        PerStep,
+    )
+    from cocodc_jax.sync.regions import (
+        Regions,
+    )
+    from cocodc_jax.sync.rings import (
+        ByRings,
+    )
+    from cocodc_jax.sync.schedules.base import (
+        events_at,
+    )
+
+__all__ = [
+    "AsIs",
+    "ByRings",
+    "Compressed",
+    "Fragments",
+    "Inner",
+    "LeafSlice",
+    "Merge",
+    "Message",
+    "Method",
+    "NEEDS",
+    "Need",
+    "PerStep",
+    "Ranked",
+    "RegionalOuter",
+    "Regions",
+    "Seen",
+    "SharedOuter",
+    "Supplies",
+    "Sync",
+    "cut",
+    "cut_by_patterns",
+    "events_at",
+    "matchings",
+    "merge",
+    "nesterov",
+    "schedules",
+]
+
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "AsIs": "messages:AsIs",
+    "ByRings": "rings:ByRings",
+    "Compressed": "messages:Compressed",
+    "Fragments": "fragments:Fragments",
+    "Inner": "method:Inner",
+    "LeafSlice": "fragments:LeafSlice",
+    "Merge": "merge:Merge",
+    "Message": "messages:Message",
+    "Method": "method:Method",
+    "NEEDS": "needs:NEEDS",
+    "Need": "needs:Need",
+    "PerStep": "per_step:PerStep",
+    "Ranked": "messages:Ranked",
+    "RegionalOuter": "outer:RegionalOuter",
+    "Regions": "regions:Regions",
+    "Seen": "needs:Seen",
+    "SharedOuter": "outer:SharedOuter",
+    "Supplies": "needs:Supplies",
+    "Sync": "method:Sync",
+    "cut": "fragments:cut",
+    "cut_by_patterns": "fragments:cut_by_patterns",
+    "events_at": "schedules.base:events_at",
+    "matchings": "pairs:matchings",
+    "merge": "merge",
+    "nesterov": "outer:nesterov",
+    "schedules": "schedules",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

@@ -1,4 +1,4 @@
-"""Cuts a parameter tree into K fragments and puts fragments back.
+"""Cut a parameter tree into K fragments, and put fragments back.
 
 A fragment is a set of *units*, and a unit is what is never cut: one transformer
 block, or one of the other top-level entries (embedding, final norm, head). Blocks
@@ -37,14 +37,14 @@ Fragment = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class LeafSlice:
     """One leaf's share of a fragment.
 
     Attributes:
       path: the leaf's path, parts joined by "/".
       leaf: the leaf's position in `jax.tree.leaves` order.
       rows: indices along the leaf's leading (layer) axis, or None for all of it.
-      num_params: how many numbers the piece holds.
+      num_params: how many numbers it holds.
       num_bytes: how many bytes they take in the leaf's dtype.
     """
 
@@ -61,33 +61,33 @@ class Fragments:
 
     Attributes:
       treedef: structure of the tree that was cut.
-      pieces: for each fragment, its pieces in leaf order.
+      slices: for each fragment, its leaf slices in leaf order.
     """
 
     treedef: Any
-    pieces: tuple[tuple[Piece, ...], ...]
+    slices: tuple[tuple[LeafSlice, ...], ...]
 
     def __len__(self) -> int:
-        """Number of fragments, K."""
-        return len(self.pieces)
+        """Return the number of fragments, K."""
+        return len(self.slices)
 
     @property
     def num_params(self) -> tuple[int, ...]:
         """Parameters in each fragment."""
-        return tuple(sum(p.num_params for p in pieces) for pieces in self.pieces)
+        return tuple(sum(p.num_params for p in each) for each in self.slices)
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
         """Bytes of each fragment in the parameters' own dtypes."""
-        return tuple(sum(p.num_bytes for p in pieces) for pieces in self.pieces)
+        return tuple(sum(p.num_bytes for p in each) for each in self.slices)
 
-    def take(self, tree: PyTree, fragment: int, lead: int = 0) -> Fragment:
-        """Copies one fragment out of `tree`.
+    def take(self, tree: PyTree, fragment_id: int, lead: int = 0) -> Fragment:
+        """Copy one fragment out of `tree`.
 
         Args:
           tree: a tree of the structure that was cut (parameters, or an optimizer's
             second moment), each leaf with `lead` further axes in front.
-          fragment: which fragment, 0 to K - 1.
+          fragment_id: which fragment, 0 to K - 1.
           lead: number of leading axes (1 where leaves carry a region axis).
 
         Returns:
@@ -95,36 +95,36 @@ class Fragments:
         """
         leaves = self.treedef.flatten_up_to(tree)
         return {
-            piece.path: _take_rows(leaves[piece.leaf], piece.rows, lead)
-            for piece in self.pieces[fragment]
+            part.path: _take_rows(leaves[part.leaf], part.rows, lead)
+            for part in self.slices[fragment_id]
         }
 
     def put(
-        self, tree: PyTree, fragment: int, value: Fragment, lead: int = 0
+        self, tree: PyTree, fragment_id: int, value: Fragment, lead: int = 0
     ) -> PyTree:
-        """Returns `tree` with one fragment replaced.
+        """Return `tree` with one fragment replaced.
 
         Under jit with `tree` donated the rows are written in place.
 
         Args:
           tree: as for `take`.
-          fragment: which fragment.
+          fragment_id: which fragment.
           value: what `take` returned, changed.
           lead: number of leading axes.
         """
         leaves = self.treedef.flatten_up_to(tree)
-        for piece in self.pieces[fragment]:
-            leaves[piece.leaf] = _put_rows(
-                leaves[piece.leaf], piece.rows, value[piece.path], lead
+        for part in self.slices[fragment_id]:
+            leaves[part.leaf] = _put_rows(
+                leaves[part.leaf], part.rows, value[part.path], lead
             )
         return self.treedef.unflatten(leaves)
 
     def join(self, fragments: Sequence[Fragment]) -> PyTree:
-        """Assembles the whole tree from all of its fragments."""
-        shares: dict[int, list[tuple[Piece, jax.Array]]] = {}
-        for pieces, fragment in zip(self.pieces, fragments, strict=True):
-            for piece in pieces:
-                shares.setdefault(piece.leaf, []).append((piece, fragment[piece.path]))
+        """Assemble the whole tree from all of its fragments."""
+        shares: dict[int, list[tuple[LeafSlice, jax.Array]]] = {}
+        for slices, fragment in zip(self.slices, fragments, strict=True):
+            for part in slices:
+                shares.setdefault(part.leaf, []).append((part, fragment[part.path]))
         return self.treedef.unflatten(
             [_join_rows(shares[leaf]) for leaf in sorted(shares)]
         )
@@ -136,7 +136,7 @@ def cut(
     strategy: str = "strided",
     blocks: str = "blocks",
 ) -> Fragments:
-    """Cuts `params` into fragments of whole units.
+    """Cut `params` into fragments of whole units.
 
     Args:
       params: tree of arrays or `jax.ShapeDtypeStruct`s (shapes are enough).
@@ -166,7 +166,7 @@ def cut(
     treedef = jax.tree.structure(params)
     grouped = [
         _merge_rows(
-            p for u, o in zip(units, owner, strict=True) if o == k for p in u.pieces
+            p for u, o in zip(units, owner, strict=True) if o == k for p in u.slices
         )
         for k in range(num_fragments)
     ]
@@ -174,18 +174,18 @@ def cut(
 
 
 def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
-    """Cuts `params` by regular expression, one fragment a pattern.
+    """Cut `params` by regular expression, one fragment a pattern.
 
     A leaf belongs to the first pattern that `re.search` finds in its path.
 
     Raises:
       ValueError: if a leaf matches no pattern, or a pattern gets no leaf.
     """
-    groups: list[list[Piece]] = [[] for _ in patterns]
+    groups: list[list[LeafSlice]] = [[] for _ in patterns]
     for index, (path, leaf) in enumerate(_named_leaves(params)):
         for group, pattern in zip(groups, patterns, strict=True):
             if re.search(pattern, path):
-                group.append(_piece(path, index, leaf))
+                group.append(_slice(path, index, leaf))
                 break
         else:
             raise ValueError(
@@ -203,12 +203,12 @@ def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-    pieces: tuple[Piece, ...]
+    slices: tuple[LeafSlice, ...]
     is_block: bool
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces)
+        return sum(part.num_bytes for part in self.slices)
 
 
 def _named_leaves(params: PyTree) -> list[tuple[str, Any]]:
@@ -218,29 +218,29 @@ def _named_leaves(params: PyTree) -> list[tuple[str, Any]]:
     ]
 
 
-def _piece(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None):
+def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None):
     size = math.prod(leaf.shape)
     if rows is not None:
         size = size // leaf.shape[0] * len(rows)
-    return Piece(path, index, rows, size, size * jnp.dtype(leaf.dtype).itemsize)
+    return LeafSlice(path, index, rows, size, size * jnp.dtype(leaf.dtype).itemsize)
 
 
 def _units(params: PyTree, blocks: str) -> list[_Unit]:
-    """Lists the units in network order; sorted names alone would put blocks first."""
-    found: dict[tuple[int, str, int], list[Piece]] = {}
+    """List the units in network order; sorted names alone would put blocks first."""
+    found: dict[tuple[int, str, int], list[LeafSlice]] = {}
     num_rows: dict[str, int] = {}
     for index, (path, leaf) in enumerate(_named_leaves(params)):
         parts = path.split("/")
         if blocks not in parts[:-1]:
             unit = (_order(parts[0], blocks), parts[0], -1)
-            found.setdefault(unit, []).append(_piece(path, index, leaf))
+            found.setdefault(unit, []).append(_slice(path, index, leaf))
             continue
         at = parts.index(blocks)
         stack = "/".join(parts[: at + 1])
         rank = _order(blocks, blocks)
         if parts[at + 1].isdigit():
             unit = (rank, stack, int(parts[at + 1]))
-            found.setdefault(unit, []).append(_piece(path, index, leaf))
+            found.setdefault(unit, []).append(_slice(path, index, leaf))
             continue
         length = num_rows.setdefault(stack, leaf.shape[0] if leaf.shape else 0)
         if not leaf.shape or leaf.shape[0] != length:
@@ -250,7 +250,7 @@ def _units(params: PyTree, blocks: str) -> list[_Unit]:
             )
         for row in range(length):
             found.setdefault((rank, stack, row), []).append(
-                _piece(path, index, leaf, (row,))
+                _slice(path, index, leaf, (row,))
             )
     return [_Unit(tuple(found[u]), is_block=u[2] >= 0) for u in sorted(found)]
 
@@ -277,26 +277,26 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
     return owner
 
 
-def _merge_rows(pieces: Any) -> tuple[Piece, ...]:
-    """Joins the rows that one fragment holds of the same stacked leaf."""
-    by_leaf: dict[int, Piece] = {}
-    for piece in pieces:
-        held = by_leaf.get(piece.leaf)
+def _merge_rows(slices: Any) -> tuple[LeafSlice, ...]:
+    """Join the rows that one fragment holds of the same stacked leaf."""
+    by_leaf: dict[int, LeafSlice] = {}
+    for part in slices:
+        held = by_leaf.get(part.leaf)
         if held is not None:
             assert held.rows is not None
-            assert piece.rows is not None
-            piece = dataclasses.replace(
-                piece,
-                rows=tuple(sorted(held.rows + piece.rows)),
-                num_params=held.num_params + piece.num_params,
-                num_bytes=held.num_bytes + piece.num_bytes,
+            assert part.rows is not None
+            part = dataclasses.replace(
+                part,
+                rows=tuple(sorted(held.rows + part.rows)),
+                num_params=held.num_params + part.num_params,
+                num_bytes=held.num_bytes + part.num_bytes,
             )
-        by_leaf[piece.leaf] = piece
+        by_leaf[part.leaf] = part
     return tuple(by_leaf[leaf] for leaf in sorted(by_leaf))
 
 
 def _stride(rows: tuple[int, ...]) -> int | None:
-    """The common distance of `rows`, or None if they have none."""
+    """Return the common distance of `rows`, or None if they have none."""
     steps = {b - a for a, b in zip(rows, rows[1:], strict=False)} or {1}
     return steps.pop() if len(steps) == 1 else None
 
@@ -325,10 +325,10 @@ def _put_rows(
     return x
 
 
-def _join_rows(shares: list[tuple[Piece, jax.Array]]) -> jax.Array:
+def _join_rows(shares: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
     if shares[0][0].rows is None:
         return shares[0][1]
-    rows = [row for piece, _ in shares for row in piece.rows or ()]
+    rows = [row for part, _ in shares for row in part.rows or ()]
     stacked = jnp.concatenate([value for _, value in shares], axis=0)
     order = sorted(range(len(rows)), key=rows.__getitem__)
     return jnp.take(stacked, jnp.array(order), axis=0)

@@ -13,7 +13,7 @@ With theta^g the new outer value, theta^m the region's own at the step of arriva
   parameter times theta^g - staged, high where the inner Adam's nu is high
 
 Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
-taken off (algorithms.md 4.1). With no Hessian term, compensating is the *replay* of
+taken off. With no Hessian term, compensating is the *replay* of
 the region's own progress: theta^m <- theta^g + (theta^m - staged).
 
 Each rule is a pure function of one region's fragment; the runtime maps it over
@@ -39,59 +39,27 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """A merge rule and what it wants from the runtime.
+    """A merge rule and what it needs.
 
     Attributes:
       name: for records and error messages.
       apply: `apply(local, staged, outer, *, delay_steps, **extra)` gives the merged
         fragment and a dict of float32 scalars. All three are fragments of one region
-        (flat dicts of arrays); `staged` is None unless `needs_staged`.
-      needs_staged: whether a copy of the fragment at its start must be kept.
-      needs: names of the extra arguments: "learning_rate" (float32 scalar, the inner
-        optimizer's now), "second_moment" (the inner Adam's, bias-corrected, of this
-        fragment), "gradient_fn" (fragment -> its gradient on the last batch),
-        "key" (PRNG key), and of `later_half`, "later_params" and "later_gradient".
+        (flat dicts of arrays); `staged` is None unless "staged" is needed.
+      needs: names of the extra arguments, see `sync.needs`.
     """
 
     name: str
     apply: Callable[..., tuple[PyTree, Metrics]]
-    needs_staged: bool = False
     needs: frozenset[str] = frozenset()
 
-    @property
-    def needs_midway(self) -> bool:
-        """Whether a copy of the fragment halfway to its merge must be kept."""
-        return bool(self.needs & {"later_params", "later_gradient"})
 
-
-def later_half(staged: PyTree, midway: PyTree, local: PyTree, delay_steps: int) -> dict:
-    """What a region saw in the two halves of the overlap, for `transforms.secant`.
-
-    Args:
-      staged: the fragment when its sync started.
-      midway: `delay_steps // 2` steps later.
-      local: `delay_steps` steps later.
-      delay_steps: tau, at least 2.
-
-    Returns:
-      "later_params", midway, and "later_gradient": the per-step pseudo-gradient of the
-      whole overlap plus its change from the first half to the second. `secant` takes
-      the whole overlap's away again.
-    """
-    first, rest = delay_steps // 2, delay_steps - delay_steps // 2
-
-    def later(staged, middle, local):
-        whole = (staged - local) / delay_steps
-        return whole + (middle - local) / rest - (staged - middle) / first
-
-    return {
-        "later_gradient": jax.tree.map(later, staged, midway, local),
-        "later_params": midway,
-    }
+# What `compensate` gives to its transform by itself.
+_GIVEN = frozenset({"stale_params", "delay_steps"})
 
 
 def replace() -> Merge:
-    """Takes the outer fragment and forgets the region's own: theta^m <- theta^g."""
+    """Take the outer fragment and forget the region's own: theta^m <- theta^g."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         del staged, delay_steps, extra
@@ -101,7 +69,7 @@ def replace() -> Merge:
 
 
 def mix(alpha: float) -> Merge:
-    """Mixes: theta^m <- alpha theta^m + (1 - alpha) theta^g.
+    """Mix: theta^m <- alpha theta^m + (1 - alpha) theta^g.
 
     Args:
       alpha: weight on *local*, in [0, 1]: 1 never synchronises, 0 throws away what
@@ -125,14 +93,14 @@ def mix(alpha: float) -> Merge:
 def compensate(
     transform: optax.GradientTransformation, needs: frozenset[str] = frozenset()
 ) -> Merge:
-    """Compensates for the delay: theta^m <- theta^g - tau g~.
+    """Compensate for the delay: theta^m <- theta^g - tau g~.
 
     Args:
       transform: takes g (old minus new, parameter units per step) to g~; usually
         `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its
         `update` is given `params=theta^g` and `stale_params=staged`. If its state
         holds a `correction_ratio`, that becomes a metric.
-      needs: the extra arguments that `transform` takes, see `Merge`.
+      needs: the extra arguments that `transform` takes, see `sync.needs`.
     """
     transform = optax.with_extra_args_support(transform)
 
@@ -163,11 +131,11 @@ def compensate(
             return merged, {}
         return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
 
-    return Merge("compensate", apply, needs_staged=True, needs=needs)
+    return Merge("compensate", apply, (needs - _GIVEN) | {"staged"})
 
 
 def curvature_mix(mean_weight: float | jax.Array) -> Merge:
-    """Mixes at the staged point, most where the inner Adam's nu is high.
+    """Mix at the staged point, most where the inner Adam's nu is high.
 
     theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
     from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1
@@ -196,11 +164,9 @@ def curvature_mix(mean_weight: float | jax.Array) -> Merge:
         )
         return merged, {"correction_ratio": ratio.astype(jnp.float32)}
 
-    return Merge(
-        "curvature_mix", apply, needs_staged=True, needs=frozenset({"second_moment"})
-    )
+    return Merge("curvature_mix", apply, frozenset({"staged", "second_moment"}))
 
 
 def _widen_like(tree: PyTree, outer: PyTree) -> PyTree:
-    """Regional leaves in the outer dtype, so that a merge is rounded only once."""
+    """Return regional leaves in the outer dtype, so that a merge is rounded once."""
     return jax.tree.map(lambda x, o: x.astype(o.dtype), tree, outer)

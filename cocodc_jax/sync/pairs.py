@@ -6,7 +6,7 @@ import numpy as np
 
 
 def matchings(num_regions: int) -> np.ndarray:
-    """Matchings of which every pair of regions is in exactly one.
+    """List matchings of which every pair of regions is in exactly one.
 
     The schedule of a round-robin tournament: one player stands still, the others go
     round a circle. A matching drawn evenly from it pairs a region with each other one

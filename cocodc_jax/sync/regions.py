@@ -31,7 +31,7 @@ class Regions:
     batch_sizes: tuple[int, ...]
 
     def __post_init__(self):
-        """Checks the numbers.
+        """Check the numbers.
 
         Raises:
           ValueError: naming the field, its value and what would be right.
@@ -51,7 +51,7 @@ class Regions:
 
     @classmethod
     def alike(cls, num_regions: int) -> Regions:
-        """Regions of one speed and one batch size."""
+        """Make regions of one speed and one batch size."""
         return cls((1.0,) * num_regions, (1,) * num_regions)
 
     @property
@@ -65,17 +65,17 @@ class Regions:
         return max(self.step_times) == 1
 
     def steps_done(self, tick: int) -> np.ndarray:
-        """Inner steps of each region by `tick`, int64 `[R]`."""
+        """Count inner steps of each region by `tick`, int64 `[R]`."""
         # The small number undoes the rounding of a quotient that is whole.
         return np.array([math.floor(tick / s + 1e-9) for s in self.step_times])
 
-    def active(self, tick: int, num_ticks: int) -> np.ndarray:
-        """Who finishes a step at each of the ticks after `tick`, bool `[T, R]`."""
+    def participating(self, tick: int, num_ticks: int) -> np.ndarray:
+        """Tell who finishes a step at each of the ticks after `tick`, bool `[T, R]`."""
         done = [self.steps_done(t) for t in range(tick, tick + num_ticks + 1)]
         return np.diff(done, axis=0) > 0
 
     def sequences_done(self, tick: int) -> np.ndarray:
-        """Sequences each region has trained on by `tick`, int64 `[R]`."""
+        """Count sequences each region has trained on by `tick`, int64 `[R]`."""
         return self.steps_done(tick) * np.array(self.batch_sizes)
 
     def weights(
@@ -83,18 +83,18 @@ class Regions:
         since: int,
         tick: int,
         weigh: Weigh | None,
-        taking_part: Sequence[int] | None = None,
+        participating: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """Weights of the regions in a mean, float64 `[R]`, of sum 1.
+        """Return weights of the regions in a mean, float64 `[R]`, of sum 1.
 
         Args:
           since: tick of the sync before.
           tick: now.
           weigh: None weighs all alike.
-          taking_part: who is counted; None is all.
+          participating: who is counted; None is all.
         """
         counted = np.zeros(self.num)
-        counted[list(range(self.num) if taking_part is None else taking_part)] = 1
+        counted[list(range(self.num) if participating is None else participating)] = 1
         if weigh is not None:
             steps = self.steps_done(tick) - self.steps_done(since)
             weights = counted * weigh(steps, steps * np.array(self.batch_sizes))

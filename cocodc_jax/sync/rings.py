@@ -1,21 +1,30 @@
 """Several rings at once: who passes on to whom, and how much a region sends.
 
-The places stand in a circle; ring j passes from place p to place p + s_j (mod D). For
-every stride s_j that has no factor in common with D this visits each place once, and
-different strides use different links. A stride of -s is that of s reversed.
+The shards of a region axis stand in a circle; ring j passes from shard p to shard
+p + s_j (mod D). For every stride s_j that has no factor in common with D this visits
+each shard once, and different strides use different links. A stride of -s is that of s
+reversed.
 
-Source: Ravnest (arXiv 2401.01728), from memory; algorithms.md section 10. The choice
-of orders is ours.
+Source: Ravnest (arXiv 2401.01728), from memory. The choice of orders is ours.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
+
+import jax
+from jax.flatten_util import ravel_pytree
+
+from cocodc_jax.sync.messages import Message
+from cocodc_jax.transforms.compressor import Compressor
+
+PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Rings:
+class ByRings(Message):
     """A sum over regions by rings, each of which carries its share of the numbers.
 
     Attributes:
@@ -25,7 +34,7 @@ class Rings:
     num: int = 2
 
     def __post_init__(self):
-        """Checks the number.
+        """Check the number.
 
         Raises:
           ValueError: if it is below 1.
@@ -33,33 +42,59 @@ class Rings:
         if self.num < 1:
             raise ValueError(f"num_rings={self.num} must be at least 1")
 
-    def strides(self, num_places: int) -> tuple[int, ...]:
-        """The stride of each ring, in [0, num_places).
+    @property
+    def only_in_program(self) -> str:
+        """Why it can cross in a compiled program only: rings lie on the inner mesh."""
+        return "its rings lie on the inner mesh"
+
+    def compressed(self, compressor: Compressor) -> Message:
+        """Refuse.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError(
+            "its rings pass on partial sums, which cannot be summed while they are "
+            "encoded"
+        )
+
+    def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
+        """Return the bytes that a region passes on, padding included.
+
+        Its own part of the sum and the sums: 2 (M - 1) / M of the fragment. Each region
+        is taken to be a shard of its own, also where shards hold several.
+        """
+        del rank
+        flat = jax.eval_shape(lambda x: ravel_pytree(x)[0], part)
+        return self.num_sent(flat.size, num_regions) * flat.dtype.itemsize
+
+    def strides(self, num_shards: int) -> tuple[int, ...]:
+        """Return the stride of each ring, in [0, num_shards).
 
         Rings differ as long as there are strides left, then begin anew: up to four
-        places have two orders at most, the two directions.
+        shards have two orders at most, the two directions.
 
-        >>> Rings(6).strides(5)
+        >>> ByRings(6).strides(5)
         (1, 4, 2, 3, 1, 4)
         """
-        half = range(1, num_places // 2 + 1)
-        known = [s for s in half if math.gcd(s, num_places) == 1]
-        both = [t for s in known for t in dict.fromkeys((s, num_places - s))]
-        both = both or [0]  # One place passes to itself.
+        half = range(1, num_shards // 2 + 1)
+        known = [s for s in half if math.gcd(s, num_shards) == 1]
+        both = [t for s in known for t in dict.fromkeys((s, num_shards - s))]
+        both = both or [0]  # One shard passes to itself.
         return tuple(both[j % len(both)] for j in range(self.num))
 
-    def chunk_size(self, size: int, num_places: int) -> int:
-        """Numbers in a message of one ring: `size` over rings and places, padded."""
-        return -(-size // (self.num * num_places))
+    def chunk_size(self, size: int, num_shards: int) -> int:
+        """Return the numbers in a message of one ring, padded."""
+        return -(-size // (self.num * num_shards))
 
-    def num_sent(self, size: int, num_places: int) -> int:
-        """Numbers that each place sends to sum `size` of them over all places.
+    def num_sent(self, size: int, num_shards: int) -> int:
+        """Return the numbers that each shard sends to sum `size` of them over all.
 
         About 2 (M - 1) / M of them: M - 1 chunks while summing, and as many while the
         sums go round.
 
-        >>> Rings(2).num_sent(1200, 4)
+        >>> ByRings(2).num_sent(1200, 4)
         1800
         """
-        chunks = 2 * (num_places - 1) * self.num
-        return chunks * self.chunk_size(size, num_places)
+        chunks = 2 * (num_shards - 1) * self.num
+        return chunks * self.chunk_size(size, num_shards)

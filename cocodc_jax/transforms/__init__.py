@@ -9,12 +9,100 @@
 - `muon`: an inner optimizer for a transformer's tree.
 
 Sign, everywhere: updates are gradient-like, old minus new, and descent is minus.
+
+Public are the modules named here, and what stands beside them; all are imported when
+they are first asked for.
 """
 
-from cocodc_jax.transforms.compensation import (
-    DelayCompensationState,
-    delay_compensation,
-)
-from cocodc_jax.transforms.curvature import Curvature
+from __future__ import annotations
 
-__all__ = ["Curvature", "DelayCompensationState", "delay_compensation"]
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.transforms import (
+        compression,
+        curvature,
+        dc_asgd,
+        decoupled,
+        error_feedback,
+        heloco,
+        lion,
+        low_rank,
+        mix,
+        muon,
+        outer,
+        quantize,
+        secant,
+        snoo,
+        sparsify,
+        threshold,
+    )
+    from cocodc_jax.transforms.compensation import (
+        DelayCompensationState,
+        delay_compensation,
+    )
+    from cocodc_jax.transforms.compressor import (
+        Compressor,
+        message_bytes,
+    )
+    from cocodc_jax.transforms.curvature import (
+        Curvature,
+    )
+    from cocodc_jax.transforms.second_moment import (
+        adam_second_moment,
+    )
+
+__all__ = [
+    "Compressor",
+    "Curvature",
+    "DelayCompensationState",
+    "adam_second_moment",
+    "compression",
+    "curvature",
+    "dc_asgd",
+    "decoupled",
+    "delay_compensation",
+    "error_feedback",
+    "heloco",
+    "lion",
+    "low_rank",
+    "message_bytes",
+    "mix",
+    "muon",
+    "outer",
+    "quantize",
+    "secant",
+    "snoo",
+    "sparsify",
+    "threshold",
+]
+
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "Compressor": "compressor:Compressor",
+    "Curvature": "curvature:Curvature",
+    "DelayCompensationState": "compensation:DelayCompensationState",
+    "adam_second_moment": "second_moment:adam_second_moment",
+    "compression": "compression",
+    "curvature": "curvature",
+    "dc_asgd": "dc_asgd",
+    "decoupled": "decoupled",
+    "delay_compensation": "compensation:delay_compensation",
+    "error_feedback": "error_feedback",
+    "heloco": "heloco",
+    "lion": "lion",
+    "low_rank": "low_rank",
+    "message_bytes": "compressor:message_bytes",
+    "mix": "mix",
+    "muon": "muon",
+    "outer": "outer",
+    "quantize": "quantize",
+    "secant": "secant",
+    "snoo": "snoo",
+    "sparsify": "sparsify",
+    "threshold": "threshold",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

@@ -8,7 +8,8 @@ end, from the parameters x of that round:
 
 `g = old - new`, so descent is minus.
 
-Source: CO2, arXiv 2401.16265; algorithms.md section 6. The gap is from memory.
+Source: CO2, arXiv 2401.16265. The gap is from memory, unchecked: the authors' public
+code holds it at 1. Differs from that code: its clip has no effect, ours clips.
 """
 
 from typing import NamedTuple
@@ -94,8 +95,10 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
     A round without any move (the first of a run whose message in flight is zero) is
     not counted into the mean, which would be too small ever after.
 
-    The source gives no exact formula that could be checked (its public code holds
-    Lambda at 1): this one is from memory and from Gap-Aware (arXiv 1909.10802).
+    Differs from the paper: its formula could not be checked (CO2's public code holds
+    Lambda at 1), this one is ours. Nor is it that of Gap-Aware SGD (arXiv 1909.10802),
+    from which the idea comes: 1 + move / mean move, per element, so that a steady move
+    is halved there and left alone here.
 
     Returns:
       A transformation whose `update(updates, state, params, *, stale_params)` takes
@@ -140,7 +143,7 @@ def co2(
     momentum: float | jax.Array = 0.2,
     max_abs: float | jax.Array = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Outer optimizer of CO2: staleness penalty, clipped momentum, step.
+    """Build CO2's outer optimizer: staleness penalty, clipped momentum, step.
 
     The mean pseudo-gradient of the round before is the update, the parameters that
     round began with are `stale_params`.

@@ -17,8 +17,9 @@ in parameter units. In the region program it is the latter,
 
 so the curvature must return parameter units too; `curvature.py` says how each does.
 
-Source: CoCoDC (arXiv 2504.17672) and DC-ASGD (arXiv 1609.08326); algorithms.md
-sections 4.1, 4.2 and 5.
+Source: CoCoDC (arXiv 2504.17672) and DC-ASGD (arXiv 1609.08326), both as read from the
+authors' code. The sign is derived here: with the exact Hessian of a quadratic the plus
+gives the gradient at `params`. `max_ratio` is ours.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ in a flag or a configuration, and for the usual ones a short form (`short_form.p
     ef+lowrank:64+int4        error_feedback(low_rank(64, factors=int4()))    DiLoCoX
     ef:0.95+chunked:32+int2:32
         error_feedback(
-            chunked_top_k(k=32, values=int2(block_size=32)), decay=0.95)      SparseLoCo
+            chunked_top_k(k=32, values=int2(block_size=32)), decay=0.95)
     (long form only)          int4(block_size=128, stochastic=True)
 """
 

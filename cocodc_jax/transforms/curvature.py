@@ -35,8 +35,12 @@ where `second_moment` is Adam's bias-corrected nu. The last two give parameter u
 point operations of a compiled four-layer perceptron, n samples), "memory" what is held
 beyond `g` and `D`.
 
-Source: algorithms.md sections 4.1, 4.2 and 5; DC-ASGD (arXiv 1609.08326), DC-S3GD
-(arXiv 1911.02516), CoCoDC (arXiv 2504.17672), Hutchinson (1990).
+Source: DC-ASGD (arXiv 1609.08326, equation 10) for `outer_product`, as read from the
+authors' code; CoCoDC (arXiv 2504.17672) for its use on pseudo-gradients and for the
+division by the sync interval, read from the authors' code, the place of that division
+about 75 % sure; DC-S3GD (arXiv 1911.02516) and CoCoDC's later code for
+`normalized_outer_product`; Hutchinson (1990). `isotropic`, `adam_second_moment` and all
+changes of units are derived here.
 """
 
 import dataclasses
@@ -80,12 +84,12 @@ class Curvature:
 
 
 def none() -> Curvature:
-    """H D = 0: the zeroth order, which replays the local progress unchanged."""
+    """Take H D = 0, the zeroth order, which replays the local progress unchanged."""
     return Curvature("none", lambda gradient, displacement: _zeros(displacement))
 
 
 def isotropic() -> Curvature:
-    """H D = D / delay_steps, in parameter units: a pull of `strength` to stale_params.
+    """Pull to stale_params: H D = D / delay_steps, in parameter units.
 
     After a merge `theta_g - delay_steps * g~` a strength of c gives
     `theta_g - c D + progress`: the mix is made at the staged point and the local
@@ -102,11 +106,12 @@ def isotropic() -> Curvature:
 
 
 def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature:
-    """H D = g * g * D / sync_interval: the empirical Fisher diagonal of DC-ASGD.
+    """Take DC-ASGD's empirical Fisher diagonal: H D = g * g * D / sync_interval.
 
     With `units="parameter"` the square is taken of `g` as it comes: DC-ASGD's rule
     when `g` is a true gradient, and CoCoDC's published rule when it is a per-step
-    pseudo-gradient, where it amounts to nothing (about 4e-9 of `g`, section 4.1).
+    pseudo-gradient, where it amounts to nothing (about 4e-9 of `g` at a learning rate
+    of 4e-4, 5 steps of delay and an interval of 100).
     With `units="gradient"` the square is taken of `G = g / learning_rate` and
     the product brought back, `learning_rate * G * G * D = g * g * D / learning_rate`;
     it needs `learning_rate`, that of the inner optimizer. Both return the units of
@@ -135,17 +140,18 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
 def normalized_outer_product(
     max_weight: float | None = None, scope: str = "tensor", eps: float = 1e-8
 ) -> Curvature:
-    """H D = w g * g * D with w such that the result is as long as g (DC-S3GD).
+    """Take H D = w g * g * D with w such that it is as long as g (DC-S3GD).
 
         c = g * g * D
         w = min(||g|| / (||c|| + eps), max_weight)
 
     The correction is then `strength` times the length of `g` whatever the units, and
-    does not fade as `D` goes to zero unless `max_weight` caps it (section 4.2). Weights
-    multiply: the cap lambda_max of the source is `strength * max_weight`, in the units
-    of 1 / (g * D). The source's uncapped form divides `c` by the learning rate and
-    uses `g` undivided: equal, with `eps = 1e-8 * learning_rate / delay_steps ** 2`.
-    No batch; holds one tree.
+    does not fade as `D` goes to zero unless `max_weight` caps it, which is the CoCoDC
+    authors' own later remedy. Weights multiply: the cap lambda_max of their code is
+    `strength * max_weight`, in the units of 1 / (g * D). Their uncapped form (November
+    2025, strength 1; DC-S3GD has 0.2) divides `c` by the learning rate and uses `g`
+    undivided: equal, with `eps = 1e-8 * learning_rate / delay_steps ** 2`. Both were
+    read from that code. No batch; holds one tree.
 
     Args:
       max_weight: largest `w`, or None for no cap.
@@ -174,7 +180,7 @@ def normalized_outer_product(
 
 
 def adam_second_moment(units: str = "parameter") -> Curvature:
-    """H = diag(nu), the Fisher diagonal that an inner Adam already holds.
+    """Take H = diag(nu), the Fisher diagonal that an inner Adam already holds.
 
     With `units="parameter"` the product passes through Adam's own preconditioner,
     `learning_rate * nu / sqrt(nu) * D = learning_rate * sqrt(nu) * D` per step; needs
@@ -203,7 +209,7 @@ def adam_second_moment(units: str = "parameter") -> Curvature:
 
 
 def hessian_vector(units: str = "gradient") -> Curvature:
-    """H D exactly, as the derivative of `gradient_fn` at stale_params along D.
+    """Take H D exactly, as the derivative of `gradient_fn` at stale_params along D.
 
     Needs `gradient_fn(params) -> gradient` on a batch of the caller's choice, which
     it closes over, for the same (sub)tree as the updates, in gradient units: for one
@@ -231,7 +237,7 @@ def hessian_vector(units: str = "gradient") -> Curvature:
 
 
 def gauss_newton(units: str = "gradient") -> Curvature:
-    """H D = J' H_out J D: the Hessian without the model's own second derivative.
+    """Take H D = J' H_out J D: the Hessian without the model's own second derivative.
 
     J is the Jacobian of `model_fn(params) -> outputs` at stale_params, H_out the
     Hessian of `output_loss_fn(outputs) -> scalar`. Positive semi-definite when that
@@ -264,7 +270,7 @@ def gauss_newton(units: str = "gradient") -> Curvature:
 
 
 def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
-    """H D = mean(z * H z) * D: an unbiased estimate of diag(H), times D.
+    """Estimate H D = mean(z * H z) * D: an unbiased estimate of diag(H), times D.
 
     The mean runs over `num_samples` vectors z of random signs, one exact product each.
     Needs `gradient_fn` as `hessian_vector` does, and a `key`, a fresh one each

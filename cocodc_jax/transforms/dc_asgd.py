@@ -10,8 +10,9 @@
 compensation is `delay_compensation` with the outer-product curvature, whose elements
 the adaptive form divides by their own running size.
 
-Source: Zheng et al., arXiv 1609.08326, equations 10 and 14; algorithms.md section 5.
-The adaptive form's defaults are from memory (the paper uses decay 0 on ImageNet).
+Source: Zheng et al., arXiv 1609.08326, equations 10 and 14. The constant form is as
+read from the authors' code; the adaptive form's defaults are from memory, unchecked
+(the paper uses decay 0 on ImageNet).
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from cocodc_jax.transforms.numerics import check_unit_interval, widen
 def dc_asgd(
     learning_rate: optax.ScalarOrSchedule, strength: optax.ScalarOrSchedule = 0.04
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD on gradients compensated by `strength * g * g * (params - stale_params)`.
+    """Descend gradients compensated by `strength * g * g * (params - stale_params)`.
 
     Args:
       learning_rate: step size of the descent.
@@ -56,7 +57,7 @@ def dc_asgd_adaptive(
     strength: float | jax.Array = 2.0,
     decay: float | jax.Array = 0.95,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD on gradients compensated with a lambda per parameter (DC-ASGD-a).
+    """Descend gradients compensated with a lambda per parameter (DC-ASGD-a).
 
     Args:
       learning_rate: step size of the descent.
@@ -131,7 +132,7 @@ def adaptive_delay_compensation(
 
 
 def _size_weighted_outer_product(eps):
-    """H D = g * g * D / sqrt(second_moment + eps)."""
+    """Return H D = g * g * D / sqrt(second_moment + eps)."""
 
     def product(gradient, displacement, *, second_moment):
         return jax.tree.map(

@@ -6,7 +6,9 @@ With decay 1 nothing is ever lost: the sum of what was sent and the residual equ
 sum of what was meant, so if the residual stays bounded the means agree. Decay below
 1 forgets old errors (SparseLoCo uses 0.95).
 
-Source: Karimireddy et al., arXiv 1901.09847; algorithms.md sections 7, 10 and 11.
+Source: Karimireddy et al., arXiv 1901.09847. Decay 1 is also DiLoCoX's (arXiv
+2506.21263, from memory, unchecked); a decay below 1 is SparseLoCo's (arXiv 2508.15706)
+and MuLoCo's (arXiv 2505.23725, 0.9), as read from the authors' code.
 """
 
 import dataclasses

@@ -13,8 +13,12 @@ what is left is shrink * g. While m is zero (the first step) g is kept. Then Nes
 
     m <- b m + g~;   theta <- theta - learning_rate (g~ + b m)
 
-Source: HeLoCo, arXiv 2606.00271; algorithms.md section 10, which has one line on it
-(cosine decides: keep, rotate or shrink). The rule in between and the defaults are ours.
+Source: HeLoCo, arXiv 2606.00271, for the idea that the cosine decides: keep, turn or
+shrink. Differs from the paper (its published rule, read from a table): g is kept from
+c = 0.2 on; below 0 a part of what opposes m is taken off, min(0.5 (-c) f, 0.5) of it,
+with f = ||g|| / (||g|| + 3 ||m||); in between g turns by a share min((1 - c) f, 1) of
+the way; the momentum is m <- b m + (1 - b) g~; and regions start from the look-ahead
+point theta - learning_rate b m.
 """
 
 from typing import NamedTuple
@@ -93,7 +97,7 @@ def heloco(
     lower: float | jax.Array = -0.5,
     shrink: float | jax.Array = 0.5,
 ) -> optax.GradientTransformationExtraArgs:
-    """Outer Nesterov on pseudo-gradients corrected by the momentum.
+    """Take outer Nesterov steps on pseudo-gradients corrected by the momentum.
 
     Args:
       learning_rate: eta_o.

@@ -12,8 +12,10 @@ DiLoCoX's. Wrap it in `error_feedback`.
 
 `resize` and `effective_rank` are for a rank that changes between rounds.
 
-Source: Vogels et al., arXiv 1905.13727, algorithm 1, with the factors of one region
-alone; DiLoCoX (arXiv 2506.21263, from memory); algorithms.md sections 7 and 11.
+Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) and DiLoCoX (arXiv
+2506.21263, from memory, unchecked). Differs from PowerSGD's paper: there P and Q are
+averaged over regions between the two products, here a region factorises its own tensor.
+A stack of layers is one matrix here, not one for each layer.
 """
 
 from typing import NamedTuple

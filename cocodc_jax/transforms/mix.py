@@ -1,6 +1,6 @@
 """A merge whose alpha is a weight per parameter, high where curvature is high.
 
-Compensating an Adam update by sqrt(nu) (algorithms.md section 4.1) gives
+Compensating an Adam update by sqrt(nu) (`curvature.adam_second_moment`) gives
 
     theta = theta_g + progress - w * D,   progress = local - staged,
                                           D = theta_g - staged,
@@ -14,7 +14,8 @@ kept and its size is set by the mean that the caller asks for:
 
 A constant nu gives the isotropic compensation with c = mean_weight.
 
-No published source.
+No published source; the formulas are derived here, from CoCoDC's merge (arXiv
+2504.17672) with the diagonal that Adam holds.
 """
 
 import jax

@@ -6,8 +6,9 @@ Under `blocks`, every matrix [in, out], or every layer's of a scanned stack
 learning rate serves both. Embedding, head, norms and other vectors take NAdam.
 
 Muon: Jordan et al. 2024 in `optax.contrib.muon`, here told which axes are matrices; the
-size: Liu et al., arXiv 2502.16982. Inside DiLoCo: MuLoCo, arXiv 2505.23725;
-algorithms.md section 10.
+size: Liu et al., arXiv 2502.16982. Inside DiLoCo: MuLoCo, arXiv 2505.23725. Differs
+from the paper: MuLoCo's Muon (as read from the authors' code) has momentum 0.9 without
+Nesterov, a learning rate times sqrt(out / in) and AdamW with b2 = 0.99 for the rest.
 """
 
 import jax
@@ -85,7 +86,7 @@ def matrix_axes(params, blocks: str = "blocks"):
 
 
 def _key(entry):
-    """Name of a step along a path: of a dict, a list or an attribute."""
+    """Name a step along a path: of a dict, a list or an attribute."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)

@@ -17,7 +17,7 @@ def safe_norm(tree) -> jax.Array:
     return safe_sqrt(inner_product(tree, tree))
 
 
-def safe_sqrt(x: jax.Array) -> jax.Array:
+def safe_sqrt(x: float | jax.Array) -> jax.Array:
     """Return the square root of x >= 0, with gradient 0 (not infinity) at 0."""
     positive = jnp.where(x > 0, x, 1.0)
     return jnp.where(x > 0, jnp.sqrt(positive), x)

@@ -4,10 +4,10 @@ All take pseudo-gradients `g = old - new` (averaged over regions by the caller) 
 `updates`, so descent is minus, as with gradients; none communicates. `scale_by_*`
 return a descent direction, the recipes without that prefix a step to add.
 
-Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135; algorithms.md section 10) and
-`group_heavy_ball` (NoLoCo, arXiv 2506.10911; section 8). The rest is
-made in `co2.py` (clipped momentum, staleness penalty), `heloco.py` (correction by the
-momentum) and `snoo.py` (a wrapper around an inner optimizer) and can be had from here.
+Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135) and `group_heavy_ball`
+(NoLoCo, arXiv 2506.10911), both as read from the authors' code. The rest is made in
+`co2.py` (clipped momentum, staleness penalty), `heloco.py` (correction by the momentum)
+and `snoo.py` (a wrapper around an inner optimizer) and can be had from here.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class DelayedNesterovState(NamedTuple):
 
 def scale_by_delayed_nesterov(
     momentum: float | jax.Array = 0.9,
-    buffer_size: int = 4,
+    buffer_size: int | jax.Array = 4,
     spread: float | jax.Array = 0.0,
 ) -> optax.GradientTransformation:
     """Update the momentum once in N arrivals, so that N regions act on it as one.
@@ -119,7 +119,7 @@ def scale_by_delayed_nesterov(
 def delayed_nesterov(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float | jax.Array = 0.9,
-    buffer_size: int = 4,
+    buffer_size: int | jax.Array = 4,
     spread: float | jax.Array = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Apply each arrival at once and the momentum once in N (asynchronous local SGD).
@@ -158,13 +158,16 @@ def group_heavy_ball(
     momentum: float | jax.Array = 0.5,
     pull: float | jax.Array = 0.7,
 ) -> optax.GradientTransformationExtraArgs:
-    """Heavy ball with a pull to the group's mean parameters (NoLoCo).
+    """Step by a heavy ball with a pull to the group's mean parameters (NoLoCo).
 
         v <- mu v + beta g + gamma (params - group_mean_params);   params <- params - v
 
     where `g` is the mean pseudo-gradient of the group (a random pair of regions), so
-    the regions stay near each other without any all-reduce. Stable for pairs
-    if mu < gamma < sqrt(2 + mu**2) (from memory).
+    the regions stay near each other without any all-reduce. Without gradient the
+    spread of many independently paired regions contracts if 0 < gamma < 2 (1 - mu**2),
+    derived here from its second moments. Differs from the paper: the range
+    mu < gamma < sqrt(2 + mu**2) that is remembered from it is false in both directions
+    (mu 0.9, gamma 1 diverges; mu 0.5, gamma 0.1 contracts).
 
     Args:
       learning_rate: beta.

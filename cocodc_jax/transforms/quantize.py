@@ -15,7 +15,13 @@ To the nearest code, or with `stochastic=True` to one of the two neighbours at r
 such that the mean is the value (unbiased, twice the error at most). FP4's is
 1 sign, 3 exponent and 0 mantissa bits (code 0 is zero) as in Streaming DiLoCo (arXiv
 2501.18512), whose scale is not published: per-block absmax is our choice. `sign` is
-scaled so that the squared error is least. Source: algorithms.md section 11.
+scaled so that the squared error is least.
+
+SparseLoCo (arXiv 2508.15706) and MuLoCo (arXiv 2505.23725) send 2 bits a value, as
+`int2` does. Differs from the paper: in the authors' code the steps are 1.5 standard
+deviations around the tensor's mean and a code is decoded as the mean of the values in
+its bin; relative error on Gaussian values 0.42 where equal steps over the absolute
+maximum have 0.60.
 """
 
 import math
@@ -32,22 +38,22 @@ from cocodc_jax.transforms.packing import pack, unpack
 
 
 def float16() -> Compressor:
-    """Two bytes a value: 11 significant bits, from 6e-8 to 65504."""
+    """Send two bytes a value: 11 significant bits, from 6e-8 to 65504."""
     return _cast("float16", jnp.float16)
 
 
 def bfloat16() -> Compressor:
-    """Two bytes a value: 8 significant bits, the range of float32."""
+    """Send two bytes a value: 8 significant bits, the range of float32."""
     return _cast("bfloat16", jnp.bfloat16)
 
 
 def int8(block_size: int = 256, stochastic: bool = False) -> Compressor:
-    """One byte a value and 4 bytes a block."""
+    """Send one byte a value and 4 bytes a block."""
     return _blockwise("int8", _uniform(255), 8, block_size, stochastic)
 
 
 def int4(block_size: int = 256, stochastic: bool = False) -> Compressor:
-    """Two values a byte and 4 bytes a block.
+    """Send two values a byte and 4 bytes a block.
 
     >>> import jax.numpy as jnp
     >>> compressor = int4()
@@ -61,17 +67,17 @@ def int4(block_size: int = 256, stochastic: bool = False) -> Compressor:
 
 
 def int2(block_size: int = 256, stochastic: bool = False) -> Compressor:
-    """Four values a byte and 4 bytes a block; zero is not among the codes."""
+    """Send four values a byte and 4 bytes a block; zero is not among the codes."""
     return _blockwise("int2", _uniform(4), 2, block_size, stochastic)
 
 
 def fp4(block_size: int = 256, stochastic: bool = False) -> Compressor:
-    """Two values a byte and 4 bytes a block: powers of two, finest near zero."""
+    """Send two values a byte and 4 bytes a block: powers of two, finest near zero."""
     return _blockwise("fp4", _Code(_fp4_encode, _fp4_decode), 4, block_size, stochastic)
 
 
 def sign(block_size: int = 256) -> Compressor:
-    """Eight values a byte and 4 bytes a block, the mean absolute value."""
+    """Send eight values a byte and 4 bytes a block, the mean absolute value."""
     code = _Code(
         lambda fraction, noise: fraction >= 0,
         lambda code: 2.0 * code.astype(jnp.float32) - 1.0,
@@ -91,7 +97,7 @@ def _cast(name, dtype):
 
 
 def _uniform(levels):
-    """`levels` equally spaced fractions from -1 to 1."""
+    """Make `levels` equally spaced fractions from -1 to 1."""
 
     def encode(fraction, noise):
         place = (fraction + 1) / 2 * (levels - 1)
@@ -105,7 +111,7 @@ def _uniform(levels):
 
 
 def _fp4_encode(fraction, noise):
-    """Sign in bit 3; magnitude 0 for zero, e = 1 .. 7 for 2**(e - 7)."""
+    """Put the sign in bit 3; magnitude 0 for zero, e = 1 .. 7 for 2**(e - 7)."""
     size = jnp.abs(fraction)
     if noise is None:
         # Midpoints between neighbours: 2**-7, then 1.5 * 2**(e - 7).

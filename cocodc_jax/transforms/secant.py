@@ -11,8 +11,9 @@ and the product returned is `w B D`. With `isotropic`, w is the inverse of the l
 Barzilai-Borwein step; with the exact Hessian of a quadratic, w = 1. A negative w would
 mean that the curvature points the wrong way, so the correction is then left out.
 
-No published source: algorithms.md section 4.1's Taylor view with a measured lambda.
-Costs one more product of B and three tree reductions, no gradient.
+No published source, derived here: the Taylor expansion of `compensation` with a weight
+that is measured where CoCoDC (arXiv 2504.17672) fixes it. Costs one more product of B
+and three tree reductions, no gradient.
 """
 
 import jax

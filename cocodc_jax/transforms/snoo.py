@@ -7,7 +7,8 @@ parameters w,
 
 which is DiLoCo of a single region. `optax.lookahead` is the case b = 0.
 
-Source: arXiv 2510.15830; algorithms.md section 10.
+Source: SNOO, arXiv 2510.15830; not checked against the authors' code. The outer step is
+that of DiLoCo (arXiv 2311.08105).
 """
 
 from typing import NamedTuple
@@ -39,7 +40,7 @@ def snoo(
     inner: optax.GradientTransformation,
     learning_rate: float | jax.Array = 0.7,
     momentum: float | jax.Array = 0.9,
-    sync_interval: int = 20,
+    sync_interval: int | jax.Array = 20,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an inner optimizer so that every `sync_interval`-th step is an outer one.
 

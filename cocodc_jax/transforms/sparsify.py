@@ -16,8 +16,11 @@ are 1 by `chunk_side`). The transform is orthonormal, so the largest coefficient
 leave the smallest squared error.
 
 Source: DeMo (arXiv 2411.19870) for the chunked transform, SparseLoCo (arXiv 2508.15706)
-for chunks without it, whose rule is `error_feedback(chunked_top_k(k=32,
-values=int2(block_size=32)), decay=0.95)`; algorithms.md sections 9 to 11.
+for chunks without it, both as read from the authors' code. SparseLoCo's rule is near
+`error_feedback(chunked_top_k(k=32, values=int2(block_size=32)), decay=0.95)`, which
+differs from the paper: that takes k = 128 (64 in the authors' later deployment) of the
+4096 entries of a chunk and a 2-bit code that is fitted to mean and spread of the values
+and decoded by the mean of each bin, where `int2`'s four levels are equally spaced.
 """
 
 import dataclasses
@@ -191,7 +194,7 @@ def _scatter(places, chosen, size):
 
 
 def _to_chunks(matrix, side):
-    """[rows, columns] to [chunks, height, width], zeros at the far edges."""
+    """Cut [rows, columns] to [chunks, height, width], zeros at the far edges."""
     rows, columns = matrix.shape
     height, width = min(side, rows), min(side, columns)
     matrix = jnp.pad(matrix, ((0, -rows % height), (0, -columns % width)))
@@ -208,7 +211,7 @@ def _from_chunks(chunks, rows, columns):
 
 
 def _cosine_transform(chunks, is_inverse):
-    """C_h X C_w' per chunk, or its inverse C_h' X C_w, with orthonormal C."""
+    """Return C_h X C_w' per chunk, or its inverse C_h' X C_w, with orthonormal C."""
     left, right = (_cosine_matrix(n).astype(chunks.dtype) for n in chunks.shape[1:])
     rule = "ji,njk,kl->nil" if is_inverse else "ij,njk,lk->nil"
     # Accelerators would otherwise round the products to bfloat16 or TF32.

@@ -9,8 +9,8 @@ room for `capacity = slack * k` entries, taken in order of position; unused room
 sent as padding. Entries beyond the capacity are not sent: wrap the compressor in
 `error_feedback`, whose residual grows until the next sort finds them.
 
-Source: arXiv 2010.08899 (thresholds per tensor, kept for L iterations, error feedback);
-algorithms.md section 10. The fixed capacity is ours.
+Source: arXiv 2010.08899 (thresholds per tensor, kept for L iterations, error feedback),
+not checked against the authors' code. Differs from the paper: the capacity is fixed.
 """
 
 import math
@@ -132,7 +132,7 @@ def _kth_largest(x, density):
 
 
 def _places(x, threshold, capacity):
-    """Positions of the entries to send, in order, then x.size as padding."""
+    """Find the positions of the entries to send, in order, then x.size as padding."""
     size = _size(x)
     # Not "size >= threshold": a nan reaches every threshold, so it is not hidden.
     is_sent = ~(size < threshold) & (size != 0)
@@ -140,7 +140,7 @@ def _places(x, threshold, capacity):
 
 
 def _first_true(mask, count, width=32):
-    """Positions of the first `count` True, in order, then mask.size.
+    """Find the positions of the first `count` True, in order, then mask.size.
 
     As `jnp.nonzero(mask, size=count, fill_value=mask.size)`, which scatters all of the
     mask: here the j-th is looked up, first its block of `width`, then its place there.
@@ -156,7 +156,7 @@ def _first_true(mask, count, width=32):
 
 
 def _num_below(ascending, values):
-    """How many of `ascending` are below each of `values`, all int32.
+    """Count how many of `ascending` are below each of `values`, all int32.
 
     As `jnp.searchsorted`, which JAX 0.10.2 cannot trace in a scan under a partly manual
     `shard_map`, where the region programs are.

@@ -21,20 +21,21 @@ import numpy as np
 
 from cocodc_jax import models
 from cocodc_jax.data import load
-from cocodc_jax.runtime.second_moment import adam_second_moment
-from cocodc_jax.runtime.sources import Sources
-from cocodc_jax.sync import fragments, merge, schedule
+from cocodc_jax.sync import fragments, merge
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.schedules import staggered
+from cocodc_jax.transforms.second_moment import adam_second_moment
 from experiments.ablation import rules
-from experiments.ablation.lanes import Trainer, make_finish
 from experiments.ablation.settings import Settings
-from experiments.ablation.simulator import Plan, simulate
+from experiments.ablation.simulator import Plan, make_plan, simulate
+from experiments.ablation.trials import Trainer
 
 DILOCO, DATA_PARALLEL = "diloco", "data_parallel"
 REFERENCES = (DILOCO, DATA_PARALLEL)
 
 
 @dataclasses.dataclass(frozen=True)
-class Lane:
+class Trial:
     """One run: what differs between the runs of a job."""
 
     seed: int
@@ -55,7 +56,7 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
     """
     begin_s = time.perf_counter()
     tried = [
-        Lane(seed, lr, strength)
+        Trial(seed, lr, strength)
         for lr, strength in grid(settings, name, delay_steps)
         for seed in settings.tuning_seeds
     ]
@@ -69,15 +70,15 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
         "outer_lr": best.outer_lr,
         "strength": best.strength,
         "tuning": [
-            dataclasses.asdict(lane) | {"loss": _finite(loss)}
-            for lane, loss in zip(tried, tuning["losses"][:, -1], strict=True)
+            dataclasses.asdict(trial) | {"loss": _finite(loss)}
+            for trial, loss in zip(tried, tuning["losses"][:, -1], strict=True)
         ]
         if tuning
         else [],
         "steps": test["steps"],
         "losses": {
-            str(lane.seed): [_finite(x) for x in row]
-            for lane, row in zip(tested, test["losses"], strict=True)
+            str(trial.seed): [_finite(x) for x in row]
+            for trial, row in zip(tested, test["losses"], strict=True)
         },
         "correction_ratio": [_finite(x) for x in test["correction_ratio"]],
         "bytes_sent_per_region": test["bytes_sent"],
@@ -99,11 +100,11 @@ def grid(
     return list(itertools.product(settings.outer_lrs_with_strength, strengths))
 
 
-def choose(lanes: Sequence[Lane], losses: Sequence[float]) -> Lane:
-    """The numbers with the least mean loss over seeds; what diverged never wins."""
-    sums: dict[Lane, float] = {}
-    for lane, loss in zip(lanes, losses, strict=True):
-        numbers = dataclasses.replace(lane, seed=0)
+def choose(trials: Sequence[Trial], losses: Sequence[float]) -> Trial:
+    """Return the numbers of least mean loss over seeds; what diverged never wins."""
+    sums: dict[Trial, float] = {}
+    for trial, loss in zip(trials, losses, strict=True):
+        numbers = dataclasses.replace(trial, seed=0)
         sums[numbers] = sums.get(numbers, 0.0) + (
             float(loss) if math.isfinite(loss) else math.inf
         )
@@ -111,19 +112,19 @@ def choose(lanes: Sequence[Lane], losses: Sequence[float]) -> Lane:
 
 
 def train(
-    settings: Settings, name: str, delay_steps: int, lanes: Sequence[Lane]
+    settings: Settings, name: str, delay_steps: int, trials: Sequence[Trial]
 ) -> dict[str, Any]:
-    """Trains any number of runs, `settings.lanes` at a time.
+    """Trains any number of runs, `settings.trials` at a time.
 
     Returns:
-      "steps" [P], "losses" [len(lanes), P], "correction_ratio" [len(lanes)],
+      "steps" [P], "losses" [len(trials), P], "correction_ratio" [len(trials)],
       "bytes_sent" by one region of one run.
     """
     outcomes = []
-    for first in range(0, len(lanes), settings.lanes):
-        part = list(lanes[first : first + settings.lanes])
+    for first in range(0, len(trials), settings.trials):
+        part = list(trials[first : first + settings.trials])
         # One shape for all, so that nothing is compiled again.
-        padded = part + [part[-1]] * (settings.lanes - len(part))
+        padded = part + [part[-1]] * (settings.trials - len(part))
         outcome = _train_together(settings, name, delay_steps, padded)
         outcomes.append((outcome, len(part)))
     losses = [outcome.losses[:count] for outcome, count in outcomes]
@@ -136,29 +137,19 @@ def train(
     }
 
 
-def _train_together(settings, name, delay_steps, lanes):
+def _train_together(settings, name, delay_steps, trials):
     whole = name in REFERENCES
     trainer = _trainer(settings, 1 if whole else settings.num_fragments)
-    plan = None
-    if name != DATA_PARALLEL:
-        plan = Plan(
-            schedule.staggered(
-                settings.sync_interval,
-                len(trainer.fragments),
-                0 if whole else delay_steps,
-            ),
-            _finish(settings, name, delay_steps),
-            with_midway=name == "secant",
-        )
-    seeds = [lane.seed for lane in lanes]
+    plan = None if name == DATA_PARALLEL else _plan(settings, name, delay_steps)
+    seeds = [trial.seed for trial in trials]
     params = [_init_params(settings, seed) for seed in seeds]
     tokens = np.stack([_tokens(settings, seed) for seed in seeds], axis=1)
     return simulate(
         trainer,
         trainer.init(jax.tree.map(lambda *x: jnp.stack(x), *params), settings.regions),
         jnp.asarray(tokens),
-        [lane.outer_lr for lane in lanes],
-        [0.0 if lane.strength is None else lane.strength for lane in lanes],
+        [trial.outer_lr for trial in trials],
+        [0.0 if trial.strength is None else trial.strength for trial in trials],
         plan,
         eval_tokens=_eval_tokens(settings),
         eval_every=settings.eval_every,
@@ -171,25 +162,29 @@ def _trainer(settings: Settings, num_fragments: int) -> Trainer:
     shapes = jax.eval_shape(
         functools.partial(models.init_params, model), jax.random.key(0)
     )
-    sources = Sources(
-        models.make_loss_fn(model),
+    supplies = Supplies(
         optimizer.learning_rate(settings.steps),
         adam_second_moment(optimizer.beta2),
         models.make_outputs(model),
     )
     return Trainer(
-        sources, optimizer.build(settings.steps), fragments.cut(shapes, num_fragments)
+        models.make_loss_fn(model),
+        supplies,
+        optimizer.build(settings.steps),
+        fragments.cut(shapes, num_fragments),
     )
 
 
 @functools.lru_cache(maxsize=1)
-def _finish(settings: Settings, name: str, delay_steps: int):
+def _plan(settings: Settings, name: str, delay_steps: int) -> Plan:
+    interval = settings.sync_interval
     if name == DILOCO:
-        trainer = _trainer(settings, 1)
-        return make_finish(trainer, lambda *_: merge.replace(), 0)
+        trainer, whole = _trainer(settings, 1), staggered(interval)
+        return make_plan(trainer, whole, lambda *_: merge.replace(), settings.regions)
     trainer = _trainer(settings, settings.num_fragments)
-    rule = rules.table(settings.sync_interval)[name]
-    return make_finish(trainer, rule.make, delay_steps)
+    parts = staggered(interval, settings.num_fragments, delay_steps)
+    rule = rules.table(interval)[name]
+    return make_plan(trainer, parts, rule.make, settings.regions)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ _ALWAYS = (DATA_PARALLEL, DILOCO, STREAMING, "replay")
 
 
 def write(summary: dict[str, Any], folder: pathlib.Path) -> None:
-    """Writes `ablate_steps.png`, `ablate_loss.png` and `ablate_curves.png`.
+    """Write `ablate_steps.png`, `ablate_loss.png` and `ablate_curves.png`.
 
     Args:
       summary: what `ablate_compensation.json` holds.

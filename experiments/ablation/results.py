@@ -7,11 +7,13 @@ parameters and every batch, and what is averaged is the ratio within a seed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from cocodc_jax.report.curves import steps_to_loss
 from experiments.ablation.jobs import DILOCO
 
 STREAMING = "mix_0.5"
@@ -41,34 +43,23 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 def steps_to(
     steps: Sequence[int], losses: Sequence[float | None], target: float
 ) -> float | None:
-    """First step at which the loss is at most `target`, linear between evaluations.
+    """Return the first step at which the loss is at most `target`.
 
     Args:
       steps: where the loss was evaluated.
-      losses: nats per token; None where it was not finite.
+      losses: nats per token; None where it was not finite, which ends the curve.
       target: nats per token.
 
     Returns:
-      Steps, or None where the run never gets there.
-
-    >>> steps_to([0, 10, 20], [3.0, 2.0, 1.0], 1.5)
-    15.0
+      Steps, see `steps_to_loss`, or None where the run never gets there.
     """
-    before: tuple[int, float] | None = None
-    for step, loss in zip(steps, losses, strict=True):
-        if loss is None:
-            return None
-        if loss <= target:
-            if before is None:
-                return float(step)
-            share = (before[1] - target) / (before[1] - loss)
-            return before[0] + share * (step - before[0])
-        before = (step, loss)
-    return None
+    pairs = zip(steps, losses, strict=True)
+    curve = [*itertools.takewhile(lambda pair: pair[1] is not None, pairs)]
+    return steps_to_loss(cast(list[tuple[float, float]], curve), target)
 
 
 def final_loss(losses: Sequence[float | None]) -> float | None:
-    """The last loss; None where the run diverged and ends above where it began."""
+    """Return the last loss; None where the run diverged, ending above its start."""
     first, last = losses[0], losses[-1]
     return None if first is None or last is None or last > first else last
 
@@ -113,7 +104,7 @@ def summarise(
 
 
 def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
-    """Steps to what the reference reaches at its end, over the steps it took.
+    """Step to what the reference reaches at its end, over the steps it took.
 
     Returns:
       "steps" and "ratio" as intervals over the seeds that get there (None if none
@@ -146,7 +137,7 @@ def at_edge(job: dict[str, Any]) -> list[str]:
     """Which tuned numbers lie at an end of their grid, where more may be had."""
     found = []
     for name in ("outer_lr", "strength"):
-        tried = {lane[name] for lane in job["tuning"]} - {None}
+        tried = {trial[name] for trial in job["tuning"]} - {None}
         if len(tried) > 1 and job[name] in (min(tried), max(tried)):
             found.append(name)
     return found

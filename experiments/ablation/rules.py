@@ -1,9 +1,8 @@
 """The merge rules that are compared, each with the strengths that are tried.
 
-A strength is what the issue calls lambda, in the rule's own meaning: the weight of a
-correction, the mean of a mix, or the radius of a trust region. Where a correction's
-size grows with the delay, so that a sensible strength falls as 1 / tau, the table says
-so.
+A strength is the rule's lambda, in its own meaning: the weight of a correction, the
+mean of a mix, or the radius of a trust region. Where a correction's size grows with the
+delay, so that a sensible strength falls as 1 / tau, the table says so.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Rule:
     note: str = ""
 
     def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
-        """The strengths to try at this delay."""
+        """Return the strengths to try at this delay."""
         divisor = max(1, delay_steps) if self.falls_with_delay else 1
         return tuple(strength / divisor for strength in self.strengths)
 

@@ -6,9 +6,9 @@ import dataclasses
 
 from cocodc_jax import models
 from cocodc_jax.data import DataConfig
-from cocodc_jax.sync import schedule
+from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.sync.schedules import staggered
 from experiments.ablation import rules
-from experiments.config import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Settings:
       tuning_seeds: for the choice of outer learning rate and strength.
       outer_lrs: tried for a rule without strength.
       outer_lrs_with_strength: tried with each strength of a rule that has one.
-      lanes: runs that are trained side by side.
+      trials: runs that are trained side by side.
     """
 
     model: str = "smoke"
@@ -47,15 +47,15 @@ class Settings:
     tuning_seeds: tuple[int, ...] = (100,)
     outer_lrs: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.4)
     outer_lrs_with_strength: tuple[float, ...] = (0.4, 0.7, 1.1)
-    lanes: int = 6
+    trials: int = 6
 
     def __post_init__(self):
-        """Checks what nothing else does.
+        """Check what nothing else does.
 
         Raises:
           ValueError: naming the field, its value and what would be right.
         """
-        for name in ("steps", "lanes", "eval_every", "eval_sequences"):
+        for name in ("steps", "trials", "eval_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("test_seeds", "tuning_seeds", "outer_lrs"):
@@ -72,7 +72,7 @@ class Settings:
                 f"eval_every={self.eval_every} must divide steps={self.steps}, so that "
                 "the end is evaluated"
             )
-        schedule.staggered(self.sync_interval, self.num_fragments)
+        staggered(self.sync_interval, self.num_fragments)
 
     @property
     def transformer(self) -> models.TransformerConfig:
@@ -90,7 +90,7 @@ class Settings:
         )
 
     def data(self, seed: int) -> DataConfig:
-        """The text of one seed."""
+        """Return the text of one seed."""
         return DataConfig(
             sequence_length=self.sequence_length,
             batch_per_region=self.batch_per_region,

@@ -1,8 +1,6 @@
-"""The run of all lanes of one rule and delay: the schedule's events, in order.
+"""The run of all trials of one rule and delay: the schedule's events, in its order.
 
-The order at a step is that of `cocodc_jax.runtime.syncs`: what arrives is applied, then
-a fragment leaves, and with a delay of 0 it is applied at once. A test holds this and
-`RegionProgram` to the same numbers.
+A test holds this and `RegionProgram` to the same numbers.
 """
 
 from __future__ import annotations
@@ -15,50 +13,54 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.sync.schedule import Schedule
-from experiments.ablation.lanes import Flight, Lanes, Trainer
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.merge import Merge
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import MIDWAY, START, Event, Schedule, events_at
+from experiments.ablation.trials import Flight, Trainer, Trials, make_finish
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How lanes synchronise.
+    """How trials synchronise; see `make_plan`.
 
     Attributes:
       schedule: when fragments start and arrive.
-      finish: from `lanes.make_finish`, with the schedule's delay.
-      with_midway: keep the fragment in the middle of its overlap.
+      finish: from `trials.make_finish`, with the schedule's delay.
     """
 
     schedule: Schedule
     finish: Callable
-    with_midway: bool = False
 
-    def next_step(self, memory, step: int) -> int:
-        """The nearest step after `step` at which something happens."""
-        ahead = [self.schedule.next_step(memory)]
-        if self.with_midway:
-            ahead += [s for _, s in self._middles(memory) if s > step]
-        return min(ahead)
 
-    def at_middle(self, memory, step: int) -> list[int]:
-        """Fragments in the middle of their overlap."""
-        if not self.with_midway:
-            return []
-        return [k for k, middle in self._middles(memory) if middle == step]
+def make_plan(
+    trainer: Trainer,
+    schedule: Schedule,
+    make: Callable[[Any, int], Merge],
+    num_regions: int,
+) -> Plan:
+    """Return the plan of one rule, with the copies that it wants kept.
 
-    def _middles(self, memory):
-        half = self.schedule.delay_steps // 2
-        return [(k, start + half) for k, start in memory.in_flight]
+    Args:
+      trainer: the compiled parts.
+      schedule: of the syncs.
+      make: `make(strength, delay_steps) -> Merge`, see `rules.Rule`.
+      num_regions: R.
+    """
+    delay_steps = schedule.delay_steps
+    copies = needs.copies(make(1.0, delay_steps).needs)
+    bound = schedule.bind(Regions.alike(num_regions), needs.HALFWAY in copies)
+    return Plan(bound, make_finish(trainer, make, delay_steps))
 
 
 class Outcome(NamedTuple):
-    """What lanes did.
+    """What trials did.
 
     Attributes:
       steps: where they were evaluated, `[P]`.
       losses: of the mean of the regions' parameters, float32 `[E, P]`.
       correction_ratio: mean over syncs and regions, float32 `[E]`.
-      lanes: the state after the last step.
+      trials: the state after the last step.
       num_syncs: fragments applied.
       bytes_sent: by one region.
     """
@@ -66,14 +68,14 @@ class Outcome(NamedTuple):
     steps: list[int]
     losses: np.ndarray
     correction_ratio: np.ndarray
-    lanes: Lanes
+    trials: Trials
     num_syncs: int
     bytes_sent: int
 
 
 def simulate(
     trainer: Trainer,
-    lanes: Lanes,
+    trials: Trials,
     tokens: Any,
     outer_lr: Sequence[float],
     strength: Sequence[float],
@@ -82,39 +84,39 @@ def simulate(
     eval_tokens: Any = None,
     eval_every: int = 0,
 ) -> Outcome:
-    """Trains all lanes over all of `tokens`.
+    """Train all trials over all of `tokens`.
 
     Args:
       trainer: the compiled parts.
-      lanes: the state before the first step.
+      trials: the state before the first step.
       tokens: leaves `[T, E, R, ...]`, one batch a step.
-      outer_lr: of each lane.
-      strength: of each lane; any number where the rule has none.
-      plan: how lanes synchronise; None averages gradients at every step instead.
-      eval_tokens: one batch, the same for all lanes.
+      outer_lr: of each trial.
+      strength: of each trial; any number where the rule has none.
+      plan: how trials synchronise; None averages gradients at every step instead.
+      eval_tokens: one batch, the same for all trials.
       eval_every: steps between evaluations, the first before step 1; 0 for none.
 
     Returns:
       Curves and final state.
     """
     run = _Run(
-        trainer, lanes, tokens, jnp.asarray(outer_lr), jnp.asarray(strength), plan
+        trainer, trials, tokens, jnp.asarray(outer_lr), jnp.asarray(strength), plan
     )
     num_steps = jax.tree.leaves(tokens)[0].shape[0]
     curve: dict[int, jax.Array] = {}
     while True:
         if eval_every and run.step % eval_every == 0:
-            curve[run.step] = trainer.evaluate(run.lanes.params, eval_tokens)
+            curve[run.step] = trainer.evaluate(run.trials.params, eval_tokens)
         if run.step == num_steps:
             break
         next_eval = (run.step // (eval_every or 1) + 1) * (eval_every or num_steps)
         run.advance(min(num_steps, next_eval, run.next_event(num_steps)))
-    num_lanes = len(outer_lr)
+    num_trials = len(outer_lr)
     return Outcome(
         [*curve],
-        np.stack([*curve.values()], axis=1) if curve else np.zeros((num_lanes, 0)),
-        np.mean(run.ratios, axis=0) if run.ratios else np.zeros(num_lanes),
-        run.lanes,
+        np.stack([*curve.values()], axis=1) if curve else np.zeros((num_trials, 0)),
+        np.mean(run.ratios, axis=0) if run.ratios else np.zeros(num_trials),
+        run.trials,
         len(run.ratios),
         run.bytes_sent,
     )
@@ -123,68 +125,64 @@ def simulate(
 class _Run:
     """The state of a run between its events."""
 
-    def __init__(self, trainer, lanes, tokens, outer_lr, strength, plan):
-        self.lanes: Lanes = lanes
+    def __init__(self, trainer, trials, tokens, outer_lr, strength, plan):
+        self.trials: Trials = trials
         self.step = self.bytes_sent = 0
         self.ratios: list[jax.Array] = []
         self._trainer, self._tokens, self._plan = trainer, tokens, plan
         self._outer_lr, self._strength = outer_lr, strength
-        self._memory = plan and plan.schedule.init()
+        self._state = plan and plan.schedule.init()
         self._flights: dict[int, Flight] = {}
         self._key = jax.random.key(0)
 
     def next_event(self, num_steps: int) -> int:
         if self._plan is None:
             return num_steps
-        return self._plan.next_step(self._memory, self.step)
+        return self._plan.schedule.next_step(self._state)
 
     def advance(self, step: int) -> None:
         """Trains up to `step`, then carries out its events."""
         params, opt_state = self._trainer.advance(
-            self.lanes.params,
-            self.lanes.opt_state,
+            self.trials.params,
+            self.trials.opt_state,
             self._tokens,
             self.step,
             step,
             self._plan is None,
         )
-        self.lanes = self.lanes._replace(params=params, opt_state=opt_state)
+        self.trials = self.trials._replace(params=params, opt_state=opt_state)
         num_steps, self.step = step - self.step, step
         if self._plan is None:
             self.bytes_sent += num_steps * sum(self._trainer.fragments.num_bytes)
             return
-        for k in self._plan.at_middle(self._memory, step):
-            middle = self._trainer.take(params, k)
+        for state, event in events_at(self._plan.schedule, self._state, step):
+            self._state = state
+            if event is not None:
+                self._carry_out(event)
+
+    def _carry_out(self, event: Event) -> None:
+        k = event.fragment_id
+        if event.kind == START:
+            started = self._trainer.start(self.trials.params, self.trials.outer[k], k)
+            self._flights[k] = Flight(*started)
+            self.bytes_sent += self._trainer.fragments.num_bytes[k]
+        elif event.kind == MIDWAY:
+            middle = self._trainer.take(self.trials.params, k)
             self._flights[k] = self._flights[k]._replace(midway=middle)
-        self._finish_due()
-        if self._start_due():
-            self._finish_due()
+        else:
+            self._finish(k)
 
-    def _start_due(self) -> bool:
-        self._memory, event = self._plan.schedule.start(self._memory, self.step)
-        if event is None:
-            return False
-        k = event.fragment
-        started = self._trainer.start(self.lanes.params, self.lanes.outer[k], k)
-        self._flights[k] = Flight(*started)
-        self.bytes_sent += self._trainer.fragments.num_bytes[k]
-        return True
-
-    def _finish_due(self) -> None:
-        schedule = self._plan.schedule
-        self._memory, events = schedule.finishes(self._memory, self.step)
-        batch = jax.tree.map(lambda x: x[self.step - 1], self._tokens)
-        for k in (event.fragment for event in events):
-            # Another key for every sync of the run.
-            draw = self.step * schedule.num_fragments + k
-            self.lanes, ratio = self._plan.finish(
-                self.lanes,
-                self._flights.pop(k),
-                batch,
-                jax.random.fold_in(self._key, draw),
-                self._trainer.sources.rate(self.step),
-                self._outer_lr,
-                self._strength,
-                k,
-            )
-            self.ratios.append(ratio)
+    def _finish(self, k: int) -> None:
+        # Another key for every sync of the run.
+        draw = self.step * self._plan.schedule.num_fragments + k
+        self.trials, ratio = self._plan.finish(
+            self.trials,
+            self._flights.pop(k),
+            jax.tree.map(lambda x: x[self.step - 1], self._tokens),
+            jax.random.fold_in(self._key, draw),
+            self._trainer.supplies.rate(self.step),
+            self._outer_lr,
+            self._strength,
+            k,
+        )
+        self.ratios.append(ratio)

@@ -6,11 +6,11 @@ import dataclasses
 import math
 import pathlib
 
+from cocodc_jax.netlab import schedule
 from cocodc_jax.network import gloo
 from cocodc_jax.network.links import Topology
 from cocodc_jax.sync.method import Method
-from experiments import timeline, wan
-from experiments.lab import schedule
+from experiments import wan
 
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
 WIDE, WIDE_MBIT = "wide", 10_000  # as fast as the lab can be, where only delays count
@@ -36,7 +36,7 @@ class Network:
 
 
 def network(text: str, num_regions: int) -> Network:
-    """The network that a word names.
+    """Return the network that a word names.
 
     Args:
       text: Mbit/s of each pair of regions, "unequal", a YAML file of links, or "wide".
@@ -87,7 +87,7 @@ class Stretch:
 
 
 def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
-    """The steps to look at: whole intervals, or a fixed number without any.
+    """Return the steps to look at: whole intervals, or a fixed number without any.
 
     Args:
       method: whose run it is.
@@ -95,11 +95,11 @@ def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
       num_intervals: sync intervals to look at, at least 1.
     """
     if method.schedule is None:
-        window = ALONE_STEPS if method.step_exchange is None else EXCHANGE_STEPS
+        window = ALONE_STEPS if method.per_step is None else EXCHANGE_STEPS
         # There, the clock is read every `log_every` steps; regions that do not wait for
         # one another must all have compiled before.
         first = log_every * math.ceil(window / 2 / log_every)
         return Stretch(first, first + log_every * math.ceil(window / log_every))
     interval = method.schedule.sync_interval
-    first = timeline.warm_step(interval, method.schedule.delay_steps)
+    first = method.schedule.warm_up_steps
     return Stretch(first, first + num_intervals * interval)

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from cocodc_jax.netlab import children
 from cocodc_jax.network.timeline import Timeline
-from experiments import children, timeline
-from experiments.config import dumps
+from cocodc_jax.run import timeline
+from cocodc_jax.run.config import dumps
 from experiments.networks.cases import Network, Stretch
 from experiments.networks.measure import Pace, pace, region_step_s
 
@@ -63,7 +64,7 @@ class Measured:
 
 
 def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
-    """The command of a run whose files go to `folder`."""
+    """Return the command of a run whose files go to `folder`."""
     python = (sys.executable, "-m")
     lab = (*python, "experiments.wan", *network.flags, f"--logdir={folder / 'net'}")
     return [*lab, "--", *python, "experiments.train", *train,
@@ -73,7 +74,7 @@ def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
 def measured(
     command: Sequence[str], folder: pathlib.Path, stretch: Stretch, limit_s: float
 ) -> Measured:
-    """What the run in `folder` came to; runs it unless that has been done.
+    """Return what the run in `folder` came to; runs it unless that has been done.
 
     Args:
       command: see `lab_command`.
@@ -138,14 +139,14 @@ def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
 
 
 def last_line(log: pathlib.Path) -> str:
-    """The last line of a log, preferably of an error."""
+    """Return the last line of a log, preferably of an error."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if "rror" in line]
     return (errors or lines or ["it wrote nothing"])[-1].strip()
 
 
 def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
-    """Reads a finished run's files.
+    """Read a finished run's files.
 
     Raises:
       LabRunError: if they do not hold the stretch.

@@ -32,7 +32,7 @@ def region_step_s(timeline: Timeline, first_step: int = 0) -> tuple[float, ...]:
 
 
 def pace(timeline: Timeline, first_step: int = 0) -> Pace:
-    """The pace after `first_step`.
+    """Return the pace after `first_step`.
 
     Of the syncs, those count that start there or later, but before the last step: in
     whole intervals as many as are waited for.

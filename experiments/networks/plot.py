@@ -17,7 +17,7 @@ _LOWEST = 0.9  # of the axis; 1 is as fast as without a network
 
 
 def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plots seconds per step over those without a network, on a log axis.
+    """Plot seconds per step over those without a network, on a log axis.
 
     Args:
       rows: from `report.row`; rows that failed are left out.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from cocodc_jax.network.simulator import Workload, simulate
-from cocodc_jax.network.syncs import AUTO, Schedule
-from experiments.method_config import MethodConfig
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.method import Method
 from experiments.networks.cases import Network, Stretch
 from experiments.networks.lab_run import Measured
 from experiments.networks.measure import Pace, pace
@@ -18,36 +18,27 @@ GATHER = {"direct": "direct_gather", "ring": "gloo_gather"}
 SHARING = "fifo"
 
 
-def schedule(method: MethodConfig, num_fragments: int) -> Schedule:
-    """The schedule of a method as the simulator knows it.
+# Compared where nothing is said.
+USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 
-    Args:
-      method: a name of `network.syncs.METHODS`, and its numbers.
-      num_fragments: that the run has sent.
+
+def check(method: Method) -> None:
+    """Refuse a method that has no place in a lab of processes.
 
     Raises:
-      ValueError: for a method or a number that the simulator does not know.
+      ValueError: saying why.
     """
-    given = method.arguments
-    if given.get("syncs_per_interval") == AUTO:
+    why = method.sync.only_in_program if method.sync else None
+    if method.num_regions is not None:
+        why = "it is for one region"
+    if why:
         raise ValueError(
-            f"syncs_per_interval={AUTO!r} is measured while a run goes on, and the "
-            "simulator needs a number; give one"
+            f"methods={method.name} cannot be run by several processes: {why}"
         )
-    interval = given.get("sync_interval", 1)
-    slots = None
-    if "syncs_per_interval" in given:  # Where none is given, the method knows.
-        built = method.build().schedule
-        assert built is not None
-        slots = interval // built.slot_steps
-    # The simulator has no delay of a whole interval.
-    longest = min(given.get("max_delay_steps") or interval, interval - 1)
-    delay = given.get("delay_steps", 0)
-    return Schedule(method.method, num_fragments, interval, delay, slots, longest)
 
 
 def host_bytes_per_s(run: Measured, expected: Pace) -> float:
-    """Bytes of messages that hosts prepare a second, besides what the network takes.
+    """Return the bytes of messages that hosts prepare a second besides the network.
 
     Args:
       run: with an exchange at every step, over a network that takes little.
@@ -60,18 +51,18 @@ def host_bytes_per_s(run: Measured, expected: Pace) -> float:
 
 def predict(
     network: Network,
-    method: MethodConfig,
+    method: Method,
     stretch: Stretch,
     run: Measured,
     step_s: tuple[float, ...],
     all_reduce: str,
     host_bytes_per_s: float = math.inf,
 ) -> tuple[Pace, float]:
-    """The pace that the simulator expects, and the bytes of the whole run.
+    """Return the pace that the simulator expects, and the bytes of the whole run.
 
     Args:
       network: links of the lab.
-      method: name and numbers.
+      method: which.
       stretch: the steps looked at.
       run: whose messages' bytes are taken, and nothing else.
       step_s: seconds of a step of each region without a network.
@@ -81,13 +72,13 @@ def predict(
     Returns:
       The pace, and what the region that sends most puts on the network.
     """
-    is_compressed = method.build().compressor is not None
-    found = simulate(
+    reduce_or_gather = GATHER if exchanges.is_gathered(method) else REDUCE
+    found = exchanges.simulate_method(
         network.topology,
         Workload(run.fragment_bytes, step_s, host_bytes_per_s=host_bytes_per_s),
-        schedule(method, len(run.fragment_bytes)),
+        method,
         stretch.last_step,
-        (GATHER if is_compressed else REDUCE)[all_reduce],
+        reduce_or_gather[all_reduce],
         order=range(network.topology.num_regions),  # gloo takes them as they come
         sharing=SHARING,
     )

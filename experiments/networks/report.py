@@ -50,7 +50,7 @@ def row(
     wire_bytes: float,
     alone: Measured,
 ) -> dict[str, Any]:
-    """What is kept of one run, as plain values.
+    """Return what is kept of one run, as plain values.
 
     Args:
       network: its name.
@@ -83,7 +83,7 @@ def row(
 
 
 def failure(network: str, method: str, error: Exception) -> dict[str, Any]:
-    """What is kept of a run that failed."""
+    """Return what is kept of a run that failed."""
     return {"network": network, "method": method, "error": str(error)}
 
 
@@ -129,7 +129,7 @@ def _number(value: float | None) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     out = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for i, head in enumerate(HEADS):
         out.add_column(head, justify="left" if i < 2 else "right", no_wrap=True)
@@ -139,7 +139,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def note(alone: Measured) -> str:
-    """What the numbers are, and those of the regions left alone."""
+    """Return what the numbers are, and those of the regions left alone."""
     return (
         f"Without a network: {alone.pace.step_s:.3f} s per step, and "
         f"{format_bytes(alone.relayed_bytes)} relayed to begin and to evaluate. {_NOTE}"
@@ -147,7 +147,7 @@ def note(alone: Measured) -> str:
 
 
 def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> str:
-    """The table, failures, and what made them, as Markdown text."""
+    """Return the table, failures, and what made them, as Markdown text."""
     lines = [
         note(alone),
         "",

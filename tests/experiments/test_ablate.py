@@ -11,21 +11,25 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.runtime.program import run
-from cocodc_jax.runtime.second_moment import adam_second_moment
-from cocodc_jax.runtime.sources import Sources
 from cocodc_jax.sync import fragments as cutting
-from cocodc_jax.sync import merge, methods, schedule
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.schedules import MIDWAY, events_at, staggered
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
-from experiments.ablation import jobs, lanes, results, rules, simulator
+from cocodc_jax.transforms.secant import secant
+from cocodc_jax.transforms.second_moment import adam_second_moment
+from experiments.ablation import jobs, results, rules, simulator, trials
 from experiments.ablation.settings import Settings
 
-REGIONS, LANES, STEPS = 4, 2, 22
+REGIONS, TRIALS, STEPS = 4, 2, 22
 INTERVAL, NUM_FRAGMENTS = 4, 2
 
 
-def init_params(lane):
-    rng = np.random.default_rng(lane)
+def init_params(trial):
+    rng = np.random.default_rng(trial)
     draw = lambda *shape: rng.normal(0, 0.4, shape).astype(np.float32)  # noqa: E731
     return {
         "embed": draw(3, 6),
@@ -37,7 +41,7 @@ def init_params(lane):
 def batches():
     """Leaves `[T, E, R, B, ...]`."""
     rng = np.random.default_rng(7)
-    x = rng.normal(size=(STEPS, LANES, REGIONS, 5, 3)).astype(np.float32)
+    x = rng.normal(size=(STEPS, TRIALS, REGIONS, 5, 3)).astype(np.float32)
     return {"x": x, "y": np.sin(2 * x[..., :2])}
 
 
@@ -65,6 +69,9 @@ MERGES = {
         curvature.gauss_newton("adam"), strength
     ),
     "curvature_mix": lambda strength, delay: merge.curvature_mix(strength),
+    "secant": lambda strength, delay: compensated(
+        secant(curvature.isotropic(), max_weight=1.0), strength
+    ),
 }
 
 
@@ -88,8 +95,9 @@ MOMENT = adam_second_moment(0.99)
 
 
 def make_trainer():
-    return lanes.Trainer(
-        Sources(loss_fn, rate, MOMENT, OUTPUTS),
+    return trials.Trainer(
+        loss_fn,
+        Supplies(rate, MOMENT, OUTPUTS),
         optax.adamw(rate, b2=0.99),
         cutting.cut(init_params(0), NUM_FRAGMENTS),
     )
@@ -104,41 +112,41 @@ CASES = [*QUICK] + [
 
 
 @pytest.mark.parametrize(("name", "delay_steps"), CASES)
-def test_lanes_are_the_region_program(name, delay_steps):
+def test_trials_are_the_region_program(name, delay_steps):
     """With a delay of H a fragment is in flight at all times, across every cycle."""
     outer_lr, strength = [0.3, 0.6], [0.2, 0.7]
     data, make = batches(), MERGES[name]
-    plan = schedule.staggered(INTERVAL, NUM_FRAGMENTS, delay_steps)
+    schedule = staggered(INTERVAL, NUM_FRAGMENTS, delay_steps)
     trainer = make_trainer()
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(LANES)))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(TRIALS)))
     outcome = simulator.simulate(
         trainer,
         trainer.init(stacked, REGIONS),
         jax.tree.map(jnp.asarray, data),
         outer_lr,
         strength,
-        simulator.Plan(plan, lanes.make_finish(trainer, make, delay_steps)),
+        simulator.make_plan(trainer, schedule, make, REGIONS),
     )
-    lane = 1
-    method = methods.Method(
-        name,
-        plan,
-        make(strength[lane], delay_steps),
-        optax.sgd(outer_lr[lane], 0.9, nesterov=True),
+    trial = 1
+    method = Method(
+        name=name,
+        sync=Sync(
+            schedule=schedule,
+            outer=SharedOuter(optax.sgd(outer_lr[trial], 0.9, nesterov=True)),
+            merge=make(strength[trial], delay_steps),
+        ),
     )
     program = cc.RegionProgram(
         loss_fn,
         optax.adamw(rate, b2=0.99),
         method,
-        init_params(lane),
+        init_params(trial),
         REGIONS,
         mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]),
-        learning_rate=rate,
-        second_moment=MOMENT,
-        outputs=OUTPUTS,
+        supplies=Supplies(rate, MOMENT, OUTPUTS),
     )
-    state = program.init(init_params(lane), jax.random.key(0))
-    stream = (jax.tree.map(lambda x, t=t: x[t, lane], data) for t in range(STEPS))
+    state = program.init(init_params(trial), jax.random.key(0))
+    stream = (jax.tree.map(lambda x, t=t: x[t, trial], data) for t in range(STEPS))
     ratios, num_syncs = [], 0
     for new, output in run(program, state, stream, STEPS):
         state = new
@@ -148,21 +156,21 @@ def test_lanes_are_the_region_program(name, delay_steps):
     # 22 steps of float32 in another order of summation; Adam divides small numbers.
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)  # noqa: E731
     jax.tree.map(
-        lambda a, b: close(a[lane], b), outcome.lanes.params, state.region.params
+        lambda a, b: close(a[trial], b), outcome.trials.params, state.region.params
     )
     jax.tree.map(
-        lambda a, b: close(a[lane], b), outcome.lanes.outer, state.outer.params
+        lambda a, b: close(a[trial], b), outcome.trials.outer, state.sync.outer.params
     )
-    close(outcome.correction_ratio[lane], np.mean(ratios))
+    close(outcome.correction_ratio[trial], np.mean(ratios))
     assert outcome.num_syncs == num_syncs > 4
     assert outcome.bytes_sent == state.bytes_sent
 
 
 def test_gradients_are_averaged_without_a_schedule():
-    """One lane of four regions is one region on the mean of their gradients."""
+    """One trial of four regions is one region on the mean of their gradients."""
     data = jax.tree.map(jnp.asarray, batches())
     trainer = make_trainer()
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(LANES)))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(TRIALS)))
     start = trainer.init(stacked, REGIONS)
     outcome = simulator.simulate(trainer, start, data, [1.0] * 2, [0.0] * 2, None)
     params, optimizer = init_params(1), optax.adamw(rate, b2=0.99)
@@ -175,7 +183,7 @@ def test_gradients_are_averaged_without_a_schedule():
     jax.tree.map(
         # Another order of summation, 22 steps of Adam.
         lambda a, b: np.testing.assert_allclose(a[1, 2], b, rtol=2e-4, atol=2e-5),
-        outcome.lanes.params,
+        outcome.trials.params,
         params,
     )
     steps_bytes = STEPS * sum(x.nbytes for x in jax.tree.leaves(init_params(0)))
@@ -190,30 +198,35 @@ def test_rules_without_an_equal_in_the_region_program_run(name):
     """They are given what they need: halves of the overlap, keys."""
     trainer = make_trainer()
     rule, delay_steps = TABLE[name], 4
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(LANES)))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(TRIALS)))
     outcome = simulator.simulate(
         trainer,
         trainer.init(stacked, REGIONS),
         jax.tree.map(jnp.asarray, batches()),
         [0.4, 0.4],
         [0.0, 0.1],
-        simulator.Plan(
-            schedule.staggered(INTERVAL, NUM_FRAGMENTS, delay_steps),
-            lanes.make_finish(trainer, rule.make, delay_steps),
-            with_midway=name == "secant",
+        simulator.make_plan(
+            trainer,
+            staggered(INTERVAL, NUM_FRAGMENTS, delay_steps),
+            rule.make,
+            REGIONS,
         ),
     )
     assert outcome.correction_ratio[0] == 0
     assert 0 < outcome.correction_ratio[1] < 10
 
 
-def test_the_middle_of_an_overlap_is_an_event():
-    plan = simulator.Plan(schedule.staggered(8, 2, 5), lambda: None, with_midway=True)
-    memory, _ = plan.schedule.start(plan.schedule.init(), 4)
-    assert plan.next_step(memory, 4) == 6
-    assert plan.at_middle(memory, 6) == [1]
-    assert plan.at_middle(memory, 7) == []
-    assert plan.next_step(memory, 6) == 8
+def test_the_middle_of_an_overlap_is_an_event_where_a_rule_looks():
+    trainer, parts = make_trainer(), staggered(8, 2, 5)
+    plain = simulator.make_plan(trainer, parts, TABLE["isotropic"].make, REGIONS)
+    assert plain.schedule == parts
+    looks = simulator.make_plan(trainer, parts, TABLE["secant"].make, REGIONS).schedule
+    state, _ = list(events_at(looks, looks.init(), 4))[-1]
+    assert looks.next_step(state) == 6
+    state, event = looks.next_event(state, 6)
+    assert (event.kind, event.fragment_id) == (MIDWAY, 1)
+    assert looks.next_event(state, 6)[1] is None
+    assert looks.next_step(state) == 8
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -235,7 +248,7 @@ def test_strengths_fall_with_the_delay_where_they_say_so():
 
 def test_the_choice_is_the_least_mean_and_never_diverged():
     tried = [
-        jobs.Lane(seed, lr, strength)
+        jobs.Trial(seed, lr, strength)
         for lr, strength in [(0.1, 1.0), (0.1, 2.0), (0.4, 1.0)]
         for seed in (8, 9)
     ]
@@ -326,7 +339,7 @@ TINY = (
     "--eval_sequences=4",
     "--sequence_length=8",
     "--warmup_steps=1",
-    "--lanes=1",
+    "--trials=1",
     "--test_seeds=0",
     "--outer_lrs=0.4",
     "--rules=mix_0.5",

@@ -5,7 +5,9 @@ import time
 
 import pytest
 
-MODULE = "experiments.compare"
+from experiments import compare
+
+MODULE = compare.__name__
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +61,11 @@ def test_report_is_written_and_shown(compared):
     assert str(workdir / "report.html") in out.replace("\n", "")
 
 
-def test_the_same_command_again_trains_nothing(compared, run):
+def test_the_same_command_again_trains_nothing(compared, call):
     workdir, flags, _ = compared
     before = (workdir / "comparison.json").read_text()
     began = time.monotonic()
-    code, out, err = run(MODULE, *flags)
+    code, out, err = call(compare, *flags)
     assert code == 0, err
     assert "step 16/32" not in out
     assert json.loads((workdir / "comparison.json").read_text()) == json.loads(before)
@@ -80,11 +82,28 @@ def test_the_same_command_again_trains_nothing(compared, run):
         (["--methods="], "error: --methods='' is empty"),
         (["--seeds=0"], "error: --seeds=0 must be at least 1"),
         (["--methods=diloco", "--curvature=none"], "error: --curvature=none has no"),
+        (
+            ["--methods=diloco,streaming_diloco", "--rank=8"],
+            "error: --rank=8 has no meaning for diloco, streaming_diloco, which take",
+        ),
+        (["--methods=all", "--curvature=none", "--sync_intervl=3"], "error: Unknown c"),
     ],
 )
-def test_wrong_flags(flags, line, run, tmp_path):
-    code, _, err = run(MODULE, "--preset=smoke", *flags, f"--workdir={tmp_path}")
+def test_wrong_flags(flags, line, call, tmp_path):
+    code, _, err = call(compare, "--preset=smoke", *flags, f"--workdir={tmp_path}")
     assert code == 2
     assert err.startswith(line)
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_flag_that_one_of_the_methods_takes_holds_for_that_one(call, tmp_path):
+    """What is told of the other: its number, if it has one, or else nothing."""
+    flags = [
+        "--preset=smoke", "--methods=diloco,streaming_diloco", "--mixing_alpha=0.25",
+        "--seeds=0", f"--workdir={tmp_path}",
+    ]  # fmt: skip
+    assert call(compare, *flags)[2].startswith("error: --seeds=0")  # And nothing else.
+    base = compare.flags.config(compare.WITHOUT, ["diloco", "streaming_diloco"])
+    assert base.replace(method="streaming_diloco").method.values["mixing_alpha"] == 0.25
+    assert "mixing_alpha" not in base.replace(method="diloco").method.values

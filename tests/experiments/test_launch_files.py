@@ -7,10 +7,10 @@ import subprocess
 import pytest
 import yaml
 
-from cocodc_jax.sync.methods import METHODS
-from experiments.config import LEAVES
-from experiments.configs import PRESETS
-from experiments.flags import PROCESSES
+from cocodc_jax.methods import METHODS
+from cocodc_jax.run.config import LEAVES
+from cocodc_jax.run.flags import PROCESSES
+from cocodc_jax.run.presets import PRESETS
 
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
 FILES = ("slurm.sbatch", "kubernetes.yaml", "tpu_pod.sh")

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from experiments.configs import PRESETS
+from cocodc_jax.run.presets import PRESETS
+from experiments import merge_experts
 from experiments.ensembles import Routing
 
-MODULE = "experiments.merge_experts"
+MODULE = merge_experts.__name__
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +89,11 @@ def test_the_plot_is_written(merged):
     assert (merged[0] / "merge.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_command_again_trains_nothing(merged, run):
+def test_the_same_command_again_trains_nothing(merged, call):
     workdir, flags, _ = merged
     before = read(workdir)
     (workdir / "merge.json").unlink()
-    code, out, err = run(MODULE, *flags)
+    code, out, err = call(merge_experts, *flags)
     assert code == 0, err
     assert "step " not in out
     assert read(workdir) == before
@@ -110,8 +111,10 @@ def test_the_same_command_again_trains_nothing(merged, run):
         (["--outer_lr=0.5"], "error: --outer_lr=0.5 has no meaning for apart"),
     ],
 )
-def test_wrong_flags(flags, line, run, tmp_path):
-    code, _, err = run(MODULE, "--preset=smoke", *flags, f"--workdir={tmp_path}")
+def test_wrong_flags(flags, line, call, tmp_path):
+    code, _, err = call(
+        merge_experts, "--preset=smoke", *flags, f"--workdir={tmp_path}"
+    )
     assert code == 2
     assert err.startswith(line)
     assert err.count("\n") == 1
@@ -136,11 +139,11 @@ def test_routing_that_does_not_fit_the_run(regions, wrong, message):
         dataclasses.replace(routing, **wrong).check(config)
 
 
-def test_a_workdir_of_another_method(merged, run, corpus):
+def test_a_workdir_of_another_method(merged, call, corpus):
     workdir, *_ = merged
     taken = workdir / "references" / "data_parallel"
-    code, _, err = run(
-        MODULE, "--preset=smoke", "--steps=16", *corpus, f"--workdir={taken}"
+    code, _, err = call(
+        merge_experts, "--preset=smoke", "--steps=16", *corpus, f"--workdir={taken}"
     )
     assert code == 2
     assert (

@@ -6,13 +6,15 @@ import math
 import sys
 
 import pytest
+from absl.flags import FlagValues
 
 import cocodc_jax as cc
+from cocodc_jax import methods
+from cocodc_jax.netlab import kernel
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.timeline import SyncRecord, Timeline
-from experiments import compare_networks, timeline
-from experiments.lab import kernel
-from experiments.method_config import MethodConfig
+from cocodc_jax.run import timeline
+from experiments import compare_networks
 from experiments.networks import cases, lab_run, measure, plot, predict, report
 from experiments.networks.cases import Stretch
 from experiments.networks.lab_run import LabRunError, Measured
@@ -140,7 +142,7 @@ def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
 
 def test_simulated_blocking_sync_by_hand():
     """The exchange's own time, ten times in 100 steps."""
-    method = MethodConfig(method="diloco", sync_interval=10)
+    method = methods.get("diloco", sync_interval=10)
     run = Measured(Pace(1.0, None, None), (0.25,) * 4, (10e6,), 0, 0)
     network, step_s = cases.network("100", 4), (0.25,) * 4
     found, sent = predict.predict(
@@ -159,8 +161,8 @@ def test_simulated_blocking_sync_by_hand():
 
 
 def test_simulated_delay_hides_a_sync_that_is_shorter():
-    method = MethodConfig(
-        method="streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
+    method = methods.get(
+        "streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
     )
     run = Measured(Pace(1.0, None, None), (), (1e6,) * 4, 0, 0)
     found, _ = predict.predict(
@@ -177,7 +179,7 @@ def test_hosts_take_what_steps_took_longer_than_expected():
     run = Measured(Pace(0.3, None, None), (0.3,) * 2, (1e6,), 0, 0)
     assert predict.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
     assert predict.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
-    method = MethodConfig(method="diloco", sync_interval=10)
+    method = methods.get("diloco", sync_interval=10)
     given = cases.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
     without, _ = predict.predict(*given, "direct")
     found, _ = predict.predict(*given, "direct", host_bytes_per_s=20e6)
@@ -189,14 +191,26 @@ RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
 ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
 
 
-def test_the_simulator_is_told_the_slots_that_a_method_has():
-    cocodc = MethodConfig(method="cocodc", sync_interval=40, num_fragments=4)
-    assert predict.schedule(cocodc, 4).num_syncs == 8  # 2 K, as nothing else is said.
-    eager = dataclasses.replace(cocodc, syncs_per_interval=20, delay_steps="auto")
-    found = predict.schedule(eager, 4)
-    assert (found.num_syncs, found.delay_steps, found.max_delay) == (20, "auto", 39)
-    bounded = dataclasses.replace(eager, max_delay_steps=7)
-    assert predict.schedule(bounded, 4).max_delay == 7
+def test_the_simulator_has_the_slots_that_a_method_has():
+    network, run = cases.network("1000", 2), Measured(ALONE.pace, (), (1e5,) * 4, 0, 0)
+    given = network, methods.get("cocodc", sync_interval=40), Stretch(40, 80), run
+    with_slots, sent = predict.predict(*given, (0.25,) * 2, "direct")
+    assert sent == 16 * 1e5  # 2 K an interval, of which the last has just left.
+    assert with_slots.step_s == pytest.approx(0.25)
+    measured = methods.get("cocodc", sync_interval=40, delay_steps="auto",
+                           syncs_per_interval="auto")  # fmt: skip
+    found, _ = predict.predict(network, measured, *given[2:], (0.25,) * 2, "direct")
+    assert found.sync_s == pytest.approx(with_slots.sync_s)
+
+
+def test_compressed_messages_are_gathered():
+    given = Stretch(10, 50), Measured(ALONE.pace, (), (1e6,), 0, 0), (0.25,) * 4
+    network = cases.network("100", 4)
+    method = methods.get("diloco", sync_interval=10, compress="int8")
+    found, _ = predict.predict(network, method, *given, "direct")
+    links = network.topology.at()
+    sync_s = collective_cost(links, "direct_gather", 1e6).seconds
+    assert found.sync_s == pytest.approx(sync_s)
 
 
 def rows():
@@ -275,7 +289,8 @@ marks = [[2, 1.0], [4, 3.0]]
     ("flags", "message"),
     [
         ([], "workdir=None is no folder"),
-        (["--workdir={}", "--methods=snoo"], "names 'snoo', which the simulator"),
+        (["--workdir={}", "--methods=snoo"], "methods=snoo cannot be run by several"),
+        (["--workdir={}", "--methods=multi_ring"], "its rings lie on the inner mesh"),
         (["--workdir={}", "--networks=20,20"], "networks=20,20 must be some names"),
         (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
     ],
@@ -295,14 +310,18 @@ def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
         ("--workdir=x", "workdir=x is decided for each run"),
         ("--steps=9", "Unknown command line flag 'steps'"),
         ("--rank=9", "rank=9 has no meaning for"),
-        ("--syncs_per_interval=auto", "syncs_per_interval='auto' is measured while"),
     ],
 )
 def test_flags_of_training_are_checked_before_anything_runs(
-    run, tmp_path, flag, message
+    monkeypatch, capsys, tmp_path, flag, message
 ):
+    monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
     words = (f"--workdir={tmp_path / 'new'}", "--", flag)
-    code, _, error = run("experiments.compare_networks", *words)
+    try:
+        code = compare_networks.main(["compare_networks", *words])
+    except SystemExit as end:
+        code = end.code
+    error = capsys.readouterr().err
     assert code == 2
     assert message in error
     assert error.count("\n") == 1

@@ -6,16 +6,19 @@ import pytest
 
 from experiments import simulate
 
-# 1 GB a fragment, two regions, 1 GB/s: a sync of 1 s and two delays of 0.25 s.
+# 2 GB, two regions, 1 GB/s: a sync of all takes 2 s and two delays of 0.25 s, one of
+# half of it (FRAGMENTS) 1 s and the delays.
 BASE = (
     "--params=1e9",
     "--bits_per_param=16",
-    "--num_fragments=2",
     "--regions=2",
     "--bandwidth_gbps=8",
     "--latency_ms=250",
     "--step_time_s=1",
 )
+
+
+FRAGMENTS = "--num_fragments=2"
 
 
 def run(*arguments):
@@ -48,6 +51,11 @@ def test_files_and_numbers(tmp_path, capsys):
         ("diloco", 300 + 3 * 2.5),
         ("streaming_diloco", 300),
         ("cocodc", 300),
+        # Signs at every step; three rounds, hidden; region 1 alone every 50 steps.
+        ("distributed_lion", 30 * (1 + 2 / 32 + 0.25)),
+        ("co2", 3 * 48),
+        ("heloco", 150 + 3 * 4.5),
+        ("apart", 30),
     ],
 )
 def test_defaults_of_each_method(method, expected, tmp_path):
@@ -56,7 +64,12 @@ def test_defaults_of_each_method(method, expected, tmp_path):
 
 
 def test_delay_auto_and_unequal_regions(tmp_path):
-    arguments = ("--delay_steps=auto", "--step_time_s=1,0.5", f"--workdir={tmp_path}")
+    arguments = (
+        FRAGMENTS,
+        "--delay_steps=auto",
+        "--step_time_s=1,0.5",
+        f"--workdir={tmp_path}",
+    )
     assert run(*arguments) == 0
     summary = read(tmp_path)["summary"]
     assert summary["max_delay_steps"] >= 2
@@ -84,7 +97,8 @@ def test_seconds_to_a_target_loss(tmp_path):
 
 
 def test_plan_explains_and_its_flags_work(tmp_path, capsys):
-    assert run("--plan", "--bandwidth_gbps=0.1", f"--workdir={tmp_path}") == 0
+    arguments = (FRAGMENTS, "--bandwidth_gbps=0.1", f"--workdir={tmp_path}")
+    assert run("--plan", *arguments) == 0
     out = capsys.readouterr().out
     assert "tau = " in out
     assert json.loads((tmp_path / "plan.json").read_text())["num_fragments"] >= 2
@@ -98,6 +112,48 @@ def test_plan_explains_and_its_flags_work(tmp_path, capsys):
 def test_a_plan_takes_the_collective_that_is_given(name, capsys):
     assert run("--plan", "--bandwidth_gbps=0.1", f"--collective={name}") == 0
     assert capsys.readouterr().out.rstrip().endswith(f"--collective={name}")
+
+
+def test_a_plan_of_stages_says_which_site_runs_which(tmp_path, capsys):
+    links = tmp_path / "links.yaml"
+    # Two near, two far away: heavy activations keep each pipeline in one place.
+    links.write_text(
+        "{regions: [a, b, c, d], default: {bandwidth_gbps: 0.1, latency_ms: 50}, "
+        "links: [{between: [a, b], bandwidth_gbps: 10}, "
+        "{between: [c, d], bandwidth_gbps: 10}]}"
+    )
+    arguments = ("--plan", f"--links={links}", f"--workdir={tmp_path}")
+    assert run(*arguments, "--stages=2", "--activation_mb=100") == 0
+    placed = json.loads((tmp_path / "placement.json").read_text())
+    pipelines = {frozenset(path) for path in zip(*placed["sites"], strict=True)}
+    assert pipelines == {frozenset("ab"), frozenset("cd")}
+    out = capsys.readouterr().out
+    assert "- Stage 0 on a, " in out
+    assert "tau = " in out
+    assert run(*arguments, "--stages=4", "--activation_mb=100") == 0
+    assert "Nothing is averaged" in capsys.readouterr().out
+
+
+def test_arguments_of_a_method_reach_it(tmp_path):
+    folder = f"--workdir={tmp_path}"
+    quarter = ("--method=diloco", "--compress=int8", folder)
+    assert run(*quarter) == 0
+    sent = read(tmp_path)["summary"]["bytes_sent_per_region"]
+    # Gathered from two regions, three times; a scale for 256 numbers besides.
+    assert sent == pytest.approx(3 * 2e9 * (1 / 4 + 4 / 1024))
+    late = ("--method=decoupled_diloco", "--answer_steps=1,9", "--grace_steps=3")
+    assert run(*late, "--quorum=1", folder) == 0
+    assert read(tmp_path)["summary"]["max_delay_steps"] == 4
+    ranks = ("--method=dilocox", "--sync_interval=20", "--rank=32", "--min_rank=4")
+    assert run(*ranks, "--effective_rank=8", "--steps=100", folder) == 0
+    delays = [s["merge_step"] - s["start_step"] for s in read(tmp_path)["syncs"]]
+    assert delays[0] == 20
+    assert delays[-1] == 5
+    auto = ("--syncs_per_interval=auto", "--network_share=0.3", "--delay_steps=auto")
+    assert run("--method=cocodc", *auto, "--steps=300", folder) == 0
+    # 0.5 GB and two delays: a sync of 1 s, so 30 fit in 30 s of 100, 3 steps apart.
+    starts = [sync["start_step"] for sync in read(tmp_path)["syncs"]]
+    assert starts[-1] - starts[-2] == 3
 
 
 def test_table_is_printed_side_by_side(monkeypatch, capsys):
@@ -120,15 +176,19 @@ def test_table_is_printed_side_by_side(monkeypatch, capsys):
         ("--method=gossip", "flag --method=gossip: value should be one of"),
         ("--methd=diloco", "Unknown command line flag 'methd'. Did you mean: method"),
         ("--collective=star", "flag --collective=star: value should be one of"),
-        ("--delay_steps=-1", "--delay_steps=-1 must be a number of steps or 'auto'"),
-        ("--delay_steps=100", "--delay_steps=100 must be at least 0 and below sync_in"),
-        ("--num_fragments=101", "--num_fragments=101 must not be above sync_interval"),
-        ("--syncs_per_interval=9", "--syncs_per_interval=9 is for cocodc only"),
+        ("--delay_steps=-1", "--delay_steps=-1 must be a whole number or 'auto'"),
+        ("--delay_steps=101", "--delay_steps=101 is longer than sync_interval=100"),
+        ("--num_fragments=3", "--sync_interval=100 is not a multiple of num_fragments"),
+        ("--syncs_per_interval=9", "--syncs_per_interval=9 has no meaning for stream"),
+        ("--rank=9", "--rank=9 has no meaning for streaming_diloco; leave it out"),
+        ("--effective_rank=9", "--effective_rank=9.0 has no meaning for streaming_di"),
+        ("--method=snoo", "--regions=2 must be 1 for method='snoo'"),
+        ("--compress=zip", "--compress='zip'"),
         ("--step_time_s=1,2,3", "--step_time_s=1,2,3 must be one number or one for"),
         ("--step_time_s=x", "--step_time_s=x must be numbers"),
         ("--step_time_s=0", "--step_time_s=0 must be positive"),
         ("--params=0", "--params=0.0 must be positive"),
-        ("--sync_interval=0", "--sync_interval=0 must be at least 1"),
+        ("--sync_interval=0", "flag --sync_interval=0: 0 is not a positive integer"),
         ("--links=/no/such.yaml", "--links=/no/such.yaml: No such file or directory"),
         ("--loss_curve=/no/such", "--loss_curve=/no/such needs --target_loss too"),
         ("--target_loss=2", "--target_loss=2.0 needs --loss_curve too"),
@@ -141,6 +201,18 @@ def test_bad_flags_are_one_line(flag, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--stages=2", "--stages=2 needs --activation_mb too"),
+        ("--activation_mb=1", "--activation_mb=1.0 needs --stages of 2 or more"),
+    ],
+)
+def test_bad_flags_of_a_plan(flag, message, capsys):
+    assert run("--plan", flag) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_workdir_that_is_a_file(tmp_path, capsys):

@@ -1,11 +1,9 @@
-"""What a run's clock said, from its files: by hand, and what is refused."""
+"""`experiments.timeline`: what it writes and prints, and what it refuses."""
 
 import json
-import math
 
 import pytest
 
-from cocodc_jax.network.timeline import SyncRecord, Timeline
 from experiments import timeline
 
 
@@ -34,84 +32,9 @@ def run(tmp_path):
             ],
         }
         (folder / "timeline.json").write_text(json.dumps(found))
-    config = {"method": {"sync_interval": 1, "delay_steps": 0}}
+    config = {"method": {"method": "diloco", "sync_interval": 1}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
-
-
-def test_processes_are_laid_side_by_side(run):
-    found = timeline.read(run)
-    assert found.regions == ("process 0", "process 1")
-    assert found.step_time_s == (1.0, 1.0)
-    assert found.marks[-1] == (6, (7.0, 7.5))
-    assert found.sim_s == 7.5
-    assert found.stall_s == (1.0, 1.0)
-    assert found.bytes_sent == (200.0, 200.0)
-    first, second = found.syncs
-    assert (first.fragments, first.start_step, first.merge_step) == ((0,), 0, 2)
-    # Everybody has to be there: the later start, the later merge.
-    assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
-
-
-def test_steps_beside_a_sync_are_told_from_steps_alone():
-    """2 s a step with a sync on its way, 1 s without; waiting is neither.
-
-    One step beside a sync and one alone; two alone; two beside; a second of waiting and
-    two alone.
-    """
-    times = {0: 0.0, 2: 3.0, 4: 5.0, 6: 9.0, 8: 12.0}
-    syncs = (
-        SyncRecord((0,), 0, 2, 0.0, 2.0, 3.0, 0.0, 0.0, (1.0,)),
-        SyncRecord((1,), 4, 6, 5.0, 10.0, 10.0, 1.0, 1.0, (1.0,)),
-    )
-    marks = tuple((step, (second,)) for step, second in times.items())
-    found = Timeline(("process 0",), syncs, 8, (1.0,), marks, (1.0,), (2.0,))
-    assert timeline.step_s_in_flight(found) == (2.0, 1.0)
-
-
-def test_steps_without_a_sync_have_nothing_to_be_held_against():
-    marks = ((0, (0.0,)), (2, (2.0,)), (4, (4.0,)))
-    found = Timeline(("process 0",), (), 4, (1.0,), marks, (0.0,), (0.0,))
-    busy, quiet = timeline.step_s_in_flight(found)
-    assert math.isnan(busy)
-    assert quiet == 1.0
-
-
-def test_clocks_that_began_at_different_moments_are_laid_over_one_another(run):
-    expected = timeline.read(run)
-    path = run / "process_1" / "timeline.json"
-    found = json.loads(path.read_text())
-    found["marks"] = [[step, second - 100] for step, second in found["marks"]]
-    for each in found["syncs"]:
-        for name in ("start_s", "arrival_s", "merge_s"):
-            each[name] = each[name] and each[name] - 100
-    path.write_text(json.dumps(found))
-    assert timeline.read(run) == expected
-
-
-def test_the_first_steps_can_be_left_out(run):
-    found = timeline.read(run, since_step=2)
-    assert found.num_steps == 4
-    assert found.marks[0] == (0, (0.0, 0.5))
-    assert [sync.fragments for sync in found.syncs] == [(1,)]
-    assert found.syncs[0].start_step == 0
-
-
-def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(run):
-    """Cut at step 4: what was done after it is done again, later."""
-    again = {
-        "marks": [[6, 30.0]],
-        "syncs": [sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
-    }
-    timeline.save(run, again, first_step=4)
-    found = json.loads((run / "timeline.json").read_text())
-    assert [mark[0] for mark in found["marks"]] == [0, 2, 4, 6]
-    assert found["marks"][-1] == [6, 30.0]
-    assert [(s["start_step"], s["apply_step"]) for s in found["syncs"]] == [
-        (0, 2), (2, 4), (4, 6),
-    ]  # fmt: skip
-    timeline.save(run, again, first_step=0)  # From the beginning: nothing is kept.
-    assert json.loads((run / "timeline.json").read_text()) == again
 
 
 def test_the_program_writes_a_trace_and_a_plot(run, capsys):

@@ -11,13 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from cocodc_jax.runtime.checkpoint import Checkpoints
-from experiments.config import TrainConfig
-from experiments.configs import PRESETS
-from experiments.session import CHECKPOINTS, prepare
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.session import CHECKPOINTS, prepare
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from experiments import train
 
-MODULE = "experiments.train"
-PRESET = PRESETS["smoke"]
+MODULE = train.__name__
 FLAGS = ["--preset=smoke", "--method=cocodc", "--checkpoint_every=8", "--seed=3"]
 
 
@@ -38,11 +37,10 @@ def final_state(workdir: pathlib.Path):
     """All arrays of the last checkpoint, as NumPy."""
     config = TrainConfig.from_json(json.loads((workdir / "config.json").read_text()))
     session = prepare(config, workdir)
-    shapes = jax.eval_shape(lambda key: session.init_params(key), jax.random.key(0))
     with Checkpoints(workdir / CHECKPOINTS) as saved:
-        state, _ = saved.restore(session.program, shapes)
+        state, _ = saved.restore(session.program)
     assert state.step == config.run.steps
-    return jax.tree.map(np.asarray, (state.region, state.outer, state.in_flight))
+    return jax.tree.map(np.asarray, (state.region, state.sync and state.sync.arrays))
 
 
 def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
@@ -71,9 +69,9 @@ def test_records_tell_the_run(unbroken):
     found = records(unbroken[0])
     steps = [r["step"] for r in found]
     assert steps == sorted(steps)
-    train = [r for r in found if r["kind"] == "train"]
-    assert [r["step"] for r in train] == list(range(4, 49, 4))
-    assert train[-1]["loss"] < train[0]["loss"] - 1
+    rows = [r for r in found if r["kind"] == "train"]
+    assert [r["step"] for r in rows] == list(range(4, 49, 4))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
     evals = [r for r in found if r["kind"] == "eval"]
     assert [r["step"] for r in evals] == [16, 32, 48]
     syncs = [r for r in found if r["kind"] == "sync"]
@@ -129,44 +127,11 @@ def test_sigterm_ends_with_a_checkpoint_to_go_on_from(
     assert path.read_bytes() == theirs
 
 
-def small(tmp_path: pathlib.Path) -> str:
-    folder = tmp_path / "text"
-    folder.mkdir(exist_ok=True)
-    (folder / "a.txt").write_text("too little\n")
-    (folder / "b.txt").write_text("by far\n")
-    return f"text:{folder}"
-
-
-@pytest.mark.parametrize(
-    ("leaves", "message"),
-    [
-        ({"num_fragments": 5, "sync_interval": 20}, "num_fragments=5 does not fit"),
-        ({"model_axis": 3}, "model_axis|model=3"),
-        ({"devices": 64}, "devices=64 asks for more than there are"),
-        ({"dataset": "text:/nowhere"}, "dataset|/nowhere"),
-    ],
-)
-def test_what_set_up_refuses_before_anything_compiles(
-    leaves, message, tmp_path, corpus, monkeypatch
-):
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    base = PRESET.replace(data_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=message):
-        prepare(base.replace(**leaves), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_corpus_too_small_is_refused(tmp_path):
-    config = PRESET.replace(data_dir=str(tmp_path), dataset=small(tmp_path))
-    with pytest.raises(ValueError, match="tokens"):
-        prepare(config, tmp_path / "run")
-
-
-def test_a_workdir_of_another_configuration_is_refused(unbroken, run, corpus):
+def test_a_workdir_of_another_configuration_is_refused(unbroken, call, corpus):
     workdir, _ = unbroken
     before = (workdir / "config.json").read_text()
-    code, _, err = run(
-        MODULE, *FLAGS, *corpus, f"--workdir={workdir}", "--outer_lr=0.3"
+    code, _, err = call(
+        train, *FLAGS, *corpus, f"--workdir={workdir}", "--outer_lr=0.3"
     )
     assert code == 2
     assert err.startswith(f"error: --workdir='{workdir}' holds a run of another")
@@ -175,33 +140,38 @@ def test_a_workdir_of_another_configuration_is_refused(unbroken, run, corpus):
     assert (workdir / "config.json").read_text() == before
 
 
-def test_a_corpus_that_changed_under_a_run_is_refused(run, corpus, tmp_path):
+def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
     text = tmp_path / "text"
     shutil.copytree(corpus[0].split(":")[1], text)
     flags = [
         "--preset=smoke", f"--dataset=text:{text}", f"--data_dir={tmp_path}",
         f"--workdir={tmp_path / 'run'}",
     ]  # fmt: skip
-    assert run(MODULE, *flags)[0] == 0
+    assert call(train, *flags)[0] == 0
     (tmp_path / "run" / "summary.json").unlink()  # As if it had not come to its end.
     (text / "new.txt").write_text("one more document\n" * 100)
-    code, _, err = run(MODULE, *flags)
+    code, _, err = call(train, *flags)
     assert code == 1
     assert err.startswith(f"error: the run in {tmp_path / 'run'} cannot go on")
 
 
-def test_a_flag_the_method_does_not_take_is_refused(run, tmp_path):
-    code, _, err = run(
-        MODULE, "--preset=smoke", "--method=diloco", "--mixing_alpha=0.5",
+def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    code, _, err = call(
+        train, "--preset=smoke", "--method=diloco", "--mixing_alpha=0.5",
         f"--workdir={tmp_path}",
     )  # fmt: skip
     assert code == 2
-    assert err == "error: --mixing_alpha=0.5 has no meaning for diloco; leave it out\n"
+    assert err == (
+        "error: --mixing_alpha=0.5 has no meaning for diloco, which takes "
+        "sync_interval, outer_lr, outer_momentum, compress, outer_placement, "
+        "region_weights; leave it out\n"
+    )
 
 
-def test_a_diverging_run_names_step_region_and_checkpoint(run, corpus, tmp_path):
-    code, _, err = run(
-        MODULE, "--preset=smoke", *corpus, f"--workdir={tmp_path}",
+def test_a_diverging_run_names_step_region_and_checkpoint(call, corpus, tmp_path):
+    code, _, err = call(
+        train, "--preset=smoke", *corpus, f"--workdir={tmp_path}",
         "--inner_lr=1e30", "--grad_clip=0", "--checkpoint_every=1", "--warmup_steps=0",
     )  # fmt: skip
     assert code == 1

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from cocodc_jax.netlab import kernel
 from experiments import wan
-from experiments.lab import kernel
 
 ROOT = pathlib.Path(__file__).parents[2]
 LACKS = kernel.missing()
@@ -376,7 +376,7 @@ def test_a_broken_relay_ends_the_run(command, tmp_path):
     started = family(process.pid)
     for pid in started:
         words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"experiments.lab.relay" in words:
+        if b"cocodc_jax.netlab.relay" in words:
             os.kill(pid, signal.SIGKILL)
     _, error = process.communicate(timeout=20)
     assert process.returncode == 1

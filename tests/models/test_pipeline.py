@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax import methods
 from cocodc_jax.models import (
     TransformerConfig,
     check_pipeline,
@@ -20,9 +21,8 @@ from cocodc_jax.models import (
     partition_specs,
 )
 from cocodc_jax.models.transformer import bind
-from cocodc_jax.runtime.mesh import make_mesh, regional
+from cocodc_jax.runtime.devices.mesh import make_mesh, regional
 from cocodc_jax.runtime.program import RegionProgram, run
-from cocodc_jax.sync import methods
 
 # Nine positions: no number of stages here divides them.
 _BATCH, _LENGTH = 8, 9

@@ -255,11 +255,13 @@ def test_grouped_heads_equal_repeated_key_value_heads():
     attention = attention | {name: repeat(attention[name]) for name in ("key", "value")}
     repeated = params | {"blocks": params["blocks"] | {"attention": attention}}
     tokens = _tokens(2, 9)
+    # Sums in another order, which processors differ in: some roundings of float32 in
+    # logits of up to 2.
     np.testing.assert_allclose(
         _logits(grouped, params, tokens),
         _logits(full, repeated, tokens),
         rtol=1e-5,
-        atol=1e-6,
+        atol=1e-5,
     )
 
 

@@ -90,3 +90,13 @@ def test_subset_keeps_the_order_asked_for():
     state = Topology(("a", "b", "c"), rows).at().subset((2, 0))
     assert state.delay_s.tolist() == [[0.0, 20.0], [2.0, 0.0]]
     assert link.delay_s == 0.0
+
+
+def test_a_subset_keeps_its_links_and_their_changes():
+    changes = (LinkChange(1.0, 2.0, source=2), LinkChange(1.0, 2.0, source=1))
+    links = [[Link(1.0 + 3 * i + j, 0.1) for j in range(3)] for i in range(3)]
+    rows = tuple(map(tuple, links))
+    part = Topology(("a", "b", "c"), rows, changes).subset((2, 0))
+    assert part.regions == ("c", "a")
+    assert part.links[0][1] == links[2][0]
+    assert [change.source for change in part.changes] == [0]

@@ -57,6 +57,13 @@ def test_heavy_averages_keep_a_stage_in_one_place():
     }
 
 
+def test_the_slowest_stage_is_named():
+    state = two_clusters()
+    state.bytes_per_s[1, 3] = 1e8
+    placed = place(state, Pipeline(2, 1e3, 1e9))
+    assert set(placed.stages[placed.slowest_stage]) == {1, 3}
+
+
 def test_rare_averages_turn_the_choice():
     often = Pipeline(2, 1e8, 1e9, sync_interval=1)
     rarely = Pipeline(2, 1e8, 1e9, sync_interval=500)

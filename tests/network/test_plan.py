@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.network.plan import Job, make_plan
 from cocodc_jax.network.world import world
+from cocodc_jax.sync.schedules import adaptive, staggered
 
 # Two regions, 1 GB/s, no delay: a ring all-reduce of b GB takes b seconds.
 FAST = uniform(2, Link(8.0, 0.0))
@@ -35,6 +36,12 @@ def test_a_slow_network_raises_fragments_and_interval():
     text = plan.explain()
     assert "K = 8 fragments instead of 4" in text
     assert "H = 200 steps instead of 100" in text
+
+
+def test_an_interval_is_a_multiple_of_the_fragments():
+    plan = make_plan(FAST, Job(2e9, 1.0, 6))
+    assert (plan.num_fragments, plan.sync_interval) == (6, 102)
+    assert "H = 102 steps instead of 100, a multiple of 6" in plan.explain()
 
 
 def test_a_hopeless_network_is_called_so():
@@ -78,6 +85,10 @@ def test_a_plan_keeps_its_inequalities_and_does_not_stall(
     plan = make_plan(uniform(3, Link(1.0, 0.05)), job)
     assert num <= plan.num_fragments <= 32
     assert plan.sync_interval >= interval
+    # A plan that either of the two methods takes.
+    plan_of = (plan.sync_interval, plan.num_fragments, plan.delay_steps)
+    staggered(*plan_of)
+    adaptive(*plan_of, plan.syncs_per_interval)
     assert plan.delay_steps * step_time_s >= plan.sync_time_s * (1 - 1e-6)
     assert plan.delay_steps < plan.sync_interval
     used = plan.syncs_per_interval * plan.sync_time_s

@@ -6,8 +6,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.network.links import Link, LinkChange, uniform
-from cocodc_jax.network.simulator import Workload, simulate
-from cocodc_jax.network.syncs import AUTO, Schedule
+from cocodc_jax.network.simulator import simulate
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.schedules import (
+    Measured,
+    adaptive,
+    asynchronous,
+    measured,
+    one_step_stale,
+    ranked_rounds,
+    staggered,
+)
 
 GB = 1e9
 # Two regions, 1 GB/s, 0.5 s: a ring all-reduce of 2 GB takes 2 (1 + 0.5) = 3 s, of
@@ -20,7 +29,7 @@ def work(*fragment_gb, step_time_s=(1.0, 1.0), num_layers=1):
 
 
 def test_data_parallel_by_hand():
-    timeline = simulate(PAIR, work(2), Schedule("data_parallel"), 3)
+    timeline = simulate(PAIR, work(2), staggered(1), 3)
     assert timeline.sim_s == 12.0
     assert timeline.stall_s == (9.0, 9.0)
     assert timeline.utilization() == 0.25
@@ -30,7 +39,7 @@ def test_data_parallel_by_hand():
 
 def test_what_hosts_do_besides_the_network_is_waited_for_too():
     busy = dataclasses.replace(work(2), host_bytes_per_s=4 * GB)
-    timeline = simulate(PAIR, busy, Schedule("data_parallel"), 3)
+    timeline = simulate(PAIR, busy, staggered(1), 3)
     assert timeline.stall_s == (10.5, 10.5)
     assert [s.start_s for s in timeline.syncs] == [1.0, 5.5, 10.0]
     with pytest.raises(ValueError, match="host_bytes_per_s=0 must be positive"):
@@ -38,27 +47,30 @@ def test_what_hosts_do_besides_the_network_is_waited_for_too():
 
 
 def test_diloco_by_hand():
-    timeline = simulate(PAIR, work(1, 1), Schedule("diloco", 2, 4), 9)
+    timeline = simulate(PAIR, work(2), staggered(4), 9)
     assert timeline.sim_s == 9 + 2 * 3
-    assert [s.fragments for s in timeline.syncs] == [(0, 1), (0, 1)]
+    assert [(s.fragments, s.start_step) for s in timeline.syncs] == [
+        ((0,), 4),
+        ((0,), 8),
+    ]
 
 
 def test_streaming_by_hand():
     # Fragment 1 starts after steps 2, 6, ..., fragment 0 after 4, 8, ...; tau 2.
     #   2.0 f1 starts, busy to 4, in at 5.0; step 4 is done at 4.0, so a stall of 1.
-    #   4.0 f0 starts (before that stall), busy 4 to 6, in at 7.0; step 6 done at 7.0.
-    #   7.0 f1 starts, in at 10.0; step 8 done at 9.0, a stall of 1.
-    timeline = simulate(PAIR, work(2, 2), Schedule("streaming_diloco", 2, 4, 2), 8)
+    #   5.0 f0 starts (with f1 merged, as in a run), in at 8.0; step 6 is done at 7.0.
+    #   8.0 f1 starts, in at 11.0; step 8 is done at 10.0, a stall of 1.
+    timeline = simulate(PAIR, work(2, 2), staggered(4, 2, 2), 8)
     seen = [
         (s.fragments, s.start_step, s.merge_step, s.start_s, s.arrival_s, s.stall_s)
         for s in timeline.syncs
     ]
     assert seen == [
         ((1,), 2, 4, 2.0, 5.0, 1.0),
-        ((0,), 4, 6, 4.0, 7.0, 0.0),
-        ((1,), 6, 8, 7.0, 10.0, 1.0),
+        ((0,), 4, 6, 5.0, 8.0, 1.0),
+        ((1,), 6, 8, 8.0, 11.0, 1.0),
     ]
-    assert timeline.sim_s == 10.0
+    assert timeline.sim_s == 11.0
     # Three merged and one just started, 2 (M - 1) / M of 2 GB each.
     assert timeline.bytes_sent == (8 * GB, 8 * GB)
 
@@ -66,7 +78,7 @@ def test_streaming_by_hand():
 def test_two_syncs_under_way_share_the_links():
     # 3 s of transfer from step 2, at 4 s another 3 s joins: the first is done at 5 s if
     # they go in turn, at 6 s if they share, and in 0.5 s later. Step 5 is done at 5 s.
-    schedule = Schedule("streaming_diloco", 2, 4, 3)
+    schedule = staggered(4, 2, 3)
     topology = uniform(2, Link(8.0, 0.25))
     fair = simulate(topology, work(3, 3), schedule, 5)
     assert (fair.syncs[0].arrival_s, fair.syncs[0].stall_s) == (6.5, 1.5)
@@ -74,23 +86,103 @@ def test_two_syncs_under_way_share_the_links():
     assert (fifo.syncs[0].arrival_s, fifo.syncs[0].stall_s) == (5.5, 0.5)
 
 
-def test_merged_when_it_has_arrived():
-    # Starts at 2, in at 5: the first boundary at which it is there is step 5.
-    schedule = Schedule("streaming_diloco", 2, 8, AUTO)
-    timeline = simulate(PAIR, work(2, 2), schedule, 20)
-    assert {s.merge_step - s.start_step for s in timeline.syncs} == {3}
-    assert timeline.sim_s == 20.0
+def delays(timeline):
+    return [s.merge_step - s.start_step for s in timeline.syncs]
 
 
-def test_the_bound_on_the_delay_makes_it_wait():
-    schedule = Schedule("streaming_diloco", 2, 8, AUTO, max_delay_steps=2)
+def test_a_measured_delay_is_what_syncs_take():
+    # One slot, of 4 steps, until a sync of 3 s has been applied (at step 8) and told of
+    # the one before it; the first knew of none, so what counts comes with the second.
+    schedule = measured.staggered(8, 2, "auto")
+    timeline = simulate(PAIR, work(2, 2), schedule, 40)
+    assert delays(timeline) == [4, 4, 3, 3, 3, 3, 3, 3, 3]
+    assert timeline.sim_s == 40.0
+
+
+def test_the_bound_on_a_measured_delay_makes_it_wait():
+    schedule = measured.staggered(8, 2, "auto", max_delay_steps=2)
     timeline = simulate(PAIR, work(2, 2), schedule, 8)
     assert [s.stall_s for s in timeline.syncs] == [1.0]  # that of step 4 + 2
 
 
+def test_measured_slots_fill_the_share_of_the_network():
+    # gamma H T_c / T_s = 0.5 * 48 / 3 = 8 syncs, 6 steps apart.
+    schedule = measured.adaptive(48, 2, "auto", "auto", network_share=0.5)
+    assert isinstance(schedule, Measured)
+    timeline = simulate(PAIR, work(2, 2), schedule, 300)
+    starts = [s.start_step for s in timeline.syncs][-10:]
+    assert set(np.diff(starts)) == {6}
+    assert delays(timeline)[-1] == 3
+
+
+def test_the_slowest_region_tells_what_a_sync_takes():
+    # Region 0 waits for region 1, too, which is no time of the network's.
+    schedule = measured.staggered(8, 2, "auto")
+    timeline = simulate(PAIR, work(2, 2, step_time_s=(0.5, 1.0)), schedule, 40)
+    assert delays(timeline)[-1] == 3
+
+
+def test_adaptive_transmission_serves_who_waits_longest():
+    for score in ("pseudo_gradient", "aged", "drift"):
+        schedule = adaptive(9, 2, 1, 3, score=score)
+        timeline = simulate(PAIR, work(1, 1), schedule, 19)
+        order = [(s.start_step, s.fragments[0]) for s in timeline.syncs]
+        assert order == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0), (18, 1)]
+
+
+def test_one_step_stale_by_hand():
+    # Leaves after steps 4 and 8, wanted after 8 and 12; the zero before takes nothing.
+    timeline = simulate(PAIR, work(4), one_step_stale(4), 12)
+    seen = [
+        (s.start_step, s.merge_step, s.arrival_s, s.stall_s) for s in timeline.syncs
+    ]
+    # 2 (2 + 0.5) = 5 s: in at 9.0, when step 8 was done at 8.0. The next one has left
+    # before that stall, and takes its turn after the first, whose bytes left by 8.0.
+    assert seen == [(4, 8, 9.0, 1.0), (8, 12, 13.0, 0.0)]
+
+
+def test_ranked_rounds_send_less_and_come_sooner():
+    schedule = ranked_rounds(8, 4, 1)
+    timeline = simulate(PAIR, work(4), schedule, 40, effective_rank=2.0)
+    seen = [(s.start_step, s.merge_step, s.bytes_sent[0]) for s in timeline.syncs]
+    # A mean is looked at when the next message leaves: from step 24 on at rank 2.
+    assert seen[:4] == [(8, 16, 4 * GB), (16, 24, 4 * GB), (24, 28, 2 * GB),
+                        (28, 32, 2 * GB)]  # fmt: skip
+    same = simulate(PAIR, work(4), schedule, 40)
+    assert {s.bytes_sent[0] for s in same.syncs} == {4 * GB}
+
+
+def test_regions_that_come_alone_wait_alone():
+    # Steps of 1 and 2 s: region 1 does two of its own in the four ticks of region 0.
+    # There and back, 2 (1 + 0.5) = 3 s; region 0 keeps the outer model.
+    uneven = work(1, step_time_s=(1.0, 2.0))
+    timeline = simulate(PAIR, uneven, asynchronous(4), 8)
+    assert timeline.stall_s == (0.0, 6.0)
+    assert timeline.bytes_sent == (2 * GB, 2 * GB)
+    seen = [(s.start_step, s.start_s, s.arrival_s, s.stall_s) for s in timeline.syncs]
+    assert seen == [(4, 4.0, 4.0, 0.0), (4, 4.0, 7.0, 3.0), (8, 8.0, 8.0, 0.0),
+                    (8, 11.0, 14.0, 3.0)]  # fmt: skip
+    larger = dataclasses.replace(uneven, answer_share=2.0)
+    assert simulate(PAIR, larger, asynchronous(4), 8).stall_s == (0.0, 8.0)
+
+
+def test_a_quorum_waits_for_those_who_answer():
+    # Region 1 is at 12 s after four steps, but its message is not waited for.
+    quorum = dataclasses.replace(staggered(4, 1, 2), participating=(0,))
+    timeline = simulate(PAIR, work(2, step_time_s=(1.0, 3.0)), quorum, 6)
+    (sync,) = timeline.syncs
+    assert (sync.start_s, sync.arrival_s, sync.stall_s) == (4.0, 7.0, 1.0)
+
+
+def test_nothing_is_sent_without_a_schedule():
+    timeline = simulate(PAIR, work(2, step_time_s=(1.0, 3.0)), None, 4)
+    assert timeline.bytes_sent == (0.0, 0.0)
+    assert (timeline.sim_s, timeline.utilization(), timeline.syncs) == (12.0, 1.0, ())
+
+
 def test_unequal_regions_wait_for_the_slowest():
     uneven = work(2, step_time_s=(1.0, 3.0))
-    timeline = simulate(PAIR, uneven, Schedule("data_parallel"), 2)
+    timeline = simulate(PAIR, uneven, staggered(1), 2)
     # Both start when region 1 is ready, at 3 s, and go on at 6 s.
     assert timeline.stall_s == (10.0, 6.0)
     assert timeline.sim_s == 12.0
@@ -100,7 +192,7 @@ def test_unequal_regions_wait_for_the_slowest():
 def test_an_outage_stalls_for_its_length():
     changes = (LinkChange(1.5, 10.0, bandwidth_factor=0.0),)
     topology = dataclasses.replace(PAIR, changes=changes)
-    timeline = simulate(topology, work(2), Schedule("data_parallel"), 2)
+    timeline = simulate(topology, work(2), staggered(1), 2)
     assert timeline.sim_s == 8.0 + 10.0
 
 
@@ -112,7 +204,7 @@ def test_layers_travel_as_they_are_ready_by_hand():
     timeline = simulate(
         topology,
         work(2, step_time_s=(3.0, 3.0), num_layers=2),
-        Schedule("data_parallel"),
+        staggered(1),
         4,
         sharing="fifo",
     )
@@ -128,7 +220,7 @@ def test_layers_wait_inside_the_forward_pass():
     timeline = simulate(
         topology,
         work(4, 4, step_time_s=(3.0, 3.0), num_layers=2),
-        Schedule("streaming_diloco", 2, 2, 0),
+        staggered(2, 2),
         1,
     )
     assert timeline.syncs[0].fragments == (1,)
@@ -141,7 +233,7 @@ def test_strided_layers():
 
 
 def test_times_between_events():
-    timeline = simulate(PAIR, work(2), Schedule("diloco", 1, 4), 6)
+    timeline = simulate(PAIR, work(2), staggered(4), 6)
     seen = [timeline.times_s(step)[0] for step in (0, 3, 4, 5, 6)]
     assert seen == [0.0, 3.0, 7.0, 8.0, 9.0]
     assert timeline.utilization(since_step=4) == 1.0
@@ -150,7 +242,7 @@ def test_times_between_events():
 
 
 def test_summary_by_hand():
-    summary = simulate(PAIR, work(2), Schedule("diloco", 1, 4), 9).summary()
+    summary = simulate(PAIR, work(2), staggered(4), 9).summary()
     assert summary == {
         "steps": 9,
         "sim_s": 15.0,
@@ -169,9 +261,7 @@ def test_summary_by_hand():
 
 def test_one_region_never_waits():
     alone = uniform(1, Link(1.0, 1.0))
-    timeline = simulate(
-        alone, work(2, step_time_s=(1.0,)), Schedule("data_parallel"), 5
-    )
+    timeline = simulate(alone, work(2, step_time_s=(1.0,)), staggered(1), 5)
     assert (timeline.sim_s, timeline.bytes_sent) == (5.0, (0.0,))
 
 
@@ -185,7 +275,7 @@ def test_one_region_never_waits():
 )
 def test_sizes_must_match(workload, num_steps, message):
     with pytest.raises(ValueError, match=message):
-        simulate(PAIR, workload, Schedule("data_parallel"), num_steps)
+        simulate(PAIR, workload, staggered(1), num_steps)
 
 
 def test_workload_errors():
@@ -197,18 +287,21 @@ def test_workload_errors():
 
 @st.composite
 def schedules(draw):
-    method = draw(
-        st.sampled_from(["data_parallel", "diloco", "streaming_diloco", "cocodc"])
-    )
+    kind = draw(st.sampled_from(["every", "whole", "staggered", "adaptive", "stale"]))
     num = draw(st.integers(1, 4))
-    interval = draw(st.integers(num + 1, 12))
-    if method == "data_parallel":
-        return Schedule(method, num)
-    if method == "diloco":
-        return Schedule(method, num, interval)
-    delay = draw(st.integers(0, interval - 1))
-    syncs = draw(st.integers(num, interval)) if method == "cocodc" else None
-    return Schedule(method, num, interval, delay, syncs)
+    if kind == "every":
+        return staggered(1)
+    if kind == "whole":
+        return staggered(draw(st.integers(1, 12)))
+    if kind == "adaptive":
+        interval = draw(st.integers(num + 1, 12))
+        syncs = draw(st.integers(num, interval))
+        longest = adaptive(interval, num, 0, syncs).longest_delay
+        return adaptive(interval, num, draw(st.integers(0, longest)), syncs)
+    interval = num * draw(st.integers(1, 3))
+    if kind == "stale":
+        return one_step_stale(interval, num)
+    return staggered(interval, num, draw(st.integers(0, interval)))
 
 
 runs = st.tuples(
@@ -221,14 +314,13 @@ runs = st.tuples(
 )
 
 
-def run(case, gbps_factor=1.0, extra_latency_s=0.0, delay_steps=None):
-    schedule, num, gbps, latency_s, sharing, collective = case
-    if delay_steps is not None:
-        schedule = dataclasses.replace(schedule, delay_steps=delay_steps)
+def run(case, gbps_factor=1.0, extra_latency_s=0.0, schedule=None, num_layers=1):
+    given, num, gbps, latency_s, sharing, collective = case
+    schedule = schedule or given
     topology = uniform(num, Link(gbps * gbps_factor, latency_s + extra_latency_s))
     sizes = tuple(GB * (1 + p / 3) for p in range(schedule.num_fragments))
     steps_s = tuple(0.2 + 0.1 * i for i in range(num))
-    workload = Workload(sizes, steps_s)
+    workload = Workload(sizes, steps_s, num_layers)
     return simulate(
         topology, workload, schedule, 30, collective, range(num), sharing=sharing
     )
@@ -246,6 +338,22 @@ def test_time_is_compute_and_stall(case):
     for sync in timeline.syncs:
         assert sync.start_s <= sync.arrival_s <= sync.merge_s + 1e-9
         assert sync.merge_step - sync.start_step == case[0].delay_steps
+
+
+@settings(deadline=None, max_examples=50)
+@given(runs, st.integers(4, 9), st.booleans())
+def test_layers_leave_before_anything_is_waited_for(case, num_layers, is_measured):
+    schedule = case[0]
+    if is_measured and type(schedule) is type(staggered(1)):
+        parts = schedule.sync_interval, schedule.num_fragments
+        schedule = measured.staggered(*parts, "auto")
+    timeline = run(case, schedule=schedule, num_layers=num_layers)
+    step_s = max(timeline.step_time_s)
+    for sync in timeline.syncs:
+        begun, done = timeline.times_s(sync.start_step - 1), sync.start_s
+        # Within the backward pass of the step that ends there.
+        assert done >= begun.max() + step_s / 3 - 1e-9
+        assert sync.start_s <= sync.arrival_s
 
 
 @settings(deadline=None)
@@ -279,17 +387,16 @@ def test_a_better_network_is_never_slower(case, factor, latency_s):
 @settings(deadline=None)
 @given(runs)
 def test_no_overlap_waits_longest(case):
-    assume(case[0].method == "streaming_diloco")
-    assert run(case).sim_s <= run(case, delay_steps=0).sim_s * (1 + 1e-9)
+    assume(type(case[0]) is type(staggered(1)))
+    blocking = dataclasses.replace(case[0], delay_steps=0)
+    assert run(case).sim_s <= run(case, schedule=blocking).sim_s * (1 + 1e-9)
 
 
 @settings(deadline=None)
-@given(runs)
-def test_auto_delay_stalls_only_at_its_bound(case):
-    assume(case[0].method in ("streaming_diloco", "cocodc"))
-    timeline = run(case, delay_steps=AUTO)
-    bound = case[0].sync_interval - 1
-    for sync in timeline.syncs:
-        assert sync.merge_step - sync.start_step <= bound
-        if sync.merge_step - sync.start_step < bound:
-            assert sync.stall_s == 0
+@given(runs, st.integers(1, 12))
+def test_a_measured_delay_keeps_its_bound(case, bound):
+    assume(type(case[0]) is type(staggered(1)))
+    interval, num = case[0].sync_interval, case[0].num_fragments
+    bound = min(bound, interval)
+    schedule = measured.staggered(interval, num, "auto", bound)
+    assert all(1 <= delay <= bound for delay in delays(run(case, schedule=schedule)))

@@ -5,17 +5,18 @@ import pytest
 from matplotlib import image
 
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.network.simulator import Workload, simulate
-from cocodc_jax.network.syncs import Schedule
+from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.trace import plot_timeline, region_spans, write_trace
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.schedules import staggered
 
 
 @pytest.fixture
 def timeline():
-    # Syncs of 3 s, tau of 2 steps of 1 s, so stalls and two syncs at once.
+    # Syncs of 3 s, tau of 3 steps of 1 s, slots of 2: two syncs at once, and stalls.
     topology = uniform(2, Link(8.0, 0.5))
     work = Workload((2e9, 2e9), (1.0, 0.5))
-    return simulate(topology, work, Schedule("streaming_diloco", 2, 4, 2), 16)
+    return simulate(topology, work, staggered(4, 2, 3), 16)
 
 
 def test_spans_cover_a_region_without_gaps(timeline):

@@ -11,13 +11,16 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax import methods
+from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram, run
-from cocodc_jax.runtime.second_moment import adam_second_moment
-from cocodc_jax.sync import methods
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.transforms.second_moment import adam_second_moment
 
 NUM_REGIONS = 4
 LEARNING_RATE = 0.05
+# The b2 of `optax.adam`.
+SUPPLIES = Supplies(LEARNING_RATE, adam_second_moment(0.999))
 
 # Events are 2 steps apart in all, so that one scan is compiled for each. Streaming has
 # both fragments in flight at every step after 4, CoCoDC one of the two it may choose.
@@ -89,7 +92,7 @@ def stream(first_step=0):
 def make_program(name, mesh=None, loss=loss_fn, **options):
     """Adam where the merge asks for its second moment, else what compiles faster."""
     method = METHODS[name]
-    has_adam = "second_moment" in method.merge.needs
+    has_adam = "second_moment" in method.needs
     return RegionProgram(
         loss,
         optax.adam(LEARNING_RATE) if has_adam else optax.sgd(LEARNING_RATE, 0.9),
@@ -97,8 +100,7 @@ def make_program(name, mesh=None, loss=loss_fn, **options):
         make_params(),
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS) if mesh is None else mesh,
-        learning_rate=LEARNING_RATE,
-        second_moment=adam_second_moment(0.999),  # The b2 of `optax.adam`.
+        supplies=SUPPLIES,
         **options,
     )
 
@@ -139,8 +141,8 @@ def host(tree):
 
 def numbers(state):
     """Everything a run consists of, on the host, for comparing two runs."""
-    memory = state.schedule and state.schedule.to_json()
-    arrays = host((state.region, state.outer, state.in_flight, state.senders))
+    memory = state.sync and state.sync.schedule.to_json()
+    arrays = host((state.region, state.sync and state.sync.arrays))
     return arrays, memory, state.step, state.bytes_sent
 
 

@@ -1,4 +1,4 @@
-"""NumPy reference of the family, algorithms.md sections 6 to 11, from the formulas.
+"""NumPy reference of the other methods, written from the formulas.
 
 It shares no code with the package. Parameters are flat dicts from name to float64
 array, one dict a region; `targets[t][m]` is what region m trains on in tick t. Every

@@ -1,4 +1,4 @@
-"""NumPy reference of algorithms.md, sections 1 to 4, written from the formulas.
+"""NumPy reference of data parallelism, (Streaming) DiLoCo and CoCoDC, from formulas.
 
 It shares no code with the package. Parameters are flat dicts from name to float64
 array, one dict a region; a fragment is a list of names. Everything is a loop.

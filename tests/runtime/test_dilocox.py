@@ -17,13 +17,15 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.checkpoint import Checkpoints
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.methods.contrib.dilocox import dilocox
+from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram, run
-from cocodc_jax.sync import merge, schedule
-from cocodc_jax.sync.family.nesterov import nesterov
-from cocodc_jax.sync.family.round_late import dilocox
-from cocodc_jax.sync.method import Method
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.messages import Compressed
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules import one_step_stale
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank
 
@@ -69,13 +71,17 @@ def loss_fn(params, target, key):
     return sum(jnp.sum((params[n] - aims[n]) ** 2) / 2 for n in SHAPES), {}
 
 
-def make(method, dtype=np.float32, num_places=2):
+def make(method, dtype=np.float32, num_shards=2):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
-    mesh = make_mesh(NUM_REGIONS, devices=jax.devices()[:num_places])
+    mesh = make_mesh(NUM_REGIONS, devices=jax.devices()[:num_shards])
     program = RegionProgram(
         loss_fn, optax.sgd(LR), method, params, NUM_REGIONS, mesh=mesh
     )
-    return program, program.init(params, jax.random.key(0))
+    return program, start(program, params)
+
+
+def start(program, params=PARAMS):
+    return program.init(params, jax.random.key(0))
 
 
 def train(program, state, until=NUM_STEPS, dtype=np.float32):
@@ -84,9 +90,10 @@ def train(program, state, until=NUM_STEPS, dtype=np.float32):
     batches = iter(TARGETS[state.step :].astype(dtype))
     for after, output in run(program, state, batches, until - state.step):
         state = after
-        memory = state.schedule
+        memory = state.sync.schedule
         syncs = [(s.start_step, s.num_bytes) for s in output.syncs]
-        rounds = (state.step, memory.rank, memory.round_steps, state.bytes_sent, syncs)
+        round_steps = getattr(memory, "round_steps", 0)  # Of ranked rounds only.
+        rounds = (state.step, memory.rank, round_steps, state.bytes_sent, syncs)
         local, outer = jax.device_get(
             (state.region.params, program.outer_params(state))
         )
@@ -213,11 +220,9 @@ def assert_close(seen, expected, tolerance):
 def exact_factors():
     """The method with float32 factors instead of int4, of which the reference knows."""
     ranked = dataclasses.replace(
-        ADAPTIVE.ranked_compressors, of=lambda rank: error_feedback(low_rank(rank))
+        ADAPTIVE.sync.message, of=lambda rank: error_feedback(low_rank(rank))
     )
-    return dataclasses.replace(
-        ADAPTIVE, compressor=ranked.of(6), ranked_compressors=ranked
-    )
+    return ADAPTIVE.with_sync(message=ranked)
 
 
 def test_a_run_is_its_formulas(exact_factors):
@@ -229,7 +234,7 @@ def test_a_run_is_its_formulas(exact_factors):
     # Ranks, lengths and bytes exactly; no mean is so near to a bucket's edge that
     # rounding could choose another.
     assert [row[0] for row in seen] == [row[0] for row in expected[: len(seen)]]
-    settled = program.settle(state).schedule
+    settled = program.synchronize(state).sync.schedule
     np.testing.assert_allclose(settled.effective_ranks, measured[-5:], rtol=1e-4)
     assert ranks[:5] == [6, 6, 3, 3, 3]
     assert_close(seen[:5], expected[:5], 1e-6)
@@ -237,12 +242,12 @@ def test_a_run_is_its_formulas(exact_factors):
 
 
 def late_diloco(sync_interval=4):
-    return Method(
-        "late",
-        schedule.one_round_late(sync_interval),
-        merge.replace(),
-        nesterov(OUTER_LR, MOMENTUM),
+    sync = Sync(
+        schedule=one_step_stale(sync_interval),
+        outer=nesterov(OUTER_LR, MOMENTUM),
+        merge=merge.replace(),
     )
+    return Method(name="late", sync=sync)
 
 
 def fixed(rank=64, **options):
@@ -267,7 +272,7 @@ def test_without_compression_it_is_late_diloco():
 
 
 def test_a_rank_that_no_matrix_allows_sends_all_of_it():
-    whole = dataclasses.replace(fixed(), compressor=error_feedback(low_rank(64)))
+    whole = fixed().with_sync(message=Compressed(error_feedback(low_rank(64))))
     one, other = (train(*make(m))[1] for m in (whole, fixed(compress="none")))
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
@@ -306,8 +311,13 @@ def test_the_real_messages_are_counted(real):
 
 
 def numbers(state):
-    arrays = (state.region, state.outer, state.in_flight, state.senders)
-    return jax.device_get(arrays), state.schedule, state.bytes_sent, state.step
+    arrays = (
+        state.region,
+        state.sync.outer,
+        state.sync.in_flight,
+        state.sync.compressors,
+    )
+    return jax.device_get(arrays), state.sync.schedule, state.bytes_sent, state.step
 
 
 def assert_same(one, other):
@@ -319,7 +329,7 @@ def assert_same(one, other):
 def real():
     program, state = make(ADAPTIVE)
     state, seen = train(program, state)
-    return program, numbers(program.settle(state)), [row for row, *_ in seen]
+    return program, numbers(program.synchronize(state)), [row for row, *_ in seen]
 
 
 def test_the_rank_changes_both_ways(real):
@@ -337,40 +347,39 @@ def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
     changed = [
         new[0] for old, new in zip(rows, rows[1:], strict=False) if old[1] != new[1]
     ]
-    _, state = make(ADAPTIVE)
-    state, _ = train(program, state, changed[which] + after)
+    state, _ = train(program, start(program), changed[which] + after)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(program, state, {})
     del state
     # With a program of its own, as in a new process; the last is enough for that.
     again = make(ADAPTIVE)[0] if (which, after) == (-1, 0) else program
     with Checkpoints(tmp_path) as checkpoints:
-        state, _ = checkpoints.restore(again, PARAMS)
-    assert state.in_flight
+        state, _ = checkpoints.restore(again)
+    assert state.sync.in_flight
     state, _ = train(again, state)
-    assert_same(numbers(again.settle(state)), expected)
+    assert_same(numbers(again.synchronize(state)), expected)
 
 
 def test_a_checkpoint_of_other_factors_is_refused(real, tmp_path):
     program = real[0]
-    state, _ = train(program, make(ADAPTIVE)[1], 8)
+    state, _ = train(program, start(program), 8)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(program, state, {})
         with pytest.raises(ValueError, match="another model, method"):
-            checkpoints.restore(make(fixed(2))[0], PARAMS)
+            checkpoints.restore(make(fixed(2))[0])
 
 
 def test_where_a_run_is_cut_changes_no_number(real):
     program, expected, _ = real
-    state = make(ADAPTIVE)[1]
+    state = start(program)
     for cut in (7, 9, 10, 21, NUM_STEPS):
         state, _ = train(program, state, cut)
-    assert_same(numbers(program.settle(state)), expected)
+    assert_same(numbers(program.synchronize(state)), expected)
 
 
-def test_all_places_hold_alike(real):
+def test_all_shards_hold_alike(real):
     """Blocks of two regions, and each on its own; the same ranks, nearly the same."""
-    _, seen = train(*make(ADAPTIVE, num_places=4))
+    _, seen = train(*make(ADAPTIVE, num_shards=4))
     assert [row[:4] for row, *_ in seen] == [row[:4] for row in real[2]]
 
 
@@ -383,13 +392,13 @@ def test_each_rank_is_compiled_once():
             compiled.append(duration)
 
     program, state = make(ADAPTIVE)
-    rank = state.schedule.rank
+    rank = state.sync.schedule.rank
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for after, _ in run(program, state, iter(TARGETS), NUM_STEPS):
             state = after
-            turns.append(((rank, state.schedule.rank), len(compiled)))
-            rank = state.schedule.rank
+            turns.append(((rank, state.sync.schedule.rank), len(compiled)))
+            rank = state.sync.schedule.rank
             compiled.clear()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -403,9 +412,9 @@ def test_each_rank_is_compiled_once():
     assert first == {(6, 3): 2, (3, 3): 1, (3, 6): 1, (6, 6): 0}
 
 
-def test_divided_over_a_regions_devices():
+def test_divided_over_a_regions_devices(real):
     """The outer state on the mesh measures the same ranks."""
-    method = dataclasses.replace(ADAPTIVE, outer_placement="divided")
+    method = ADAPTIVE.placed("divided")
     program = RegionProgram(
         loss_fn,
         optax.sgd(LR),
@@ -414,8 +423,7 @@ def test_divided_over_a_regions_devices():
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, data=2, devices=jax.devices()[:8]),
     )
-    state = program.init(PARAMS, jax.random.key(0))
-    _, seen = train(program, state, 20)
-    _, plain = train(*make(ADAPTIVE), 20)
+    _, seen = train(program, start(program), 20)
+    _, plain = train(real[0], start(real[0]), 20)
     assert [row for row, *_ in seen] == [row for row, *_ in plain]
     assert_close(seen, plain, 1e-4)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.runtime import experts
-from cocodc_jax.runtime.mesh import make_mesh, regional
+from cocodc_jax.runtime.devices.mesh import make_mesh, regional
 
 REGIONS, BATCHES, BATCH, LENGTH, VOCAB, WIDTH = 4, 3, 2, 7, 11, 5
 

@@ -12,12 +12,13 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.runtime.checkpoint import Checkpoints
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax import methods
+from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram, run
-from cocodc_jax.sync import methods
-from cocodc_jax.sync.regional import RegionalOuter
+from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.transforms.compressor import identity
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -84,9 +85,8 @@ def make(tiny, name, mesh=None, **options):
         optax.sgd(0.01) if name in SIGNS else optax.sgd(0.05),
         methods.get(name, **(OPTIONS[name] | options)),
         tiny.make_params(),
-        num_regions,
+        UNEVEN.get(name, num_regions),
         mesh=make_mesh(num_regions) if mesh is None else mesh,
-        regions=UNEVEN.get(name),
     )
 
 
@@ -99,6 +99,17 @@ def shared(tiny):
 @pytest.fixture
 def program(shared, name):
     return shared(name)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, shared):
+    """What a method's program came to in `NUM_STEPS`, run once; not to be donated."""
+
+    @functools.cache
+    def run_of(name):
+        return finish(tiny, shared(name), start(tiny, shared(name)), NUM_STEPS)
+
+    return run_of
 
 
 def start(tiny, program):
@@ -129,22 +140,22 @@ def loss_of(tiny, params):
 
 def really_sent(program, state):
     """Bytes of one region's messages: of a fragment each, and of a step's exchange."""
-    method = program.method
-    compressor = method.compressor or identity()
+    method, sync = program.method, program.method.sync
+    compressor = (sync and sync.message.compressor()) or identity()
 
     @jax.jit
     def encode(params, key):
-        made, step = method.step_exchange, ()
+        made, step = method.per_step, ()
         if made is not None:
-            memory = made.init(params, compressor)
-            step, _ = made.send(params, memory, compressor, key)
-        parts = range(method.num_fragments if method.schedule else 0)
+            memory = made.init(params)
+            step, _ = made.send(params, memory, key)
+        parts = range(method.num_fragments if sync else 0)
         return [
             of_fragment(program.fragments.take(params, k), key) for k in parts
         ], step
 
     def of_fragment(part, key):
-        outer = method.outer_optimizer
+        outer = sync.outer
         if isinstance(outer, RegionalOuter):
             memory = outer.init(part, compressor)
             return outer.send(part, memory, part, compressor, key)[0]
@@ -162,8 +173,8 @@ def test_every_method_is_here():
     assert OPTIONS.keys() == methods.METHODS.keys()
 
 
-def test_it_lowers_the_loss(tiny, program):
-    state, outputs = finish(tiny, program, start(tiny, program), NUM_STEPS)
+def test_it_lowers_the_loss(tiny, program, trained, name):
+    state, outputs = trained(name)
     before, after = (
         loss_of(tiny, jax.device_get(p))
         for p in (tiny.make_params(), program.mean_params(state))
@@ -172,9 +183,12 @@ def test_it_lowers_the_loss(tiny, program):
     assert all(np.isfinite(output.losses).all() for output in outputs)
 
 
-def test_bytes_are_those_of_the_messages(tiny, program):
-    state, outputs = finish(tiny, program, start(tiny, program), NUM_STEPS)
-    if program.method.rings:  # No messages but partial sums, see test_rings.py.
+def test_bytes_are_those_of_the_messages(program, trained, name):
+    state, outputs = trained(name)
+    sync, schedule = program.method.sync, program.method.schedule
+    if sync and isinstance(
+        sync.message, ByRings
+    ):  # No messages but partial sums, see test_rings.py.
         each_sync = [s.num_bytes for output in outputs for s in output.syncs]
         assert state.bytes_sent == sum(each_sync) > 0
         return
@@ -182,20 +196,21 @@ def test_bytes_are_those_of_the_messages(tiny, program):
     if program.num_regions == 1:
         assert state.bytes_sent == 0  # To nobody.
         return
-    if program.method.is_asynchronous:
+    if sync and schedule.is_by_region:
         # Of 4 regions, each 4 times in 16 steps, one at a time.
         assert state.bytes_sent == each[0] * 4
         assert sum(len(output.syncs) for output in outputs) == 16
         return
-    sent = [s.fragment for output in outputs for s in output.syncs if s.num_bytes]
-    flying = [k for k, begun in state.schedule.in_flight if begun] if each else []
+    sent = [s.fragment_id for output in outputs for s in output.syncs if s.num_bytes]
+    in_flight = state.sync.schedule.in_flight if sync else ()
+    flying = [each.fragment_id for each in in_flight if each.start_step]
     expected = NUM_STEPS * each_step + sum(each[k] for k in sent + flying)
     assert state.bytes_sent == expected
     assert (expected > 0) == (program.method.name != "apart")
     for output in outputs:
-        for sync in output.syncs:
-            is_first = program.method.schedule.sends_first and sync.start_step == 0
-            assert sync.num_bytes == (0 if is_first else each[sync.fragment])
+        for applied in output.syncs:
+            is_first = schedule.init().in_flight and applied.start_step == 0
+            assert applied.num_bytes == (0 if is_first else each[applied.fragment_id])
 
 
 def test_a_restored_run_goes_on_bit_for_bit(tiny, program, tmp_path):
@@ -205,7 +220,7 @@ def test_a_restored_run_goes_on_bit_for_bit(tiny, program, tmp_path):
         state = checkpoints.save(program, state, {})
     expected, outputs = finish(tiny, program, state, NUM_STEPS - CUT)
     with Checkpoints(tmp_path) as checkpoints:
-        restored, _ = checkpoints.restore(program, tiny.make_params())
+        restored, _ = checkpoints.restore(program)
     assert restored.step == CUT
     restored, again = finish(tiny, program, restored, NUM_STEPS - CUT)
     tiny.assert_same(tiny.numbers(restored), tiny.numbers(expected))
@@ -265,7 +280,7 @@ def test_a_divided_outer_state_gives_the_same(divided_and_host):
 def test_a_device_holds_half_of_a_divided_outer_state(divided_and_host):
     def share(state):
         """Of the bytes of the leaves with more than one number, on one device."""
-        leaves = [x for x in jax.tree.leaves(state.outer) if x.size > 1]
+        leaves = [x for x in jax.tree.leaves(state.sync.outer) if x.size > 1]
         first = [x.addressable_shards[0].data.nbytes for x in leaves]
         return sum(first) / sum(x.nbytes for x in leaves)
 

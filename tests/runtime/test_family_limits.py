@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram, run
 from cocodc_jax.sync.regions import Regions
 
@@ -57,7 +57,7 @@ def train(method, num_regions=4, optimizer=None, loss=square, targets=TARGETS, *
         optax.sgd(LR) if optimizer is None else optimizer,
         method,
         PARAMS,
-        num_regions,
+        more.pop("regions", num_regions),
         mesh=make_mesh(num_regions),
         **more,
     )
@@ -209,8 +209,8 @@ def test_co2_without_momentum_is_averaging_one_round_late():
 
 def test_a_pair_that_is_everyone_needs_no_pairs():
     noloco = methods.get("noloco", sync_interval=4)
-    everyone = dataclasses.replace(noloco.outer_optimizer, group="all")
-    expected = train(dataclasses.replace(noloco, outer_optimizer=everyone), 2)
+    everyone = dataclasses.replace(noloco.sync.outer, group="all")
+    expected = train(noloco.with_sync(outer=everyone), 2)
     assert_close(train(noloco, 2), expected)
     # Two that begin alike and get the same mean stay alike.
     local, _ = expected

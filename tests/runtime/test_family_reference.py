@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram, run
 from cocodc_jax.sync.fragments import cut_by_patterns
 from cocodc_jax.sync.regions import Regions
@@ -265,9 +265,8 @@ def train(case):
         optax.sgd(LR),
         methods.get(case.name, **case.options),
         PARAMS,
-        case.num_regions,
+        case.regions or case.num_regions,
         mesh=make_mesh(case.num_regions, devices=jax.devices()[: case.num_devices]),
-        regions=case.regions,
         fragments=case.patterns and cut_by_patterns(PARAMS, case.patterns),
     )
     state = program.init(PARAMS, jax.random.key(0))

@@ -3,8 +3,6 @@
 Exact where the arithmetic is the same, else to a few roundings of float32.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,11 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.fragments import cut_by_patterns
+from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import hessian_vector
 from tests.runtime import reference
@@ -63,8 +62,7 @@ def make(method, num_regions=NUM_REGIONS, patterns=None):
         num_regions,
         mesh=make_mesh(num_regions),
         fragments=patterns and cut_by_patterns(PARAMS, patterns),
-        learning_rate=LR,
-        outputs=(gap_fn, square_fn),
+        supplies=Supplies(LR, outputs=(gap_fn, square_fn)),
     )
 
 
@@ -126,7 +124,7 @@ def test_fragments_without_delay_and_replaced_are_blocking():
         "streaming_diloco", sync_interval=6, num_fragments=2, delay_steps=0,
         mixing_alpha=0.0, **OUTER,
     )  # fmt: skip
-    blocking = dataclasses.replace(streaming, merge=merge.replace())
+    blocking = streaming.with_sync(merge=merge.replace())
     expected = train(make(blocking))
     assert_same(train(make(streaming)), expected)
     # Fragment 0 is exchanged at the last step, and then the regions agree on it.
@@ -157,9 +155,8 @@ def test_cocodc_with_n_equal_to_k_mixing_is_streaming():
     """The adaptive round begins with fragment 0, the staggered one with 1."""
     options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2, **OUTER}
     streaming = methods.get("streaming_diloco", mixing_alpha=0.3, **options)
-    cocodc = dataclasses.replace(
-        methods.get("cocodc", syncs_per_interval=2, **options), merge=streaming.merge
-    )
+    cocodc = methods.get("cocodc", syncs_per_interval=2, **options)
+    cocodc = cocodc.with_sync(merge=streaming.sync.merge)
     expected = train(make(streaming, patterns=["a", "b|c"]))
     assert_same(train(make(cocodc, patterns=["b|c", "a"])), expected)
 

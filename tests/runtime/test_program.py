@@ -1,6 +1,5 @@
 """The region program: donation, copies, compilation, cuts of a run, bad input."""
 
-import dataclasses
 import itertools
 import types
 
@@ -11,12 +10,14 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from cocodc_jax.runtime import layout
-from cocodc_jax.runtime.mesh import make_mesh, outer_device
+from cocodc_jax import methods
+from cocodc_jax.runtime.devices import shardings
+from cocodc_jax.runtime.devices.mesh import make_mesh, outer_device
 from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram, run
-from cocodc_jax.runtime.second_moment import adam_second_moment
 from cocodc_jax.runtime.state import TrainState
-from cocodc_jax.sync import fragments, merge, methods
+from cocodc_jax.sync import fragments, merge
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.transforms.second_moment import adam_second_moment
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -64,11 +65,13 @@ class TestArrays:
         old = tiny.start(program)
         for new, output in run(program, old, tiny.stream(), 12):
             assert all(x.is_deleted() for x in jax.tree.leaves(old.region))
-            applied = {sync.fragment for sync in output.syncs}
-            for k, arrays in enumerate(zip(*old.outer, strict=True)):
+            applied = {sync.fragment_id for sync in output.syncs}
+            outer = old.sync.outer if old.sync else ()
+            for k, arrays in enumerate(zip(*outer, strict=True)):
                 for x in jax.tree.leaves(arrays):
                     assert x.is_deleted() == (k in applied)
-            assert not any(map(is_deleted, jax.tree.leaves((new.region, new.outer))))
+            kept = new.region, new.sync and new.sync.outer
+            assert not any(map(is_deleted, jax.tree.leaves(kept)))
             old = new
 
     @pytest.mark.parametrize("outer_place", ["spare", "mesh"])
@@ -81,9 +84,9 @@ class TestArrays:
         mesh = make_mesh(4, devices=jax.devices()[:1])
         if outer_place == "mesh":
             monkeypatch.setattr(
-                layout,
+                shardings,
                 "outer_sharding",
-                lambda mesh, lane: SingleDeviceSharding(mesh.devices.flat[0]),
+                lambda mesh, channel: SingleDeviceSharding(mesh.devices.flat[0]),
             )
         program = tiny.make_program("streaming_diloco", mesh)
         params = [
@@ -104,12 +107,12 @@ class TestArrays:
         state, _ = tiny.finish(program, tiny.start(program), 8)
         spare = outer_device(program.mesh)
         assert spare not in program.mesh.devices
-        where = {x.sharding for x in jax.tree.leaves(state.outer)}
         if method_name == "data_parallel":
-            assert not where
+            assert state.sync is None
             return
+        where = {x.sharding for x in jax.tree.leaves(state.sync.outer)}
         assert where == {SingleDeviceSharding(spare)}
-        outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.outer.params))
+        outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.sync.outer.params))
         assert outer_bytes == sum(program.fragments.num_bytes)
 
     def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
@@ -124,7 +127,9 @@ class TestArrays:
         assert {x.dtype for x in jax.tree.leaves(state.region.params)} == {
             jnp.dtype(jnp.bfloat16)
         }
-        assert {x.dtype for x in jax.tree.leaves(state.outer)} == {np.dtype("float32")}
+        assert {x.dtype for x in jax.tree.leaves(state.sync.outer)} == {
+            np.dtype("float32")
+        }
         # What is sent is the float32 pseudo-gradient: four syncs of half the model.
         assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
         mean = program.mean_params(state)["head"]
@@ -197,7 +202,7 @@ class TestCompilation:
             # The sync at step 5 started at 4, before what is slow; that at 7 after.
             handed_out += [s.norm for s in output.syncs if s.start_step > 4]
         is_ready = [x.is_ready() for x in handed_out]
-        jax.block_until_ready((state.region, state.outer))
+        jax.block_until_ready((state.region, state.sync.outer))
         assert is_ready == [False] * 5
 
 
@@ -222,13 +227,12 @@ class TestCuts:
     @pytest.mark.parametrize("ahead", [None, 500])
     def test_long_stretches_without_events_are_scanned_in_parts(self, ahead):
         def advance(state, batches):
-            return TrainState(*state_of, step=state.step + len(batches)), len(batches)
+            return TrainState(None, step=state.step + len(batches)), len(batches)
 
-        state_of = (None, None, {}, None)
         program = types.SimpleNamespace(
             steps_to_event=lambda state: ahead, advance=advance
         )
-        steps = run(program, TrainState(*state_of), itertools.repeat(np.zeros(1)), 201)
+        steps = run(program, TrainState(None), itertools.repeat(np.zeros(1)), 201)
         assert MAX_SCAN_STEPS == 100
         assert [taken for _, taken in steps] == [100, 100, 1]
 
@@ -245,12 +249,9 @@ class TestMerge:
         def apply(local, staged, outer, *, delay_steps, key):
             return outer, {"draw": jax.random.key_data(key)[1]}
 
-        method = dataclasses.replace(
-            methods.get(
-                "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=2
-            ),
-            merge=merge.Merge("draws", apply, needs=frozenset({"key"})),
-        )
+        method = methods.get(
+            "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=2
+        ).with_sync(merge=merge.Merge("draws", apply, needs=frozenset({"key"})))
         program = RegionProgram(
             tiny.loss_fn, optax.sgd(0.1), method, tiny.make_params(), 4
         )
@@ -274,7 +275,7 @@ class TestBadInput:
         )
 
     def test_regions_that_the_mesh_does_not_divide(self, tiny):
-        with pytest.raises(ValueError, match="num_regions=3 is not a multiple .* 2"):
+        with pytest.raises(ValueError, match="regions=3 is not a multiple .* 2"):
             self.make(tiny, num_regions=3, mesh=make_mesh(2))
 
     def test_fragments_of_another_method(self, tiny):
@@ -288,13 +289,13 @@ class TestBadInput:
 
     def test_a_learning_rate_that_is_missing(self, tiny):
         with pytest.raises(
-            ValueError, match="needs .learning_rate.: pass learning_rate"
+            ValueError, match=r"needs .learning_rate.: pass Supplies\(learning_rate"
         ):
             self.make(tiny, value=tiny.METHODS["cocodc"])
 
     def test_a_merge_that_wants_what_there_is_not(self, tiny):
         rule = merge.Merge("odd", lambda *_: None, needs=frozenset({"moon_phase"}))
-        method = dataclasses.replace(methods.get("diloco"), merge=rule)
+        method = methods.get("diloco").with_sync(merge=rule)
         with pytest.raises(ValueError, match=r"needs \['moon_phase'\]"):
             self.make(tiny, value=method)
 
@@ -303,7 +304,9 @@ class TestBadInput:
             "cocodc", curvature="gauss_newton", curvature_units="gradient",
             num_fragments=2,
         )  # fmt: skip
-        with pytest.raises(ValueError, match=r"needs 'model_fn': pass outputs"):
+        with pytest.raises(
+            ValueError, match=r"needs 'model_fn': pass Supplies\(outputs"
+        ):
             self.make(tiny, value=method)
 
     def test_a_second_moment_that_is_not_given(self, tiny):
@@ -322,8 +325,7 @@ class TestBadInput:
             tiny.METHODS["cocodc"],
             tiny.make_params(),
             4,
-            learning_rate=0.1,
-            second_moment=second_moment,
+            supplies=Supplies(0.1, second_moment),
         )
 
     def test_steps_past_an_event(self, tiny):

@@ -16,9 +16,10 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram, run
-from cocodc_jax.runtime.second_moment import adam_second_moment
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.runtime import reference
 
 NUM_REGIONS = 4
@@ -154,8 +155,7 @@ def run_program(problem, method, inner, num_steps, dtype):
         params,
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
-        learning_rate=LR,
-        second_moment=adam_second_moment(ADAM["b2"]),
+        supplies=Supplies(LR, adam_second_moment(ADAM["b2"])),
     )
     state, syncs = program.init(params, jax.random.key(0)), []
     stream = iter(cast(problem.batches, dtype))
@@ -204,7 +204,9 @@ def assert_agree(problem, method, expected, inner, num_steps, dtype):
         ours = run_reference(problem, expected, inner, num_steps, dtype)
         # A choice between two equal scores would be left to rounding.
         assert ours.closest > 1e-3
-        assert [(s.fragment, s.start_step, s.apply_step) for s in syncs] == ours.syncs
+        assert [
+            (s.fragment_id, s.start_step, s.apply_step) for s in syncs
+        ] == ours.syncs
         assert state.bytes_sent == ours.num_bytes > 0
         regions = jax.device_get(state.region.params)
         assert jax.tree.leaves(regions)[0].dtype == dtype
@@ -213,10 +215,14 @@ def assert_agree(problem, method, expected, inner, num_steps, dtype):
             assert_close(local, ours.local[m], tolerance, f"region {m}")
         if expected.interval == 0:
             return
-        assert [f[:2] for f in ours.in_flight] == list(state.schedule.in_flight)
+        assert [f[:2] for f in ours.in_flight] == [
+            pending.sync_id for pending in state.sync.schedule.in_flight
+        ]
         outer = problem.names(jax.device_get(program.outer_params(state)))
         assert_close(outer, ours.outer, tolerance, "outer")
-        traces = [optax.tree_utils.tree_get(s, "trace") for s in state.outer.opt_states]
+        traces = [
+            optax.tree_utils.tree_get(s, "trace") for s in state.sync.outer.opt_states
+        ]
         momentum = problem.names(jax.device_get(program.fragments.join(traces)))
         assert_close(momentum, ours.momentum, tolerance, "momentum")
         # Reported in float32 whatever the parameters.

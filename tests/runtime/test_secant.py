@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.checkpoint import Checkpoints
-from cocodc_jax.runtime.mesh import make_mesh
+from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram, run
 
 LR, OUTER_LR, MOMENTUM, STRENGTH = 0.05, 0.4, 0.9, 0.8
@@ -111,21 +111,21 @@ def test_a_run_goes_on_from_before_and_after_midway(tmp_path, cut):
             program, state, iter(targets[state.step :]), last - state.step
         ):
             state = new
-        return jax.tree.map(np.asarray, (state.region, state.outer)), state
+        return jax.tree.map(np.asarray, (state.region, state.sync.outer)), state
 
     whole, _ = finish(program.init(params, jax.random.key(0)), 15)
     _, state = finish(program.init(params, jax.random.key(0)), cut)
-    assert (state.in_flight[0].midway is not None) == (cut > 10)
+    assert ("midway" in state.sync.in_flight[0, 8].kept) == (cut > 10)
     with Checkpoints(tmp_path) as saved:
         saved.save(program, state, {})
         saved.wait()
-        restored, _ = saved.restore(program, params)
+        restored, _ = saved.restore(program)
     again, _ = finish(restored, 15)
     jax.tree.map(np.testing.assert_array_equal, again, whole)
 
 
 def test_one_step_has_no_two_halves():
-    with pytest.raises(ValueError, match="delay_steps=1 must be at least 2 for method"):
+    with pytest.raises(ValueError, match="delay_steps=1 must be at least 2 where"):
         make_program(delay_steps=1)
 
 

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.inner import Block
-from cocodc_jax.runtime.mesh import make_mesh, regional
+from cocodc_jax import methods
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.mesh import make_mesh, regional
 from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.sync import methods
 
 NUM_STEPS = 6
 
@@ -31,15 +31,15 @@ def result(tiny, program):
     state, outputs = tiny.finish(program, tiny.start(program), NUM_STEPS)
     arrays = {
         "region": state.region,
-        "outer": state.outer,
-        "in_flight": state.in_flight,
+        "outer": state.sync and state.sync.outer,
+        "in_flight": state.sync and state.sync.in_flight,
         "losses": np.concatenate([np.asarray(o.losses) for o in outputs]),
         "draws": np.concatenate([np.asarray(o.aux["draw"]) for o in outputs]),
         "syncs": [sync for o in outputs for sync in o.syncs],
         "mean": program.mean_params(state),
         "outer_params": program.outer_params(state),
     }
-    return tiny.host(arrays), (state.schedule and state.schedule.in_flight)
+    return tiny.host(arrays), state.sync and state.sync.schedule.in_flight
 
 
 @functools.cache
@@ -87,7 +87,9 @@ def test_another_run_is_not_close(tiny):
 def test_regions_mapped_all_at_once_make_the_same_run(tiny, monkeypatch):
     """As accelerators map them; a CPU maps them in turn."""
     monkeypatch.setattr(
-        Block, "of", lambda mesh, num_regions: Block(num_regions, one_by_one=False)
+        LocalRegions,
+        "of",
+        lambda mesh, num_regions: LocalRegions(num_regions, one_by_one=False),
     )
     mesh = make_mesh(4, devices=jax.devices()[:1])
     for name in ("data_parallel", "cocodc_hessian"):
@@ -108,10 +110,12 @@ class TestLayout:
             assert blocks.sharding == regional(mesh, P(None, "data", "model"))
             assert blocks.addressable_shards[0].data.shape == (2, 2, 4, 4)
         assert adam.count.sharding == regional(mesh)
-        (flight,) = state.in_flight.values()
-        for path, x in flight.mean_pseudo_gradient.items():
-            assert x.sharding.spec == program.layout.fragments[0][path].spec
-            assert flight.staged[path].sharding == regional(mesh, x.sharding.spec)
+        (flight,) = state.sync.in_flight.values()
+        for path, x in flight.mean.items():
+            assert x.sharding.spec == program.shardings.fragments[0][path].spec
+            assert flight.kept["staged"][path].sharding == regional(
+                mesh, x.sharding.spec
+            )
             assert not x.sharding.is_fully_replicated
         outer = program.outer_params(state)["embed"]
         assert outer.sharding == NamedSharding(mesh, P("data", "model"))
@@ -159,7 +163,8 @@ for name in sys.argv[3:]:
     program = tiny.make_program(name)
     assert program.mesh.devices.size == len(jax.devices()) == 1
     state, outputs = tiny.finish(program, tiny.start(program), int(sys.argv[2]))
-    outer = {d for x in jax.tree.leaves(state.outer) for d in x.devices()}
+    outer = state.sync and state.sync.outer
+    outer = {d for x in jax.tree.leaves(outer) for d in x.devices()}
     assert outer <= set(jax.devices())
     means[name] = [np.asarray(output.losses).tolist() for output in outputs]
 print(json.dumps(means))

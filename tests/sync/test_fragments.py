@@ -34,18 +34,18 @@ def tree(num_blocks, is_stacked, other=("embedding", "norm", "head"), width=2):
 
 
 def units_of(fragments):
-    """Which units each fragment holds, from its pieces: names and block numbers."""
+    """Which units each fragment holds, from its slices: names and block numbers."""
     held = []
-    for pieces in fragments.pieces:
+    for slices in fragments.slices:
         units = set()
-        for piece in pieces:
-            parts = piece.path.split("/")
+        for part in slices:
+            parts = part.path.split("/")
             if parts[0] != "blocks":
                 units.add(parts[0])
-            elif piece.rows is None:
+            elif part.rows is None:
                 units.add(int(parts[1]))
             else:
-                units.update(piece.rows)
+                units.update(part.rows)
         held.append(units)
     return held
 
@@ -184,7 +184,7 @@ def test_blocks_below_another_name_and_two_stacks():
     w = np.zeros((2, 3), np.float32)
     params = {"encoder": {"layers": {"w": w}}, "decoder": {"layers": {"w": w}}}
     fragments = cut(params, 4, blocks="layers")
-    assert [[(p.path, p.rows) for p in part] for part in fragments.pieces] == [
+    assert [[(p.path, p.rows) for p in part] for part in fragments.slices] == [
         [("decoder/layers/w", (0,))],
         [("decoder/layers/w", (1,))],
         [("encoder/layers/w", (0,))],
@@ -207,7 +207,7 @@ def test_a_list_of_blocks_is_numbered():
 def test_a_tree_without_blocks_is_cut_by_its_entries():
     params = {"b": np.zeros(2, np.float32), "a": {"w": np.zeros(3, np.float32)}}
     fragments = cut(params, 2)
-    assert [[p.path for p in part] for part in fragments.pieces] == [["a/w"], ["b"]]
+    assert [[p.path for p in part] for part in fragments.slices] == [["a/w"], ["b"]]
 
 
 def test_a_second_moment_is_cut_like_the_parameters():

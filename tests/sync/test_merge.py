@@ -87,8 +87,7 @@ def test_compensation_passes_on_what_the_transform_needs(parts):
     curvature = curvatures.get("adam_second_moment")
     moment = {k: np.abs(x) for k, x in fragment().items()}
     rule = merge.compensate(delay_compensation(curvature, 0.5), curvature.needs)
-    assert rule.needs == {"learning_rate", "second_moment"}
-    assert rule.needs_staged
+    assert rule.needs == {"learning_rate", "second_moment", "staged"}
     merged, _ = apply(
         rule, local, staged, outer, 2, learning_rate=0.25, second_moment=moment
     )

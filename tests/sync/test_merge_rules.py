@@ -91,23 +91,10 @@ def test_curvature_mix_keeps_the_local_dtype(parts):
 
 def test_curvature_mix_tells_what_it_needs():
     rule = merge.curvature_mix(0.5)
-    assert rule.needs_staged
-    assert rule.needs == {"second_moment"}
+    assert rule.needs == {"second_moment", "staged"}
 
 
 @pytest.mark.parametrize("mean_weight", [-0.1, 1.5, float("nan")])
 def test_the_mean_weight_is_a_weight(mean_weight):
     with pytest.raises(ValueError, match=rf"mean_weight={mean_weight} must be in"):
         merge.curvature_mix(mean_weight)
-
-
-def test_the_two_halves_of_an_overlap():
-    """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
-    whole = merge.later_half(
-        {"w": jnp.array([10.0])}, {"w": jnp.array([4.0])}, {"w": jnp.array([1.0])}, 5
-    )
-    # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.
-    np.testing.assert_allclose(
-        whole["later_gradient"]["w"], [1.8 + 1.0 - 3.0], rtol=1e-6
-    )
-    assert whole["later_params"]["w"] == 4.0

@@ -5,82 +5,116 @@ import dataclasses
 import optax
 import pytest
 
-from cocodc_jax.sync import merge, methods, outers, schedule
-from cocodc_jax.sync.method import Method
-from cocodc_jax.sync.regional import RegionalOuter
+from cocodc_jax import methods
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.messages import AsIs, Compressed, Ranked
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import SharedOuter, nesterov
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.schedules import (
+    RankedRounds,
+    asynchronous,
+    ranked_rounds,
+    staggered,
+)
 from cocodc_jax.transforms import compression
 
 
-def made(**parts):
+def synced(**parts):
     whole = {
-        "name": "mine",
-        "schedule": schedule.staggered(4),
+        "schedule": staggered(4),
+        "outer": nesterov(1.0, 0.0),
         "merge": merge.replace(),
-        "outer_optimizer": optax.sgd(1.0),
     }
-    return Method(**(whole | parts))
+    return Sync(**(whole | parts))
 
 
-PAIRS = outers.noisy_pairs(0.7, 0.5, 0.7, 0)
+RANKED = Ranked(lambda rank: compression.parse("int8"), lambda state, tree, r: state, 4)
+
+
+def test_parts_that_do_nothing_are_left_at_their_defaults():
+    method = Method(name="mine", sync=synced())
+    assert method.sync.message == AsIs()
+    assert method.sync.weigh is None
+    assert method.needs == frozenset()
+    assert method.num_fragments == 1
+    nothing = Method(name="nothing")
+    assert (nothing.sync, nothing.per_step, nothing.schedule) == (None, None, None)
+    assert nothing.needs == frozenset()
+    assert nothing.num_fragments == 1
+
+
+def test_a_method_needs_what_its_parts_need():
+    method = Method(
+        name="mine",
+        sync=synced(
+            schedule=methods.get("cocodc", transmission_score="drift").schedule,
+            outer=SharedOuter(optax.sgd(1.0), needs=frozenset({"stale_params"})),
+            merge=merge.curvature_mix(0.5),
+        ),
+    )
+    assert method.needs == {"drift", "stale_params", "staged", "second_moment"}
+    assert method.sync.copies == {"staged", "stale_params"}
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("schedule", "message"),
+    [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)],
+)
+def test_ranked_rounds_and_ranked_messages_need_one_another(schedule, message):
+    assert isinstance(synced(schedule=ranked_rounds(4, 4, 1), message=RANKED), Sync)
+    with pytest.raises(
+        ValueError,
+        match=f"{type(schedule).__name__} and {type(message).__name__} do not go tog",
+    ):
+        synced(schedule=schedule, message=message)
+    assert RankedRounds.needs == {"effective_rank"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
     [
-        ({"outer_placement": "attic"}, "outer_placement='attic' is unknown; use one"),
+        ({}, None),
+        ({"message": Compressed(compression.parse("int8"))}, None),
+        ({"message": ByRings(2)}, "its rings lie on the inner mesh"),
         (
-            {"outer_placement": "divided", "outer_optimizer": PAIRS},
-            "outer_placement='divided' has no meaning for method='mine'",
+            {"outer": nesterov(1.0, 0.0).placed("divided")},
+            "its outer state is divided over the inner mesh",
         ),
         (
-            {"outer_placement": "divided", "schedule": None},
-            "outer_placement='divided' has no meaning for method='mine'",
-        ),
-        *(
-            (
-                {"outer_optimizer": PAIRS, **part},
-                "method='mine' has outer parameters in every region: it can neither",
-            )
-            for part in (
-                {"is_asynchronous": True},
-                {"needs_reference": True},
-                {"weigh": lambda steps, tokens: tokens},
-            )
+            {"outer": methods.get("noloco").sync.outer},
+            "its outer parameters lie in the regions",
         ),
         (
-            {"is_asynchronous": True, "schedule": schedule.staggered(4, 1, 2)},
-            "delay_steps=2 must be 0 for method='mine': a region that comes alone",
+            {"schedule": asynchronous(4)},
+            "a region that comes alone is answered at once",
         ),
     ],
 )
-def test_parts_that_do_not_go_together(parts, message):
-    with pytest.raises(ValueError, match=message):
-        made(**parts)
-
-
-def test_an_unknown_group():
-    with pytest.raises(ValueError, match="group='trios' is unknown; use one of"):
-        dataclasses.replace(PAIRS, group="trios")
-    assert isinstance(PAIRS, RegionalOuter)
+def test_what_crosses_in_a_compiled_program_only_says_why(parts, why):
+    assert synced(**parts).only_in_program == why
 
 
 class TestCompressed:
     def test_the_compressor_is_replaced(self):
         method = methods.get("sparseloco").compressed(compression.int8())
-        assert method.compressor.name == "int8"
-        assert method.step_exchange is None
+        assert method.sync.message == Compressed(method.sync.message.by)
+        assert method.sync.message.by.name == "int8"
+        assert method.per_step is None
 
     def test_gradients_are_then_gathered(self):
         method = methods.get("data_parallel", compress="ef+topk:0.1")
-        assert method.step_exchange.name == "compressed_gradients"
-        assert method.step_exchange.receive is not None
-        assert methods.get("data_parallel").step_exchange.receive is None
+        assert method.per_step.name == "compressed_gradients"
+        assert method.per_step.receive is not None
+        assert methods.get("data_parallel").per_step.receive is None
 
     def test_other_exchanges_stay(self):
         method = methods.get("demo", compress="int4")
-        assert method.step_exchange.name == "decoupled_momentum"
-        assert method.compressor.name == "int4"
+        assert method.per_step.name == "decoupled_momentum"
+
+    def test_by_none_it_stays(self):
+        assert methods.get("diloco", compress=None).sync.message == AsIs()
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -88,6 +122,8 @@ class TestCompressed:
             ("snoo", "a region alone sends nothing"),
             ("apart", "nothing is sent"),
             ("distributed_lion", "its messages are one bit a parameter"),
+            ("multi_ring", "its rings pass on partial sums"),
+            ("dilocox", "its rank follows the updates"),
         ],
     )
     def test_nothing_to_compress(self, name, why):
@@ -100,10 +136,12 @@ class TestCompressed:
 
 class TestWeighted:
     def test_by_name(self):
-        assert methods.get("diloco").weigh is None
-        assert methods.get("diloco", region_weights="tokens").weigh(1, 5) == 5
-        assert methods.get("decoupled_diloco", region_weights="equal").weigh is None
-        assert methods.get("decoupled_diloco").weigh is not None
+        assert methods.get("diloco").sync.weigh is None
+        assert methods.get("diloco", region_weights="tokens").sync.weigh(1, 5) == 5
+        assert (
+            methods.get("decoupled_diloco", region_weights="equal").sync.weigh is None
+        )
+        assert methods.get("decoupled_diloco").sync.weigh is not None
 
     @pytest.mark.parametrize(
         ("name", "weights", "message"),
@@ -112,7 +150,7 @@ class TestWeighted:
             ("apart", "tokens", "no meaning for method='apart', which takes no mean"),
             ("data_parallel", "tokens", "no meaning for method='data_parallel'"),
             ("heloco", "equal", "region_weights='equal' has no meaning for .*'heloco'"),
-            ("noloco", "tokens", "'noloco' has outer parameters in every region"),
+            ("noloco", "tokens", "'noloco': it has outer parameters in every region"),
         ],
     )
     def test_errors(self, name, weights, message):
@@ -120,109 +158,84 @@ class TestWeighted:
             methods.get(name, region_weights=weights)
 
 
-class TestForRegions:
+class TestPlaced:
+    def test_it_moves(self):
+        method = methods.get("diloco", outer_placement="divided")
+        assert method.sync.outer.placement == "divided"
+        assert methods.get("diloco").sync.outer.placement == "host"
+        assert methods.get("co2").sync.outer.placement == "divided"
+        assert methods.get("co2", outer_placement="host").sync.outer.placement == "host"
+
+    @pytest.mark.parametrize("name", ["apart", "data_parallel", "noloco"])
+    def test_where_there_is_none_host_stands_for_leaving_it(self, name):
+        assert methods.get(name, outer_placement="host").name == name
+
+    @pytest.mark.parametrize("name", ["apart", "data_parallel", "noloco", "eager"])
+    def test_there_is_no_one_outer_model(self, name):
+        with pytest.raises(
+            ValueError,
+            match=f"outer_placement='divided' has no meaning for method='{name}': it "
+            "has no one outer model to divide; leave it out",
+        ):
+            methods.get(name, outer_placement="divided")
+
+    @pytest.mark.parametrize("name", ["diloco", "co2", "dilocox"])
+    def test_an_unknown_place(self, name):
+        with pytest.raises(ValueError, match="outer_placement='attic' is unknown; use"):
+            methods.get(name, outer_placement="attic")
+
+
+class TestBind:
     @pytest.mark.parametrize(
-        ("name", "options", "step_times", "num_regions", "message"),
+        ("name", "options", "step_times", "message"),
         [
-            ("diloco", {}, (1.0, 1.0), 4, "regions=4, but step_times has 2 entries"),
-            ("snoo", {}, (1.0, 1.0), 2, "regions=2 must be 1 for method='snoo'"),
+            ("snoo", {}, (1.0, 1.0), "regions=2 must be 1 for method='snoo'"),
+            (
+                "cocodc",
+                {"curvature": "secant", "delay_steps": 1},
+                (1.0, 1.0),
+                "delay_steps=1 must be at least 2 where a merge compares the two halve",
+            ),
+            (
+                "cocodc",
+                {"curvature": "secant", "delay_steps": "auto"},
+                (1.0, 1.0),
+                "delay_steps='auto' is not possible where a merge compares the two ha",
+            ),
             *(
-                (name, {}, (1.0, 2.0), 2, r"step_times=\(1.0, 2.0\) must all be 1 for")
+                (name, {}, (1.0, 2.0), r"step_times=\(1.0, 2.0\) must all be 1 for")
                 for name in ("data_parallel", "demo", "distributed_lion")
             ),
             (
                 "decoupled_diloco",
                 {"answer_steps": "1,1,2,9"},
                 (1.0, 1.0),
-                2,
-                r"taking_part=\(0, 1, 2\) names a region that is none of the 2",
+                r"participating=\(0, 1, 2\) names a region that is none of the 2",
             ),
         ],
     )
-    def test_errors(self, name, options, step_times, num_regions, message):
+    def test_errors(self, name, options, step_times, message):
         regions = Regions(step_times, (1,) * len(step_times))
         with pytest.raises(ValueError, match=message):
-            methods.get(name, **options).for_regions(regions, num_regions)
+            methods.get(name, **options).bind(regions)
 
     def test_a_schedule_learns_the_clocks(self):
         regions = Regions((1.0, 2.0), (1, 1))
-        method = methods.get("heloco").for_regions(regions, 2)
+        method = methods.get("heloco").bind(regions)
         assert method.schedule.step_times == (1.0, 2.0)
-        assert methods.get("diloco").for_regions(regions, 2).schedule == (
+        assert methods.get("diloco").bind(regions).schedule == (
             methods.get("diloco").schedule
         )
         apart = methods.get("apart")
-        assert apart.for_regions(regions, 2) is apart
+        assert apart.bind(regions) is apart
 
+    def test_a_schedule_looks_midway_where_a_merge_compares_two_halves(self):
+        regions = Regions.alike(2)
+        method = methods.get("cocodc", curvature="secant").bind(regions)
+        assert method.schedule.looks_midway
+        assert not methods.get("cocodc").bind(regions).schedule.looks_midway
 
-class TestQuorum:
-    """`decoupled_diloco`: when a fragment is merged, and from which regions."""
-
-    @pytest.mark.parametrize(
-        ("answers", "quorum", "grace", "delay", "taking_part"),
-        [
-            ("", 1, 2, 1, None),
-            ("1,1,2,9", 1, 0, 1, (0, 1)),
-            ("1,1,2,9", 1, 1, 2, (0, 1, 2)),
-            ("1,1,2,9", 3, 0, 2, (0, 1, 2)),
-            ("1,1,2,9", 3, 50, 9, (0, 1, 2, 3)),  # Not longer than for all.
-            ("9,0,3", 2, 0, 3, (1, 2)),
-            ("0,0", 2, 5, 0, (0, 1)),
-        ],
-    )
-    def test_by_hand(self, answers, quorum, grace, delay, taking_part):
-        method = methods.get(
-            "decoupled_diloco", answer_steps=answers, quorum=quorum, grace_steps=grace
-        )
-        assert method.schedule.delay_steps == delay
-        assert method.schedule.taking_part == taking_part
-        state, event = method.schedule.start(method.schedule.init(), 25)
-        assert event.regions == taking_part
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"grace_steps": -1}, "grace_steps=-1 must be at least 0"),
-            ({"quorum": 0}, "quorum=0 must be at least 1"),
-            (
-                {"answer_steps": "1,2", "quorum": 3},
-                "quorum=3 must .* at most the 2 reg",
-            ),
-            ({"answer_steps": "1,2", "quorum": 0}, "quorum=0 must be at least 1 and"),
-            ({"answer_steps": "1,x"}, "answer_steps='1,x' must be numbers of steps"),
-            ({"answer_steps": "1,-2"}, "answer_steps='1,-2' must be numbers of steps"),
-            ({"answer_steps": "200"}, "delay_steps=200 is longer than sync_interval"),
-        ],
-    )
-    def test_errors(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            methods.get("decoupled_diloco", **options)
-
-    def test_weights_are_tokens_times_tokens_per_step(self):
-        """4 steps of 2 sequences against 2 steps of 4; and a region that did none."""
-        method = methods.get("decoupled_diloco")
-        regions = Regions((1.0, 2.0, 5.0), (2, 4, 1))
-        weights = regions.weights(0, 4, method.weigh)
-        assert weights.tolist() == [16 / 48, 32 / 48, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (
-            "diloco_demo",
-            {"outer_momentum": 1.0},
-            "outer_momentum=1.0 must be at least 0",
-        ),
-        ("demo", {"momentum_decay": 1.0}, "momentum_decay=1.0 must be at least 0"),
-        ("distributed_lion", {"lion_beta1": 1.0}, "lion_beta1=1.0 must be at least 0"),
-        ("distributed_lion", {"lion_beta2": -1.0}, "lion_beta2=-1.0 must be at least"),
-        ("distributed_lion", {"lion_vote": "veto"}, "lion_vote='veto' is unknown; use"),
-        ("sparseloco", {"compress": "zip"}, "compress='zip': 'zip' is not one of"),
-        ("diloco", {"outer_placement": "attic"}, "outer_placement='attic' is unknown"),
-        ("co2", {"momentum_clip": 0.0}, "max_abs=0.0 must be positive"),
-    ],
-)
-def test_a_methods_own_numbers(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get(name, **options)
+    def test_a_method_is_a_value(self):
+        method = methods.get("diloco")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            method.name = "other"

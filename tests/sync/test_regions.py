@@ -25,7 +25,7 @@ def test_by_hand():
     assert not regions.are_even
     assert regions.steps_done(4).tolist() == [4, 2, 2]
     assert regions.sequences_done(4).tolist() == [16, 4, 16]
-    assert regions.active(0, 4).astype(int).tolist() == [
+    assert regions.participating(0, 4).astype(int).tolist() == [
         [1, 0, 0],
         [1, 1, 1],
         [1, 1, 0],
@@ -36,8 +36,8 @@ def test_by_hand():
 def test_alike():
     regions = Regions.alike(3)
     assert regions.are_even
-    assert regions.active(5, 2).all()
-    assert regions.active(5, 2).shape == (2, 3)
+    assert regions.participating(5, 2).all()
+    assert regions.participating(5, 2).shape == (2, 3)
 
 
 @given(TENTHS, st.integers(0, 3000))
@@ -49,12 +49,15 @@ def test_steps_are_whole_quotients(tenths, tick):
 @given(TENTHS, st.integers(0, 500), st.integers(1, 40), st.integers(0, 40))
 def test_who_is_active_adds_up_to_the_steps_done(tenths, tick, num_ticks, more):
     regions = made(tenths)
-    active = regions.active(tick, num_ticks + more)
+    active = regions.participating(tick, num_ticks + more)
     done = regions.steps_done(tick + num_ticks + more) - regions.steps_done(tick)
     np.testing.assert_array_equal(active.sum(0), done)
     # The fastest steps at every tick, and a cut changes nothing.
     assert active[:, 0].all()
-    parts = [regions.active(tick, num_ticks), regions.active(tick + num_ticks, more)]
+    parts = [
+        regions.participating(tick, num_ticks),
+        regions.participating(tick + num_ticks, more),
+    ]
     if more:
         np.testing.assert_array_equal(active, np.concatenate(parts))
 

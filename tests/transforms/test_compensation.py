@@ -2,7 +2,7 @@
 
 - On a quadratic with the exact Hessian it gives the undelayed gradient to rounding,
   and with the sign flipped doubles the error.
-- In the region program's units the merge of algorithms.md section 4.1 comes out.
+- In the region program's units CoCoDC's merge (arXiv 2504.17672) comes out.
 - On a curved loss the error falls with the square of the displacement, not linearly.
 """
 

@@ -88,7 +88,7 @@ class TextFiles(TextCorpus):
 
 
 def split_threshold(hashes: Iterable[float], config: CorpusConfig) -> float:
-    """Largest hash that makes a document a validation document.
+    """Return the largest hash that makes a document a validation document.
 
     Args:
       hashes: of every document, in [0, 1).

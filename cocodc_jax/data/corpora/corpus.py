@@ -9,7 +9,7 @@ from cocodc_jax.data.corpora.tfds_sets import open_tfds_set
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """Opens the corpus that a configuration names, preparing it if need be.
+    """Open the corpus that a configuration names, preparing it if need be.
 
     Nothing is ever downloaded: a `tfds:` set must have been prepared before.
 

@@ -28,11 +28,11 @@ class Documents:
         return (self.text(index) for index in range(len(self)))
 
     def text(self, index: int) -> str:
-        """Returns the text of document `index`."""
+        """Return the text of document `index`."""
         return self.records[index][self.text_feature].decode("utf-8", "replace")
 
     def source_and_bytes(self, index: int) -> tuple[str, int]:
-        """Returns the source of document `index` and the size of its text in bytes."""
+        """Return the source of document `index` and the size of its text in bytes."""
         record = self.records[index]
         return record["source"].decode(), len(record[self.text_feature])
 
@@ -57,7 +57,7 @@ class Corpus:
 def read_split(
     builder: tfds.core.DatasetBuilder, split: str, text_feature: str
 ) -> Documents:
-    """Opens one split of a prepared TFDS set.
+    """Open one split of a prepared TFDS set.
 
     Args:
       builder: a builder whose data are on disk as ArrayRecord.

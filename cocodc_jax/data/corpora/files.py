@@ -42,7 +42,7 @@ class Document:
 
 
 def list_stdlib_files() -> tuple[CorpusFile, ...]:
-    """Lists the Python standard library's own `.py` files, in order of name.
+    """List the Python standard library's own `.py` files, in order of name.
 
     Returns:
       The files; a file's source is its top-level module or package.
@@ -62,7 +62,7 @@ def list_stdlib_files() -> tuple[CorpusFile, ...]:
 
 
 def list_text_files(paths: Iterable[str]) -> tuple[CorpusFile, ...]:
-    """Lists text files, walking folders; hidden files and folders are left out.
+    """List text files, walking folders; hidden files and folders are left out.
 
     Args:
       paths: files and folders.
@@ -92,7 +92,7 @@ def list_text_files(paths: Iterable[str]) -> tuple[CorpusFile, ...]:
 def read_documents(
     files: Iterable[CorpusFile], max_document_chars: int | None = None
 ) -> Iterator[Document]:
-    """Reads documents, passing over files that are empty or not UTF-8 text.
+    """Read documents, passing over files that are empty or not UTF-8 text.
 
     Args:
       files: the files, read in the order given.
@@ -112,7 +112,7 @@ def read_documents(
 
 
 def files_fingerprint(files: Iterable[CorpusFile], *settings: object) -> str:
-    """Digest that changes when a file or a setting does, reading no file's content.
+    """Digest what tells whether a file or a setting changed, reading no file's content.
 
     Args:
       files: the files; their keys, sizes and modification times count.

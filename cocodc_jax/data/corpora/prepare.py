@@ -30,7 +30,7 @@ def prepare_corpus(
     validation_fraction: float,
     data_dir: pathlib.Path,
 ) -> tfds.core.DatasetBuilder:
-    """Returns a builder whose data are on disk, preparing them if they are not.
+    """Return a builder whose data are on disk, preparing them if they are not.
 
     Args:
       builder_class: `StdlibSource` or `TextFiles`.
@@ -84,7 +84,7 @@ def _make_builder(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps TFDS from printing, logging and drawing bars while it prepares."""
+    """Keep TFDS from printing, logging and drawing bars while it prepares."""
     tfds.disable_progress_bar()
     verbosity = absl_logging.get_verbosity()
     absl_logging.set_verbosity(absl_logging.ERROR)

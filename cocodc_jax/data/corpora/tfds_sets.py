@@ -12,7 +12,7 @@ _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 
 
 def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpus:
-    """Opens a prepared TFDS set from its files; its builder's code is not needed.
+    """Open a prepared TFDS set from its files; its builder's code is not needed.
 
     Train documents are those of split `train`. Validation documents are those of
     `validation`, `valid`, `dev` or `test`, whichever there is first, or else the first
@@ -68,7 +68,7 @@ def _find_prepared(name: str, data_dir: str) -> Any:
 def _split_names(
     name: str, splits: Mapping[str, Any], validation_fraction: float
 ) -> tuple[str, str]:
-    """Names of the train and validation splits, cutting `train` if there is only it."""
+    """Name the train and validation splits, cutting `train` if there is only it."""
     if "train" not in splits:
         raise ValueError(
             f"dataset='tfds:{name}' has no split 'train', only {sorted(splits)}"

@@ -1,0 +1,36 @@
+"""Packages whose public names are imported when they are first asked for.
+
+Who needs one part of a package then does not load the others: a relay of
+`cocodc_jax.netlab` starts without JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def attach(
+    package: str, places: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them.
+
+    Args:
+      package: its name.
+      places: where each public name is, as MODULE:NAME, or MODULE if it is one; modules
+        are named from `package` on.
+    """
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, _, there = places[name].partition(":")
+        found: Any = importlib.import_module(f"{package}.{module}")
+        if there:
+            found = getattr(found, there)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return find, lambda: sorted(places)

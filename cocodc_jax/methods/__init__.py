@@ -1,0 +1,180 @@
+"""The table of methods: each is a composition of the same few parts.
+
+Regions exchange something now and then (`Sync`), at every step (`PerStep`), or never.
+A `Sync` is four parts: *when* fragments leave and are applied (`sync.schedules`),
+*what* is sent of them (`sync.messages`), what is *made of it* (`sync.outer`), and what
+a region does with the outcome (`sync.merge`). Every method is an instance:
+
+=================  ==================  ================  ===================  ==========
+method             schedule            message           outer optimizer      merge
+=================  ==================  ================  ===================  ==========
+diloco             whole, every H      as is             Nesterov 0.7, 0.9    replace
+snoo               whole, every H      none: one region  Nesterov 0.7, 0.9    replace
+muloco             whole, every H      2 bits, fed back  Nesterov 0.7, 0.9    replace
+sparseloco         whole, every H      top of chunks,    plain 1.0            replace
+                                       2 bits, fed back
+local_training_ef  whole, every H      top tenth,        plain 1.0            replace
+                                       fed back
+multi_ring         whole, every H      as is, by rings   plain 1.0            replace
+noloco             whole, every H      also parameters,  heavy ball and pull  replace
+                                       to one partner    0.7, 0.5; regional
+diloco_demo        whole, every H      top of momentum   decoupled momentum   replace
+                                                         0.7, 0.9; regional
+streaming_diloco   staggered K, tau    as is             Nesterov 0.4, 0.9    mix 0.5
+decoupled_diloco   the same, from a    as is, weighed    Nesterov 0.4, 0.9    mix 0.5
+                   quorum
+loscar             staggered K, tau    as is             Nesterov 0.4, 0.9    replay
+cocodc             adaptive N, tau     as is             Nesterov 0.4, 0.9    isotropic
+cocodc_paper       adaptive N, tau     as is             Nesterov 0.4, 0.9    g g D / H
+co2                one round late      as is             gap, clipped         replace
+                                                         momentum 1.0, 0.2
+eager              one round late      as is             Nesterov 0.4, 0.5    replace
+                                                         on own mean; regional
+dilocox            one round late, of  low rank, int4,   Nesterov 0.4, 0.5    replace
+                   a rank's length     fed back
+delayed_nesterov   regions alone       as is             delayed Nesterov     replace
+                                                         0.7, 0.9
+heloco             regions alone       as is             corrected Nesterov   replace
+                                                         0.2, 0.5
+=================  ==================  ================  ===================  ==========
+
+=================  ===============================  ====================================
+method             at every step, of a region       made of all regions' messages
+=================  ===============================  ====================================
+data_parallel      its gradient                     the mean; AdamW
+dct_threshold      large gradients, fed back        the mean; AdamW
+demo               top of its momentum              sign of the mean; SGD
+distributed_lion   signs of its momentum            majority or mean of signs; SGD
+apart              nothing                          -
+=================  ===============================  ====================================
+
+The limits tie them together: `streaming_diloco` with one fragment, no delay and
+alpha 0 is `diloco`; `diloco` with H = 1, outer learning rate 1, no momentum and an
+inner SGD is `data_parallel`; `cocodc` with `syncs_per_interval` = K and alpha mixing
+in place of compensation is `streaming_diloco` up to the order of the fragments;
+`loscar` is `cocodc` without curvature and choice; `decoupled_diloco` where all answer
+at once and did as much is `streaming_diloco`; `snoo` is `diloco` with one region.
+
+Each method is a file whose docstring is the whole algorithm, its source and how sure it
+is; those of `contrib` are from memory, in part or whole. Everywhere M is the number of
+regions, K of fragments, H the inner steps of a sync interval, tau those from a start to
+its merge, theta^m a region's parameters, theta^g the outer ones, and Delta = theta^g -
+theta^m a pseudo-gradient, old minus new: descent is minus Delta. What an inner
+optimizer remembers is never sent.
+
+A new method is a file with a function that returns a `Method`, and a line in `METHODS`;
+its arguments become flags.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from cocodc_jax.methods.apart import apart
+from cocodc_jax.methods.cocodc import cocodc, cocodc_paper
+from cocodc_jax.methods.contrib.co2 import co2
+from cocodc_jax.methods.contrib.dct_threshold import dct_threshold
+from cocodc_jax.methods.contrib.dilocox import dilocox
+from cocodc_jax.methods.contrib.eager import eager
+from cocodc_jax.methods.contrib.heloco import heloco
+from cocodc_jax.methods.contrib.local_training_ef import local_training_ef
+from cocodc_jax.methods.contrib.multi_ring import multi_ring
+from cocodc_jax.methods.data_parallel import data_parallel
+from cocodc_jax.methods.decoupled_diloco import decoupled_diloco
+from cocodc_jax.methods.delayed_nesterov import delayed_nesterov
+from cocodc_jax.methods.demo import demo
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.methods.diloco_demo import diloco_demo
+from cocodc_jax.methods.distributed_lion import distributed_lion
+from cocodc_jax.methods.loscar import loscar
+from cocodc_jax.methods.muloco import muloco
+from cocodc_jax.methods.noloco import noloco
+from cocodc_jax.methods.snoo import snoo
+from cocodc_jax.methods.sparseloco import sparseloco
+from cocodc_jax.methods.streaming_diloco import streaming_diloco
+from cocodc_jax.sync.method import Inner, Method, Sync
+from cocodc_jax.transforms import compression
+
+__all__ = ["COMMON", "METHODS", "Inner", "Method", "Sync", "defaults", "get"]
+
+# What every method takes besides its own arguments.
+COMMON: dict[str, Any] = {
+    "compress": None,
+    "outer_placement": "host",
+    "region_weights": None,
+}
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "data_parallel": data_parallel,
+    "diloco": diloco,
+    "streaming_diloco": streaming_diloco,
+    "cocodc": cocodc,
+    "cocodc_paper": cocodc_paper,
+    "loscar": loscar,
+    "sparseloco": sparseloco,
+    "muloco": muloco,
+    "multi_ring": multi_ring,
+    "local_training_ef": local_training_ef,
+    "snoo": snoo,
+    "co2": co2,
+    "eager": eager,
+    "dilocox": dilocox,
+    "noloco": noloco,
+    "diloco_demo": diloco_demo,
+    "delayed_nesterov": delayed_nesterov,
+    "heloco": heloco,
+    "decoupled_diloco": decoupled_diloco,
+    "demo": demo,
+    "distributed_lion": distributed_lion,
+    "dct_threshold": dct_threshold,
+    "apart": apart,
+}
+
+
+def get(name: str, **overrides: Any) -> Method:
+    """Build a method by name.
+
+    Args:
+      name: a key of `METHODS`.
+      **overrides: arguments of that method's function, and of `COMMON`: `compress`,
+        a compressor for what is sent (see `transforms.compression.parse`),
+        `outer_placement` and `region_weights` (see `Method`).
+
+    Raises:
+      ValueError: for an unknown name, or an argument that this method does not take.
+
+    >>> get("streaming_diloco", sync_interval=20, delay_steps=2).num_fragments
+    4
+    >>> get("diloco", compress="int8").sync.message.by.name
+    'int8'
+    """
+    accepted = defaults(name)
+    for key in overrides:
+        if key not in accepted:
+            raise ValueError(
+                f"method={name!r} has no argument {key!r}; "
+                f"it takes {', '.join(accepted) or 'none'}"
+            )
+    own = inspect.signature(METHODS[name]).parameters
+    method = METHODS[name](**{k: v for k, v in overrides.items() if k in own})
+    compress = overrides.get("compress")
+    if compress is not None and "compress" not in own:
+        method = method.compressed(compression.parse(compress))
+    if "outer_placement" in overrides and "outer_placement" not in own:
+        method = method.placed(overrides["outer_placement"])
+    return method.weighted(overrides.get("region_weights"))
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Return the arguments that method `name` takes, with their defaults.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method={name!r} is unknown; use one of {sorted(METHODS)}")
+    parameters = inspect.signature(METHODS[name]).parameters
+    own = {key: parameter.default for key, parameter in parameters.items()}
+    return own | {k: v for k, v in COMMON.items() if k not in own}

@@ -1,0 +1,1 @@
+"""Methods that are from memory, in part or whole; each says what."""

@@ -1,0 +1,117 @@
+"""`eager` (arXiv 2502.12996): one round late, but for a region's own part of the mean.
+
+The mean of round t - 1 is on its way during round t (`schedules.one_step_stale(H)`).
+Every region m of M has outer parameters and momentum of its own (`RegionalOuter`), as
+each corrects the mean by what it alone knows:
+
+    H times:  theta^m <- inner(theta^m, g^m)                    AdamW
+    Delta_m(t) = theta^g,m - theta^m                            sent now; `send`
+    D_m  = Delta(t - 1) + (Delta_m(t) - Delta_m(t - 1)) / M     `receive`
+    v   <- mu v + D_m;   theta^g,m <- theta^g,m - eta (D_m + mu v)
+    theta^m <- theta^g,m                                        `merge.replace`
+
+Delta(t - 1) is the mean over all, of which the region takes its own stale share out and
+puts its fresh one in. The message of the round before the first is zero. What counts as
+the region's share is what its message decodes to (`newest`, `arriving`), so that with
+`compress` a region never adds what nobody was sent.
+
+Source: eager updates, arXiv 2502.12996. "Current local plus a delayed mixture of all
+others" from a published digest, which this is; written out from memory.
+Differs from the paper: unknown; its defaults were not found.
+Defaults: published unknown; here H 30, eta 0.4, mu 0.5, ours. With Nesterov's 0.7 and
+0.9 one round late a quadratic diverges.
+Measured here: last loss 2.013 against DiLoCo's 1.836 and CO2's 2.274, all 40.3 MB sent
+by a region; 0.03 s of stall instead of 0.21, and regions are 0.2 % apart (840k
+parameters, 480 steps, H 40, 4 regions, one seed), by
+
+    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import RegionalOuter, nesterov_sgd, pseudo_gradient
+from cocodc_jax.sync.schedules.fixed import one_step_stale
+
+PyTree = Any
+
+
+def eager(
+    sync_interval: int = 30, outer_lr: float = 0.4, outer_momentum: float = 0.5
+) -> Method:
+    """Build eager updates (arXiv 2502.12996, from memory): late but for one's own.
+
+    Args:
+      sync_interval: H, inner steps of a round.
+      outer_lr: learning rate of the outer Nesterov optimizer.
+      outer_momentum: its momentum, in [0, 1).
+    """
+    return Method(
+        name="eager",
+        sync=Sync(
+            schedule=one_step_stale(sync_interval),
+            outer=eager_outer(nesterov_sgd(outer_lr, outer_momentum)),
+            merge=merge.replace(),
+        ),
+    )
+
+
+class EagerState(NamedTuple):
+    """State of `eager_outer`.
+
+    Attributes:
+      optimizer: of the outer Nesterov.
+      compressor: the compressor's.
+      newest: the region's own share of the mean that is on its way, decoded.
+      arriving: its own share of the mean before that.
+    """
+
+    optimizer: PyTree
+    compressor: PyTree
+    newest: PyTree
+    arriving: PyTree
+
+
+def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
+    """Step one round late, with the region's own share of the mean up to date.
+
+        Delta~_m(t) = Delta(t - 1) + (Delta_m(t) - Delta_m(t - 1)) / M
+
+    is given to the outer optimizer. Between two rounds the regions differ by what
+    they alone know.
+
+    Source: eager updates, arXiv 2502.12996 (from memory).
+
+    Args:
+      optimizer: the outer optimizer.
+    """
+
+    def init(params, compressor):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return EagerState(optimizer.init(params), compressor.init(params), zeros, zeros)
+
+    def send(params, state, local, compressor, key):
+        message, kept = compressor.encode(
+            pseudo_gradient(params, local), state.compressor, key
+        )
+        own = compressor.decode(message)
+        return message, EagerState(state.optimizer, kept, own, state.newest)
+
+    def receive(params, state, arrived, num_regions):
+        fresh = jax.tree.map(
+            lambda mean, new, old: mean + (new - old) / num_regions,
+            arrived,
+            state.newest,
+            state.arriving,
+        )
+        step, kept = optimizer.update(fresh, state.optimizer, params)
+        return optax.apply_updates(params, step), state._replace(optimizer=kept)
+
+    return RegionalOuter("eager", init, send, receive)

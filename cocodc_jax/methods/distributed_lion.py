@@ -1,0 +1,74 @@
+"""`distributed_lion` (arXiv 2404.00438): one bit a parameter, at every step.
+
+At every inner step, in each region i of M, with m_i from zero:
+
+    g_i  = gradient of the loss at theta
+    d_i  = sign(b1 m_i + (1 - b1) g_i)                 sent, one bit a value; `send`
+    m_i <- b2 m_i + (1 - b2) g_i                       stays in the region
+    d    = sign(sum_i d_i)   "majority"                `receive`
+    d    = (1/M) sum_i d_i   "average"
+    theta <- theta - eta (d + wd theta)               `Inner("sgd", steps_by_sign=True)`
+
+In code: b1 `lion_beta1`, b2 `lion_beta2`, the rule `lion_vote`, `transforms.lion`. The
+learning rate is `sign_lr_fraction` of AdamW's. A message is a bit already, so that
+`compress` has no meaning. With M = 1 it is Lion.
+
+Source: Distributed Lion, Liu et al., arXiv 2404.00438; not checked against its code.
+Differs from the paper: sign(0) is sent as +1, as a bit has no room for zero; a tie of
+an even number of regions moves nothing.
+Defaults: published b1 0.9, b2 0.99; here the same, majority vote.
+Measured here: last loss 2.158 with 50.3 MB sent by a region, DiLoCo 1.836 with 40.3 MB,
+data parallel 1.511 with 1,610 MB (840k parameters, 480 steps, 4 regions, one seed), by
+
+    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+"""
+
+from __future__ import annotations
+
+from cocodc_jax.sync.method import Inner, Method
+from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.transforms import lion
+from cocodc_jax.transforms.numerics import check_unit_interval
+
+
+def distributed_lion(
+    lion_beta1: float = 0.9, lion_beta2: float = 0.99, lion_vote: str = "majority"
+) -> Method:
+    """Build Distributed Lion (arXiv 2404.00438): one bit a parameter at every step.
+
+    Args:
+      lion_beta1: weight b1 of the momentum in what is sent, in [0, 1).
+      lion_beta2: decay b2 of the momentum, in [0, 1).
+      lion_vote: what is made of the regions' signs, "majority" or "average".
+    """
+    return Method(
+        name="distributed_lion",
+        per_step=signs(lion_beta1, lion_beta2, lion_vote),
+        inner=Inner("sgd", steps_by_sign=True),
+    )
+
+
+def signs(b1: float, b2: float, vote: str) -> PerStep:
+    """Send the signs of the regions' updates; average them or put them to a vote.
+
+    Source: arXiv 2404.00438; see `transforms.lion`.
+
+    Args:
+      b1: weight of the momentum in what is sent.
+      b2: decay of the momentum.
+      vote: "average" or "majority".
+
+    Raises:
+      ValueError: for another `vote`, or a number out of range.
+    """
+    check_unit_interval("lion_beta1", b1)
+    check_unit_interval("lion_beta2", b2)
+    if vote not in lion.RULES:
+        raise ValueError(f"lion_vote={vote!r} is unknown; use one of {lion.RULES}")
+    return PerStep(
+        "signs",
+        lion.init,
+        lambda gradient, state, key: lion.send(gradient, state, b1, b2),
+        lambda messages: lion.combine(messages, vote),
+        why_uncompressed="its messages are one bit a parameter",
+    )

@@ -1,0 +1,124 @@
+"""`noloco` (arXiv 2506.10911): random pairs in place of everyone, no all-reduce.
+
+Every H steps (`schedules.staggered(H)`) a matching, drawn alike everywhere (`pair_seed`
+and the sync), gives every region i a partner j. Each region has slow weights phi_i of
+its own (`RegionalOuter`), which are never made equal:
+
+    H times:  theta_i <- inner(theta_i, g_i)                AdamW
+    g_i = phi_i - theta_i                                   old minus new
+    send (phi_i, g_i) to j, and get (phi_j, g_j)            `noisy_pairs.send`
+    v_i   <- mu v_i + beta (g_i + g_j) / 2 + gamma (phi_i - (phi_i + phi_j) / 2)
+    phi_i <- phi_i - v_i                                    `noisy_pairs.receive`
+    theta_i <- phi_i                                        `merge.replace`
+
+In code: beta `outer_lr`, mu `outer_momentum`, gamma `pair_pull`; the step is
+`transforms.outer.group_heavy_ball`. What is evaluated is the mean of all regions.
+
+Stable for 0 < gamma < 2 (1 - mu^2): the spread of regions whose partners are drawn
+independently contracts without gradients just there. Derived here, from the second
+moments of phi and v. (What is quoted elsewhere, mu < gamma < sqrt(2 + mu^2), is wrong
+on both sides: 0.1 contracts at mu 0.5, and 1 diverges at mu 0.9.)
+
+Source: NoLoCo, arXiv 2506.10911; update, order and defaults read from the authors'
+code.
+Differs from the paper: matchings come from a round-robin tournament, where every pair
+is equally likely, but of more than four regions not every matching.
+Defaults: published H 50, beta 0.7, mu 0.5, gamma = beta; here the same.
+Measured here: last loss 1.825 (DiLoCo 1.836) with 80.5 MB sent by a region, twice
+DiLoCo's, as phi is sent too; regions are 2 % of their length apart (840k parameters,
+480 steps, H 40, 4 regions, one seed), by
+
+    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optax
+
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
+from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.transforms.outer import group_heavy_ball
+
+PyTree = Any
+
+
+def noloco(
+    sync_interval: int = 50,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    pair_pull: float = 0.7,
+    pair_seed: int = 0,
+) -> Method:
+    """Build NoLoCo (arXiv 2506.10911): random pairs, no all-reduce.
+
+    Args:
+      sync_interval: H, inner steps between syncs.
+      outer_lr: beta, weight of the pair's mean pseudo-gradient.
+      outer_momentum: mu, in [0, 1).
+      pair_pull: gamma, how strongly the two of a pair are drawn together, usually
+        `outer_lr`; stable for 0 < gamma < 2 (1 - mu^2).
+      pair_seed: seed of the draw of pairs, the same on every region.
+    """
+    return Method(
+        name="noloco",
+        sync=Sync(
+            schedule=staggered(sync_interval),
+            outer=noisy_pairs(outer_lr, outer_momentum, pair_pull, pair_seed),
+            merge=merge.replace(),
+        ),
+    )
+
+
+class PairState(NamedTuple):
+    """State of `noisy_pairs`: of `group_heavy_ball`, and of the compressor."""
+
+    optimizer: PyTree
+    compressor: PyTree
+
+
+def noisy_pairs(
+    learning_rate: float, momentum: float, pull: float, seed: int
+) -> RegionalOuter:
+    """Step by a pair's mean in place of everyone's.
+
+    Each of the two sends its slow weights phi and its pseudo-gradient g = phi - theta:
+
+        v <- mu v + beta mean_pair(g) + gamma (phi - mean_pair(phi));   phi <- phi - v
+
+    Source: NoLoCo, arXiv 2506.10911.
+
+    Args:
+      learning_rate: beta.
+      momentum: mu, in [0, 1).
+      pull: gamma, how strongly the two are drawn together.
+      seed: of the pairs.
+    """
+    optimizer = group_heavy_ball(learning_rate, momentum, pull)
+
+    def payload(params, local):
+        return {"params": params, "pseudo_gradient": pseudo_gradient(params, local)}
+
+    def init(params, compressor):
+        return PairState(
+            optimizer.init(params), compressor.init(payload(params, params))
+        )
+
+    def send(params, state, local, compressor, key):
+        message, kept = compressor.encode(payload(params, local), state.compressor, key)
+        return message, state._replace(compressor=kept)
+
+    def receive(params, state, arrived, num_regions):
+        del num_regions
+        step, kept = optimizer.update(
+            arrived["pseudo_gradient"],
+            state.optimizer,
+            params,
+            group_mean_params=arrived["params"],
+        )
+        return optax.apply_updates(params, step), state._replace(optimizer=kept)
+
+    return RegionalOuter("noisy_pairs", init, send, receive, "pairs", seed)

@@ -1,0 +1,49 @@
+"""`snoo` (arXiv 2510.15830): the outer Nesterov step with one region.
+
+One region, M = 1. Every H steps (`schedules.staggered(H)`, `num_regions=1`):
+
+    H times:  theta <- inner(theta, g)                 the fast weights; AdamW
+    Delta = theta^g - theta                            old minus new, of H steps
+    m       <- mu m + Delta                            `sync.outer.nesterov`
+    theta^g <- theta^g - eta (Delta + mu m)            the slow weights
+    theta   <- theta^g                                 `merge.replace`
+
+It is `diloco` without a mean: what is left of DiLoCo where there is one region. Nothing
+is sent, so `compress` has no meaning. With mu = 0 it is Lookahead with step eta. As an
+Optax wrapper around any optimizer it is `transforms.snoo`.
+
+Source: SNOO, arXiv 2510.15830, that it is outer Nesterov on one worker's
+pseudo-gradients; from a summary. Derived here: equal to `diloco` with M = 1.
+Differs from the paper: nothing known; numbers were not checked.
+Defaults: published ones unchecked; here H 20 and DiLoCo's eta 0.7, mu 0.9.
+Measured here: nothing yet; it takes one region and is left out of the comparison of all
+methods in four.
+"""
+
+from __future__ import annotations
+
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules.fixed import staggered
+
+
+def snoo(
+    sync_interval: int = 20, outer_lr: float = 0.7, outer_momentum: float = 0.9
+) -> Method:
+    """Build SNOO (arXiv 2510.15830): the outer Nesterov step with one region.
+
+    Args:
+      sync_interval: H, inner steps between outer ones.
+      outer_lr: learning rate of the outer Nesterov optimizer.
+      outer_momentum: its momentum, in [0, 1).
+    """
+    return Method(
+        name="snoo",
+        sync=Sync(
+            schedule=staggered(sync_interval),
+            outer=nesterov(outer_lr, outer_momentum),
+            merge=merge.replace(),
+        ),
+        num_regions=1,
+    )

@@ -1,0 +1,47 @@
+"""The network lab: an emulated wide-area network under unmodified programs.
+
+    from cocodc_jax import netlab
+
+    topology = uniform(2, Link(bandwidth_gbps=0.1, latency_s=0.05))
+    plan = netlab.make_plan(topology, ["hostname"], pathlib.Path("logs"))
+    exit_code = netlab.run(plan)
+
+Every region is a network namespace of its own; a relay in user space carries packets
+between them (`shaper` says when each arrives). `missing` tells what this machine lacks.
+`probe` measures exchanges over any network.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.netlab.kernel import missing
+    from cocodc_jax.netlab.launch import LabError, run
+    from cocodc_jax.netlab.plan import Plan, make_plan
+    from cocodc_jax.netlab.shaper import Conditions, Shaper
+
+__all__ = [
+    "Conditions",
+    "LabError",
+    "Plan",
+    "Shaper",
+    "make_plan",
+    "missing",
+    "run",
+]
+
+# Where each is.
+_PLACES = {
+    "Conditions": "shaper:Conditions",
+    "LabError": "launch:LabError",
+    "Plan": "plan:Plan",
+    "Shaper": "shaper:Shaper",
+    "make_plan": "plan:make_plan",
+    "missing": "kernel:missing",
+    "run": "launch:run",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

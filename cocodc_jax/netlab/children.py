@@ -1,0 +1,143 @@
+"""What the programs that start others share: children that end with their parent."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_PR_SET_PDEATHSIG = 1
+_TAIL_LINES = 10
+_POLL_S = 0.1
+_FAREWELL_S = 5.0  # for others to fail too, and say why
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
+    """Has the kernel send this process a signal when its parent is gone.
+
+    Linux only; elsewhere, a child may outlive a parent that is killed.
+    """
+    if sys.platform != "linux":
+        return
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl: {os.strerror(number)}")
+    # For a parent that went before the call, nothing is sent.
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def on_signals(act: Callable[[int], None]) -> Iterator[None]:
+    """Call act(128 + n) on signal n; no exception that could cut a clean-up short."""
+    before = {
+        number: signal.signal(number, lambda got, _: act(128 + got))
+        for number in STOPPING
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_code(returncode: int) -> int:
+    """Return what a shell would call it: 128 + n after signal n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def show_tail(log: pathlib.Path) -> None:
+    """Show the last lines of a child's log on standard error."""
+    text = log.read_text(errors="replace")
+    # Where JAX's runtime ends a process, the reason stands above pages of stacks.
+    text, _, _ = text.partition("*** Check failure stack trace")
+    lines = text.splitlines()[-_TAIL_LINES:]
+    print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+
+
+class Group:
+    """Processes that end together."""
+
+    def __init__(self, grace_s: float):
+        """Start nothing yet.
+
+        Args:
+          grace_s: between asking the processes to end and killing them.
+        """
+        self._grace_s = grace_s
+        self._running: dict[int, subprocess.Popen] = {}
+        self._logs: list[pathlib.Path | None] = []
+        self._kill_at_s = float("inf")
+        self._is_asked = False
+
+    def start(self, command: Sequence[str], env: dict, log: pathlib.Path | None):
+        """Start one more process.
+
+        Args:
+          command: program and arguments.
+          env: its environment.
+          log: where its output goes; None is where this process's goes.
+        """
+        out = log.open("wb") if log else None
+        # Ctrl-C goes to this process alone, which ends the others in order.
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
+        if out:
+            out.close()
+        number = len(self._logs)
+        self._running[number] = process
+        self._logs.append(log)
+        if self._is_asked:
+            process.terminate()
+
+    def stop(self, _: int = 0) -> None:
+        """Asks all to end, the second time with force. A signal handler's work."""
+        self._kill_at_s = time.monotonic() + (0 if self._is_asked else self._grace_s)
+        if not self._is_asked:
+            for process in self._running.values():
+                process.terminate()
+        self._is_asked = True
+
+    def wait(self) -> int:
+        """Wait until all have ended; returns the exit code of the first to fail."""
+        code = 0
+        while self._running:
+            for number in [n for n, p in self._running.items() if p.poll() is not None]:
+                ended = exit_code(self._running.pop(number).returncode)
+                if ended and not code:
+                    code = ended
+                    self._explain(number, code)
+                    end_s = time.monotonic() + _FAREWELL_S
+                    self._kill_at_s = min(self._kill_at_s, end_s)
+            if time.monotonic() > self._kill_at_s:
+                self.kill()
+            time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """End all that still runs."""
+        for process in self._running.values():
+            process.kill()
+
+    def _explain(self, number: int, code: int) -> None:
+        log = self._logs[number]
+        where = f"; {log}" if log else ""
+        print(f"process {number} ended with exit code {code}{where}", file=sys.stderr)
+        if log:
+            show_tail(log)

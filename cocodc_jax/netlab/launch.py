@@ -1,0 +1,254 @@
+"""Starts the regions and the relay, waits for the commands, and ends everything."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from cocodc_jax.netlab import children, region, relay
+from cocodc_jax.netlab.plan import Plan
+
+_ROOT = pathlib.Path(__file__).parents[2]  # from where `-m experiments...` works
+_SPARE_S = 5.0  # after the grace, before a region's keeper is killed itself
+_STDOUT, _STDERR = 1, 2
+
+
+class LabError(RuntimeError):
+    """The lab itself failed, not a command in it."""
+
+
+def run(plan: Plan) -> int:
+    """Run the command in every region, and end all that was started.
+
+    Returns:
+      0, or the exit code of the region that failed first (128 + n after signal n), or
+      128 + n if this process got signal n of SIGINT, SIGTERM and SIGHUP.
+
+    Raises:
+      LabError: if a region or the relay could not be set up, or the relay broke.
+    """
+    plan.logdir.mkdir(parents=True, exist_ok=True)
+    plan.traffic_path.unlink(missing_ok=True)
+    lab = _Lab(plan)
+    with children.on_signals(lab.stop):
+        try:
+            lab.start()
+            lab.wait()
+        except LabError:
+            if not lab.exit_code:  # A region that was stopped half-way is no error.
+                raise
+        finally:
+            lab.close()
+    return lab.exit_code
+
+
+class _Lab:
+    """The processes of a run. `close` may be called at any moment, also half-way."""
+
+    def __init__(self, plan: Plan):
+        self.exit_code = 0
+        self._plan = plan
+        self._selector = selectors.DefaultSelector()
+        self._regions: dict[int, subprocess.Popen] = {}
+        self._running: set[int] = set()
+        self._asked_to_end: set[int] = set()
+        self._open_pipes = 0
+        self._relay: subprocess.Popen | None = None
+        self._relay_broke = False
+        self._kill_at_s = math.inf
+
+    def start(self) -> None:
+        """Make the regions, join them by the relay, and start the commands."""
+        with contextlib.ExitStack() as stack:
+            connections = []
+            for region_id in range(len(self._plan.regions)):
+                ours, theirs = socket.socketpair()
+                connections.append(stack.enter_context(ours))
+                with theirs:
+                    self._start_region(region_id, theirs.fileno())
+            devices = []
+            for region_id, connection in enumerate(connections):
+                devices.append(_receive_device(region_id, connection))
+                stack.callback(os.close, devices[-1])
+            self._start_relay(devices)
+            for connection in connections:
+                connection.sendall(b"g")
+
+    def wait(self) -> None:
+        """Wait until every region has ended and all output is copied."""
+        if self.exit_code:  # stopped, perhaps before there was anything to stop
+            self._stop_regions()
+        while self._running:
+            self._step()
+            if time.monotonic() > self._kill_at_s:
+                for region_id in self._running:
+                    self._regions[region_id].kill()
+        while self._open_pipes and self._step():
+            pass
+        if self._relay_broke:
+            raise LabError("the relay broke; see its message above")
+
+    def stop(self, exit_code: int) -> None:
+        """Asks all commands to end; `wait` then returns. A signal handler's work."""
+        self.exit_code = self.exit_code or exit_code
+        self._stop_regions()
+
+    def close(self) -> None:
+        """End all that still runs; gives commands `grace_s`."""
+        self._stop_regions()
+        try:
+            self.wait()
+        finally:
+            if self._relay:
+                self._relay.terminate()
+                self._relay.wait()
+            self._selector.close()
+
+    def _start_region(self, region_id: int, socket_fd: int) -> None:
+        plan = self._plan
+        settings = region.Settings(
+            region_id=region_id,
+            num_regions=len(plan.regions),
+            command=plan.region_command(region_id),
+            folder=os.getcwd(),
+            mtu_bytes=plan.mtu_bytes,
+            window_bytes=plan.window_bytes,
+            congestion_control=plan.congestion_control,
+            restarts_slowly=plan.restarts_slowly,
+            grace_s=plan.grace_s,
+            hosts_path=str(plan.logdir.absolute() / f"region_{region_id}.hosts"),
+            socket_fd=socket_fd,
+            parent_pid=os.getpid(),
+        )
+        is_shown = region_id == 0
+        with plan.log_path(region_id).open("wb") as log:
+            process = _start_module(
+                region.__name__,
+                json.dumps(dataclasses.asdict(settings)),
+                pass_fds=[socket_fd],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if is_shown else log,
+                stderr=subprocess.PIPE if is_shown else log,
+            )
+        self._regions[region_id] = process
+        self._running.add(region_id)
+        self._on_end(process, lambda: self._region_ended(region_id))
+        if process.stdout and process.stderr:
+            self._show(process.stdout, _STDOUT)
+            self._show(process.stderr, _STDERR)
+
+    def _start_relay(self, devices: Sequence[int]) -> None:
+        plan = self._plan
+        settings = relay.Settings(
+            regions=list(plan.regions),
+            tun_fds=list(devices),
+            conditions=list(plan.conditions),
+            buffer_s=plan.buffer_s,
+            seed=plan.seed,
+            traffic_path=str(plan.traffic_path.absolute()),
+            parent_pid=os.getpid(),
+        )
+        self._relay = _start_module(
+            relay.__name__,
+            pass_fds=devices,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._relay.stdin
+        assert self._relay.stdout
+        with self._relay.stdin as pipe:
+            pipe.write(json.dumps(dataclasses.asdict(settings)).encode())
+        with self._relay.stdout as pipe:
+            if pipe.readline() != b"ready\n":
+                raise LabError("the relay did not start; see its message above")
+        self._on_end(self._relay, self._relay_ended)
+
+    def _step(self) -> bool:
+        """Handle what happens within a second; False if nothing did."""
+        ready = self._selector.select(timeout=1.0)
+        for key, _ in ready:
+            key.data()
+        return bool(ready)
+
+    def _on_end(self, process: subprocess.Popen, act: Callable[[], None]) -> None:
+        fd = os.pidfd_open(process.pid)
+
+        def ended() -> None:
+            self._selector.unregister(fd)
+            os.close(fd)
+            act()
+
+        self._selector.register(fd, selectors.EVENT_READ, ended)
+
+    def _region_ended(self, region_id: int) -> None:
+        code = children.exit_code(self._regions[region_id].wait())
+        self._running.discard(region_id)
+        if code and not self.exit_code:
+            _explain(region_id, code, self._plan.log_path(region_id))
+            self.stop(code)
+
+    def _relay_ended(self) -> None:
+        if self._running:
+            self._relay_broke = True
+            self._stop_regions()
+
+    def _stop_regions(self) -> None:
+        # Once each: a region counts its grace from the last time it is asked.
+        for region_id in self._running - self._asked_to_end:
+            self._asked_to_end.add(region_id)
+            self._regions[region_id].terminate()
+            self._kill_at_s = time.monotonic() + self._plan.grace_s + _SPARE_S
+
+    def _show(self, pipe: IO[bytes], terminal_fd: int) -> None:
+        """Copy what region 0 writes to its log and to the terminal."""
+
+        def copy() -> None:
+            text = os.read(pipe.fileno(), 65536)
+            if not text:
+                self._selector.unregister(pipe)
+                pipe.close()
+                self._open_pipes -= 1
+                return
+            with self._plan.log_path(0).open("ab") as log:
+                log.write(text)
+            # A reader that has gone away does not end the run.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(terminal_fd, text)
+
+        self._open_pipes += 1
+        self._selector.register(pipe, selectors.EVENT_READ, copy)
+
+
+def _start_module(name: str, *arguments: str, **settings) -> subprocess.Popen:
+    # Ctrl-C goes to the lab alone, which ends the others in order.
+    return subprocess.Popen(
+        [sys.executable, "-m", name, *arguments],
+        cwd=_ROOT,
+        start_new_session=True,
+        **settings,
+    )
+
+
+def _receive_device(region_id: int, connection: socket.socket) -> int:
+    message, devices, _, _ = socket.recv_fds(connection, 4096, 1)
+    if not devices:
+        reason = message.decode() or "its process ended"
+        raise LabError(f"region {region_id} could not be made: {reason}")
+    return devices[0]
+
+
+def _explain(region_id: int, code: int, log: pathlib.Path) -> None:
+    print(
+        f"wan: region {region_id} ended with exit code {code}; {log}", file=sys.stderr
+    )
+    if region_id:  # Region 0 has been on the terminal already.
+        children.show_tail(log)

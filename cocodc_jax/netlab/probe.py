@@ -1,0 +1,99 @@
+"""How long exchanges of this framework take over a network, and are expected to.
+
+A vector of float32 crosses between CPU devices of several processes as a fragment does
+in training: averaged by either all-reduce, or gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cocodc_jax.network import direct, gloo
+from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.links import LinkState
+from cocodc_jax.runtime.devices import mesh, transfer
+from cocodc_jax.runtime.exchange import collectives, combine
+
+# By the names of the runtime; what `cocodc_jax.network` calls them.
+COLLECTIVES = {
+    "direct": "direct",
+    "ring": "gloo",
+    "direct_gather": "direct_gather",
+    "ring_gather": "gloo_gather",
+}
+
+
+def outer_devices() -> Mesh:
+    """Return an inner mesh of one CPU device a process, which is its outer one too."""
+    first = {d.process_index: d for d in reversed(jax.devices("cpu"))}
+    return mesh.make_mesh(len(first), devices=[first[k] for k in sorted(first)])
+
+
+def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.Array]:
+    """Make a function that sends a vector of every process over the network.
+
+    Args:
+      name: a key of `COLLECTIVES`.
+      outer: as from `outer_devices`.
+      num_values: float32 values of a process's vector.
+    """
+    num, everywhere = outer.size, mesh.outer_sharding(outer)
+    rows = transfer.put(np.ones((num, num_values), np.float32), mesh.outer_rows(outer))
+    kind, _, is_gathered = name.partition("_")
+    if is_gathered:
+        gather = functools.partial(
+            collectives.gather_from_processes, everywhere=everywhere, kind=kind
+        )
+        return functools.partial(jax.jit(gather, out_shardings=everywhere), rows)
+    shape = jax.ShapeDtypeStruct((num_values,), np.float32)
+    average = combine.make_combine(None, everywhere, shape, all_reduce=kind)
+    weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
+    mean = jax.jit(lambda *given: average(*given)[0], out_shardings=everywhere)
+    return functools.partial(mean, rows, weights)
+
+
+def measure(send: Callable[[], jax.Array], repeats: int, pause_s: float) -> list[float]:
+    """Return the seconds of each exchange, by the clock of this process.
+
+    Args:
+      send: the exchange; the first one compiles it and is not counted.
+      repeats: how many to time.
+      pause_s: of rest before each.
+    """
+    send().block_until_ready()
+    taken = []
+    for _ in range(repeats):
+        time.sleep(pause_s)
+        began = time.perf_counter()
+        send().block_until_ready()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
+    """Predicts the seconds of an exchange.
+
+    Args:
+      name: a key of `COLLECTIVES`.
+      num_bytes: of each process's vector.
+      links: between the processes.
+
+    Returns:
+      "predicted_s", of regions that begin apart, and "at_once_s", of those that begin
+      at the same moment.
+    """
+    kind = COLLECTIVES[name]
+    predicted = at_once = collective_cost(links, kind, num_bytes).seconds
+    together = [0.0] * links.num_regions
+    if kind in direct.PHASES:
+        at_once = max(direct.seconds_of(links, kind, num_bytes, together))
+    elif kind in gloo.PHASES:
+        phases = gloo.PHASES[kind](links.num_regions, num_bytes)
+        at_once = max(gloo.seconds_of(links, phases, together))
+    return {"predicted_s": predicted, "at_once_s": at_once}

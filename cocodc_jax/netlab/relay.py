@@ -1,0 +1,155 @@
+"""The process that carries packets between the regions' TUN devices.
+
+`python -m cocodc_jax.netlab.relay` reads one JSON object from standard input (the
+fields of `Settings`), has the devices' file descriptors from its parent, prints
+"ready", and runs until SIGTERM. It uses the standard library only, one thread, and
+sleeps whenever no packet is due; a packet may be handed over up to `TICK_S` late.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from cocodc_jax.netlab import children, kernel
+from cocodc_jax.netlab.shaper import Conditions, Shaper
+
+TICK_S = 0.0005
+_MAX_PACKET_BYTES = 65536
+_BATCH_PACKETS = 64  # of one region, before the others have their turn
+_REPORT_S = 1.0
+_PRIORITY = 1  # the lowest of the real-time ones
+_IDLE_S = 0.1  # select does not return when a signal asks to stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the relay is told.
+
+    Attributes:
+      regions: names, one per region.
+      tun_fds: one non-blocking file descriptor per region.
+      conditions: of the links, over time.
+      buffer_s: longest wait in a queue.
+      seed: of loss and jitter.
+      traffic_path: where the counters go, every second and at the end.
+      parent_pid: the lab's process; the relay ends with it.
+    """
+
+    regions: list[str]
+    tun_fds: list[int]
+    conditions: list[Conditions]
+    buffer_s: float
+    seed: int
+    traffic_path: str
+    parent_pid: int
+
+    @classmethod
+    def from_json(cls, text: str) -> "Settings":
+        """Return the settings that `dataclasses.asdict` and JSON have written."""
+        table = json.loads(text)
+        table["conditions"] = [Conditions(**entry) for entry in table["conditions"]]
+        return cls(**table)
+
+
+class Relay:
+    """Reads packets, lets the shaper hold them, and writes those that are due."""
+
+    def __init__(self, settings: Settings):
+        """Start the clock of the links; see `Settings`."""
+        self._settings = settings
+        self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
+        self._region_of = {
+            kernel.packed_address(i): i for i in range(len(settings.tun_fds))
+        }
+        self._source_of = {fd: i for i, fd in enumerate(settings.tun_fds)}
+        self._start_s = time.monotonic()
+        self._handed_over = 0  # packets
+        self._late_s = 0.0  # their sum
+        self._max_late_s = 0.0
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Carries packets until `stop` is called, then writes the counters."""
+        fds, report_s = self._settings.tun_fds, 0.0
+        while not self._is_stopped:
+            wait_s = min(self._shaper.next_s - self._now_s(), _IDLE_S)
+            ready, _, _ = select.select(fds, (), (), max(TICK_S, wait_s))
+            for fd in ready:
+                self._read(fd)
+            self._write_due()
+            if self._now_s() >= report_s:
+                self.report()
+                report_s = self._now_s() + _REPORT_S
+        self.report()
+
+    def stop(self, *_: Any) -> None:
+        """End `run`; a signal handler."""
+        self._is_stopped = True
+
+    def report(self) -> None:
+        """Write the counters; a reader never sees half a file."""
+        table = {
+            "regions": self._settings.regions,
+            "wall_s": self._now_s(),
+            "relay_cpu_s": time.process_time(),
+            "mean_late_s": self._late_s / max(1, self._handed_over),
+            "max_late_s": self._max_late_s,
+            **dataclasses.asdict(self._shaper.traffic),
+        }
+        path = pathlib.Path(self._settings.traffic_path)
+        partial = path.with_name(f"{path.name}.partial")
+        lines = (f'"{name}": {json.dumps(value)}' for name, value in table.items())
+        partial.write_text("{" + ",\n ".join(lines) + "}\n")
+        partial.replace(path)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def _read(self, fd: int) -> None:
+        now_s, source = self._now_s(), self._source_of[fd]
+        for _ in range(_BATCH_PACKETS):
+            try:
+                packet = os.read(fd, _MAX_PACKET_BYTES)
+            except BlockingIOError:
+                return
+            # The last four bytes of an IPv4 header without options: where it goes.
+            target = self._region_of.get(packet[16:20])
+            if target is not None and packet[0] >> 4 == 4:
+                self._shaper.send(now_s, source, target, packet)
+
+    def _write_due(self) -> None:
+        now_s = self._now_s()
+        late_s = now_s - self._shaper.next_s
+        due = self._shaper.arrivals(now_s)
+        for target, packet in due:
+            # To a device that the command has taken down: as to a cut cable.
+            with contextlib.suppress(OSError):
+                os.write(self._settings.tun_fds[target], packet)
+        if due:  # The first of a batch is the latest.
+            self._handed_over += len(due)
+            self._late_s += len(due) * late_s
+            self._max_late_s = max(self._max_late_s, late_s)
+
+
+def main() -> None:
+    """Run the relay until SIGTERM or until the parent is gone."""
+    settings = Settings.from_json(sys.stdin.read())
+    children.die_with_parent(settings.parent_pid, signal.SIGTERM)
+    # Ahead of the commands, which may use every core; where it may not, it may not.
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_PRIORITY))
+    relay = Relay(settings)
+    signal.signal(signal.SIGTERM, relay.stop)
+    print("ready", flush=True)
+    relay.run()
+
+
+if __name__ == "__main__":
+    main()

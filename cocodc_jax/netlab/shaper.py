@@ -1,0 +1,184 @@
+"""When each packet arrives: delay, metering, loss and queues, without any input/output.
+
+A packet of b bits that region i sends to region j at time t
+
+    enters its uplink at  e = max(t, previous u of i)
+    has left it at        u = e + b / uplink_i
+    has left the link at  d = max(max(e, previous d of ij) + b / rate_ij, u)
+    reaches j at          a = max(d + delay_ij + jitter, previous a of ij)
+    is handed over at         max(a, previous hand-over to j + b / downlink_j)
+
+so that bits flow through (an idle meter adds nothing to the one before it) and packets
+of an ordered pair never overtake one another. A packet that would wait longer than
+the buffer at a meter is dropped, as at the tail of a full queue. While a link has rate
+0 (an outage), what enters it is dropped; what is on its way arrives. A packet keeps the
+rate and the delay of the moment it was sent.
+"""
+
+import dataclasses
+import heapq
+import random
+from collections.abc import Sequence
+
+Matrix = Sequence[Sequence[float]]
+
+_ON_THE_WAY, _IN_DOWNLINK = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """All links from one moment on. In a matrix, the row sends, the column receives.
+
+    Attributes:
+      start_s: since when, in seconds; the first of a sequence starts at 0.
+      rate_bps: bits per second of each ordered pair; 0 is an outage.
+      delay_s: one-way delay of each ordered pair in seconds.
+      jitter_s: the delay varies by at most this much either way, in seconds.
+      loss: share of packets lost, in [0, 1).
+      uplink_bps: bits per second of all that a region sends; infinite: not metered.
+      downlink_bps: bits per second of all that a region receives.
+    """
+
+    start_s: float
+    rate_bps: Matrix
+    delay_s: Matrix
+    jitter_s: Matrix
+    loss: Matrix
+    uplink_bps: Sequence[float]
+    downlink_bps: Sequence[float]
+
+    @property
+    def num_regions(self) -> int:
+        """Number of regions M."""
+        return len(self.uplink_bps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Counters of each ordered pair; bytes are whole IP packets.
+
+    Attributes:
+      sent_bytes: all that region i gave its interface for region j.
+      delivered_bytes: what reached j.
+      sent_packets: as sent_bytes.
+      lost_packets: by the link's loss.
+      overflow_packets: by a full queue, on either side.
+      outage_packets: sent while the link was out.
+    """
+
+    sent_bytes: list[list[int]]
+    delivered_bytes: list[list[int]]
+    sent_packets: list[list[int]]
+    lost_packets: list[list[int]]
+    overflow_packets: list[list[int]]
+    outage_packets: list[list[int]]
+
+
+def _square(num: int, value: float | int) -> list[list]:
+    return [[value] * num for _ in range(num)]
+
+
+class Shaper:
+    """Holds packets until they are due. Times are seconds since the lab's start."""
+
+    def __init__(self, conditions: Sequence[Conditions], buffer_s: float, seed: int):
+        """Set up idle links.
+
+        Args:
+          conditions: in the order of their starts, the first at 0.
+          buffer_s: a packet that would wait longer at a meter is dropped.
+          seed: of loss and jitter.
+        """
+        num = conditions[0].num_regions
+        self._links = conditions[0]
+        self._later = list(conditions[1:])
+        self._buffer_s = buffer_s
+        self._random = random.Random(seed)
+        self._uplink_free_s = [0.0] * num
+        self._downlink_free_s = [0.0] * num
+        self._link_free_s = _square(num, 0.0)
+        self._last_arrival_s = _square(num, 0.0)
+        self._heap: list[tuple[float, int, int, int, int, bytes]] = []
+        self._order = 0  # breaks ties in the heap in favour of the older packet
+        self.traffic = Traffic(*(_square(num, 0) for _ in range(6)))
+
+    @property
+    def next_s(self) -> float:
+        """When there is something to do, in seconds; infinite if nothing is queued."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
+        """Take a packet that a region sends."""
+        links, count, size = self._links_at(now_s), self.traffic, len(packet)
+        count.sent_bytes[source][target] += size
+        count.sent_packets[source][target] += 1
+        rate = links.rate_bps[source][target]
+        if rate == 0:
+            count.outage_packets[source][target] += 1
+            return
+        uplink_free_s = self._uplink_free_s[source]
+        link_free_s = self._link_free_s[source][target]
+        if max(uplink_free_s, link_free_s) - now_s > self._buffer_s:
+            count.overflow_packets[source][target] += 1
+            return
+        begin_s = max(now_s, uplink_free_s)
+        uplink_free_s = begin_s + 8 * size / links.uplink_bps[source]
+        departs_s = max(max(begin_s, link_free_s) + 8 * size / rate, uplink_free_s)
+        self._uplink_free_s[source] = uplink_free_s
+        self._link_free_s[source][target] = departs_s
+        # Lost on the way: it has used the meters as any other.
+        loss = links.loss[source][target]
+        if loss and self._random.random() < loss:
+            count.lost_packets[source][target] += 1
+            return
+        arrives_s = departs_s + self._delay_s(links, source, target)
+        # Order is kept: TCP takes packets out of order for lost ones.
+        arrives_s = max(arrives_s, self._last_arrival_s[source][target])
+        self._last_arrival_s[source][target] = arrives_s
+        self._push(arrives_s, _ON_THE_WAY, source, target, packet)
+
+    def arrivals(self, now_s: float) -> list[tuple[int, bytes]]:
+        """Return (region, packet) for all that is due, in order of time."""
+        due = []
+        while self._heap and self._heap[0][0] <= now_s:
+            time_s, _, stage, source, target, packet = heapq.heappop(self._heap)
+            if stage == _ON_THE_WAY:
+                ready_s = self._enter_downlink(time_s, source, target, len(packet))
+                if ready_s is None:
+                    continue
+                if ready_s > now_s:
+                    self._push(ready_s, _IN_DOWNLINK, source, target, packet)
+                    continue
+            self.traffic.delivered_bytes[source][target] += len(packet)
+            due.append((target, packet))
+        return due
+
+    def _enter_downlink(
+        self, time_s: float, source: int, target: int, size: int
+    ) -> float | None:
+        """When a packet has passed the downlink's meter; None if its queue is full."""
+        free_s = self._downlink_free_s[target]
+        if free_s - time_s > self._buffer_s:
+            self.traffic.overflow_packets[source][target] += 1
+            return None
+        ready_s = max(time_s, free_s + 8 * size / self._links.downlink_bps[target])
+        self._downlink_free_s[target] = ready_s
+        return ready_s
+
+    def _push(self, time_s: float, stage: int, *packet) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, stage, *packet))
+
+    def _delay_s(self, links: Conditions, source: int, target: int) -> float:
+        delay_s, jitter_s = (
+            links.delay_s[source][target],
+            links.jitter_s[source][target],
+        )
+        if not jitter_s:
+            return delay_s
+        return max(0.0, delay_s + self._random.uniform(-jitter_s, jitter_s))
+
+    def _links_at(self, now_s: float) -> Conditions:
+        while self._later and now_s >= self._later[0].start_s:
+            self._links = self._later.pop(0)
+        return self._links

@@ -1,0 +1,66 @@
+"""What programs are made of: configuration, session, processes, flags, presets.
+
+    from cocodc_jax import run
+
+    config = run.PRESETS["tiny"].replace(method="diloco", steps=100)
+    summary = run.prepare(config, "runs/mine").train()
+
+A run is a `TrainConfig`, `prepare` checks it against data and devices, and
+`Session.train` trains and writes its files, going on where they stop. `flags` makes a
+command line of the same; it alone needs absl, and is imported by its own name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.run.config import LEAVES, TrainConfig
+    from cocodc_jax.run.leaves import Leaf
+    from cocodc_jax.run.method_config import MethodConfig
+    from cocodc_jax.run.optimizer_config import OptimizerConfig
+    from cocodc_jax.run.pace import paced
+    from cocodc_jax.run.presets import PRESETS
+    from cocodc_jax.run.processes import Processes, failing_alone
+    from cocodc_jax.run.resume import ResumeError
+    from cocodc_jax.run.run_config import RunConfig
+    from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
+
+__all__ = [
+    "LEAVES",
+    "Leaf",
+    "MethodConfig",
+    "OptimizerConfig",
+    "PRESETS",
+    "Processes",
+    "RUN_ERRORS",
+    "ResumeError",
+    "RunConfig",
+    "Session",
+    "TrainConfig",
+    "failing_alone",
+    "paced",
+    "prepare",
+]
+
+# Where each is.
+_PLACES = {
+    "LEAVES": "config:LEAVES",
+    "Leaf": "leaves:Leaf",
+    "MethodConfig": "method_config:MethodConfig",
+    "OptimizerConfig": "optimizer_config:OptimizerConfig",
+    "PRESETS": "presets:PRESETS",
+    "Processes": "processes:Processes",
+    "RUN_ERRORS": "session:RUN_ERRORS",
+    "ResumeError": "resume:ResumeError",
+    "RunConfig": "run_config:RunConfig",
+    "Session": "session:Session",
+    "TrainConfig": "config:TrainConfig",
+    "failing_alone": "processes:failing_alone",
+    "paced": "pace:paced",
+    "prepare": "session:prepare",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

@@ -1,0 +1,84 @@
+"""What attends a run: the clock's files, the progress bar, and the request to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import multihost_utils
+from rich.console import Console
+
+from cocodc_jax.report.progress import RunProgress
+from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.runtime.loop.trainer import Clock
+
+
+class Watch:
+    """Takes the loop's clock to the progress bar and the timing file.
+
+    Attributes:
+      seconds: of the run so far, those of its earlier parts included.
+    """
+
+    def __init__(self, writer: MetricsWriter, bar: RunProgress, earlier_s: float):
+        """Begins at what earlier parts of the run took.
+
+        Args:
+          writer: of the timing file.
+          bar: of this process.
+          earlier_s: seconds of the parts before.
+        """
+        self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
+        self._stall_s = 0.0
+        self.seconds = earlier_s
+
+    def __call__(self, clock: Clock) -> None:
+        """Show and write where the run is."""
+        self.seconds = self._earlier_s + clock.wall_s
+        self._bar.update(
+            clock.step,
+            clock.loss,
+            clock.tokens_per_second,
+            clock.in_flight,
+            clock.bytes_sent,
+        )
+        self._writer.write_timing(
+            clock.step,
+            clock.wall_s,
+            clock.tokens_per_second,
+            clock.stall_s - self._stall_s,
+        )
+        self._stall_s = clock.stall_s
+
+
+def progress_bar(
+    config: TrainConfig, step: int, console: Console | None
+) -> RunProgress:
+    """Return the bar of a run that begins at `step`; process 0 alone shows it."""
+    if jax.process_index() > 0:  # Process 0 reports.
+        console = Console(quiet=True)
+    run, method = config.run, config.method.method
+    return RunProgress(run.steps, step, f"{method} seed {run.seed}", console)
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[Callable[[], bool]]:
+    """SIGTERM, as schedulers send before they kill, ends the run after a checkpoint.
+
+    With several processes, JAX catches it in any of them, and has all say yes at the
+    same call: the first that none of them has come to yet.
+    """
+    if jax.process_count() > 1:
+        calls = itertools.count(1)
+        yield lambda: multihost_utils.reached_preemption_sync_point(next(calls))
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)

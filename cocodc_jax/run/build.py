@@ -1,0 +1,162 @@
+"""What a run's configuration says, as devices, a program and an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.data.text_data import TextData
+from cocodc_jax.run.config import RunConfig, TrainConfig
+from cocodc_jax.run.pace import paced
+from cocodc_jax.run.processes import check_shares
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.mesh import STAGE, Mesh, inner_devices
+from cocodc_jax.runtime.loop.evaluate import make_evaluate
+from cocodc_jax.transforms.second_moment import adam_second_moment
+
+
+def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
+    """Return the devices regions may use; on a CPU virtual ones, outer ones besides.
+
+    Args:
+      run: how many regions, and devices in each.
+      num_processes: that share them; 0 if that is not known yet.
+
+    Raises:
+      ValueError: if more are asked for than there are, or the processes cannot share
+        the regions out.
+    """
+    wanted = run.regions * run.devices_per_region
+    each = wanted // max(num_processes, 1)
+    # Ignored by other platforms, where it gives the outer state devices of its own.
+    with contextlib.suppress(RuntimeError):  # JAX has started: what it has must do.
+        cc.use_cpu_devices(max(each, run.devices) + run.outer_channels)
+    if jax.process_count() > 1:
+        return _shared_devices(run, wanted)
+    devices = jax.devices()
+    is_cpu = devices[0].platform == "cpu"
+    there = wanted if is_cpu else len(devices)
+    if run.devices > there:
+        reason = " (regions * stages * data_axis * model_axis virtual ones)"
+        raise ValueError(
+            f"devices={run.devices} asks for more than there are: {there}"
+            f"{reason if is_cpu else ''}"
+        )
+    return devices[: run.devices or there]
+
+
+def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
+    """As many devices of every process as regions need, in the order of processes."""
+    count = jax.process_count()
+    if run.devices:
+        raise ValueError(
+            f"devices={run.devices} has no meaning for {count} processes, which share "
+            "the regions out; leave it out"
+        )
+    check_shares(run.regions, count, run.devices_per_region)
+    there = jax.local_device_count()
+    members = max(count // run.regions, 1)
+    own = run.devices_per_region // members
+    most = max(run.regions // count, 1)
+    fitting = [n for n in range(1, most + 1) if most % n == 0 and n * own <= there]
+    if not fitting:
+        raise ValueError(
+            f"one region needs {own} devices of a process, but a process has {there}; "
+            "lower stages, data_axis or model_axis"
+        )
+    return inner_devices(fitting[-1] * own)
+
+
+def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
+    """Refuses a model that the devices of a region cannot share.
+
+    Raises:
+      ValueError: naming what does not divide, and what would.
+    """
+    run = config.run
+    models.check_divisible(model, run.data_axis, run.model_axis, run.stages)
+    if run.is_pipelined:
+        models.check_pipeline(
+            model,
+            run.stages,
+            run.microbatches,
+            config.data.batch_per_region,
+            run.data_axis,
+        )
+
+
+def program_key(config: TrainConfig) -> tuple:
+    """Return what two runs of one model have in common if one program serves both."""
+    run = config.run
+    regions = run.unequal(config.data.batch_per_region)
+    pipeline = (run.microbatches, run.random_routing)
+    others = (regions, pipeline, run.transport, run.step_seconds)
+    return (config.method, config.optimizer, run.steps, *others)
+
+
+def build_program(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
+) -> cc.RegionProgram:
+    """Return the method around the model's loss; compiles nothing.
+
+    Raises:
+      ValueError: if the method has no use for `step_seconds`.
+    """
+    steps = config.run.steps
+    shapes = jax.eval_shape(
+        lambda key: models.init_params(model, key), jax.random.key(0)
+    )
+    method = config.method.build()
+    return cc.RegionProgram(
+        _make_loss_fn(config.run, model, method, mesh),
+        config.optimizer.build(steps, method),
+        method,
+        shapes,
+        config.run.unequal(config.data.batch_per_region),
+        mesh=mesh,
+        param_specs=models.partition_specs(
+            shapes, stage=STAGE if config.run.stages > 1 else None
+        ),
+        supplies=cc.Supplies(
+            config.optimizer.learning_rate(steps, method),
+            adam_second_moment(config.optimizer.beta2),
+            models.make_outputs(model),
+        ),
+        transport=config.run.transport,
+    )
+
+
+def _make_loss_fn(
+    run: RunConfig,
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    mesh: Mesh,
+) -> models.LossFn:
+    loss_fn = models.make_loss_fn(model)
+    if run.is_pipelined:
+        routed = run.regions if run.random_routing else None
+        loss_fn = models.make_pipelined_loss_fn(
+            model, run.stages, run.microbatches, routed
+        )
+    if not run.step_seconds:
+        return loss_fn
+    if "gradient_fn" in method.needs:
+        raise ValueError(
+            f"step_seconds={run.step_seconds} paces inner steps, but the merges of "
+            f"method={method.name!r} take gradients too; use another curvature"
+        )
+    return paced(loss_fn, run.step_seconds, LocalRegions.of(mesh, run.regions))
+
+
+def build_evaluate(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
+) -> Callable[[models.Params], jax.Array]:
+    """Return what judges parameters on the validation batches; compiles nothing."""
+    # The same batches whatever the method and the seed.
+    tokens = text.eval_tokens(config.run.eval_batches)
+    return make_evaluate(models.make_loss_fn(model), mesh, tokens)

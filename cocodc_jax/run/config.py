@@ -1,0 +1,173 @@
+"""A run's configuration: frozen dataclasses, one flag a leaf, JSON and back.
+
+Leaf names are unique over the sections, because every leaf is a flag. The meaning of
+each is in its class's docstring, or for a method's arguments in the docstring of its
+function, which is also the flag's help text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from cocodc_jax.data import DataConfig
+from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.run.leaves import Leaf, leaves_of
+from cocodc_jax.run.method_config import ARGUMENTS, WHERE_TAKEN, MethodConfig
+from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.run.run_config import RunConfig
+
+# Fields that are no leaves: what other sections decide (the tokenizer, the run's own
+# seed), and what holds the arguments of methods.
+DERIVED = {
+    "model": ("vocab_size",),
+    "data": ("seed",),
+    "method": ("arguments", WHERE_TAKEN),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that fixes a run's numbers.
+
+    Attributes:
+      preset: the preset that it started from.
+      run: how long and where.
+      model: the transformer; its vocabulary follows from the tokenizer.
+      data: corpus, tokenizer and how regions share it.
+      method: which method and its numbers.
+      optimizer: the inner optimizer.
+    """
+
+    preset: str
+    run: RunConfig
+    model: TransformerConfig
+    data: DataConfig
+    method: MethodConfig
+    optimizer: OptimizerConfig
+
+    def __post_init__(self):
+        """Check what sections say of one another.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        if self.optimizer.warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="
+                f"{self.run.steps}"
+            )
+        for size in self.run.unequal(self.data.batch_per_region).batch_sizes:
+            if self.data.batch_per_region % size:
+                raise ValueError(
+                    f"batch_sizes={self.run.batch_sizes} must be divisors of "
+                    f"batch_per_region={self.data.batch_per_region}"
+                )
+        if self.data.batch_per_region % self.run.data_axis:
+            raise ValueError(
+                f"batch_per_region={self.data.batch_per_region} must be a multiple of "
+                f"data_axis={self.run.data_axis}, which shares it out"
+            )
+
+    def replace(self, **leaves: Any) -> TrainConfig:
+        """Return a copy with leaves replaced by name, wherever they belong.
+
+        Raises:
+          ValueError: for a name that no section has, or a value that one refuses.
+        """
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in leaves.items():
+            if name not in LEAVES:
+                raise ValueError(f"{name!r} is no field of a run's configuration")
+            sections.setdefault(LEAVES[name].section, {})[name] = value
+        if "seed" in leaves:
+            sections.setdefault("data", {})["seed"] = leaves["seed"]
+        changed: dict[str, Any] = {}
+        if "method" in sections:
+            changed["method"] = self.method.replace(**sections.pop("method"))
+        for section, values in sections.items():
+            changed[section] = dataclasses.replace(getattr(self, section), **values)
+        return dataclasses.replace(self, **changed)
+
+    def where(self, **arguments: Any) -> TrainConfig:
+        """Return a copy with arguments for whichever method takes them."""
+        return dataclasses.replace(self, method=self.method.where(**arguments))
+
+    def resolve(self) -> TrainConfig:
+        """Return a copy with the method's defaults written out, as runs are known."""
+        return dataclasses.replace(self, method=self.method.resolve())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain nested values."""
+        return dataclasses.asdict(self) | {"method": self.method.to_json()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> TrainConfig:
+        """Inverse of `to_json`; a field that was not there yet takes its default.
+
+        Raises:
+          ValueError: for an unknown key, or one without a default that is missing.
+        """
+        sections = {
+            name: _from_dict(name, section, value.get(name))
+            for name, section in SECTIONS.items()
+        }
+        unknown = set(value) - set(SECTIONS) - {"preset"}
+        if unknown or "preset" not in value:
+            raise ValueError(
+                f"configuration has keys {sorted(value)}, "
+                f"expected {['preset', *SECTIONS]}"
+            )
+        return cls(preset=value["preset"], **sections)
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """Where two configurations differ, as `name: mine, not theirs`."""
+        found, mine, theirs = [], self.to_json(), other.to_json()
+        for section in SECTIONS:
+            for name in mine[section] | theirs[section]:
+                a, b = mine[section].get(name), theirs[section].get(name)
+                if a != b:
+                    found.append(f"{name}: {a}, not {b}")
+        return found
+
+
+SECTIONS: dict[str, Any] = {
+    "run": RunConfig,
+    "method": MethodConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "model": TransformerConfig,
+}
+
+
+def _leaves() -> dict[str, Leaf]:
+    leaves: dict[str, Leaf] = {}
+    for section, cls in SECTIONS.items():
+        found = leaves_of(section, cls, DERIVED.get(section, ()))
+        if cls is MethodConfig:
+            found |= ARGUMENTS
+        if twice := sorted(leaves.keys() & found.keys()):
+            raise ValueError(f"two sections have a field {twice[0]!r}")
+        leaves |= found
+    return leaves
+
+
+LEAVES = _leaves()
+
+
+def _from_dict(name: str, cls: Any, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"section {name!r} is {value!r}; it must be a table")
+    if cls is MethodConfig:
+        return MethodConfig.from_json(value)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    needed = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
+    if odd := sorted((set(value) - set(fields)) | (needed - set(value))):
+        raise ValueError(f"section {name!r} has missing or unknown fields: {odd}")
+    return cls(**value)
+
+
+def dumps(value: Any) -> str:
+    """JSON text as all files of a run are written."""
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,234 @@
+"""Flags from the configuration's leaves, and errors that a person can act on.
+
+The only file of the package that knows absl. A run's configuration is its preset with
+the flags that were given; it is rebuilt from them, so its own checks always run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags, logging
+
+from cocodc_jax.run.config import LEAVES, TrainConfig
+from cocodc_jax.run.leaves import COUNT_OR_WORD
+from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.method_arguments import check_taken
+from cocodc_jax.run.method_config import ARGUMENTS
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.processes import Processes
+
+USAGE_ERROR = 2
+PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
+
+# Those of the program; a test puts others in their place.
+FLAGS = flags.FLAGS
+
+
+class _CountOrWord(flags.ArgumentParser):
+    """A whole number becomes one; what else there may be, the configuration says."""
+
+    syntactic_help = "a whole number or a word"
+
+    def parse(self, argument: int | str) -> int | str:
+        text = str(argument)
+        return int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _define_count_or_word(name: str, default: Any, text: str, **settings: Any) -> None:
+    flags.DEFINE(_CountOrWord(), name, default, text, **settings)
+
+
+_DEFINE = {
+    COUNT_OR_WORD: _define_count_or_word,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_boolean,
+    str: flags.DEFINE_string,
+}
+
+
+def define_one(kind: Any, name: str, default: Any, text: str) -> None:
+    """Define one more flag of the program.
+
+    Args:
+      kind: int, float, bool, str or `COUNT_OR_WORD`.
+      name: of the flag.
+      default: its value where it is not given.
+      text: what it means.
+    """
+    _DEFINE[kind](name, default, text, flag_values=FLAGS)
+    # `--help` shows the key flags of the program.
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+
+
+def define(without: Sequence[str] = ()) -> None:
+    """Define `--preset`, `--workdir` and a flag for every leaf.
+
+    Args:
+      without: leaves that the program gives another flag for.
+    """
+    presets = ", ".join(PRESETS)
+    define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
+    define_one(
+        str, "workdir", None, "Folder of the run; an interrupted run goes on there."
+    )
+    _define_processes()
+    for name, leaf in LEAVES.items():
+        if name not in without:
+            text = f"{_capitalized(leaf.help)} Default: {leaf.default}."
+            define_one(leaf.type, name, None, text)
+
+
+def _capitalized(text: str) -> str:
+    """As a sentence begins, unless it begins with a symbol, as r_1."""
+    word = text.split(maxsplit=1)[0].rstrip(",.;:")
+    return text[:1].upper() + text[1:] if word.isalpha() else text
+
+
+def _define_processes() -> None:
+    define_one(
+        str,
+        "coordinator_address",
+        None,
+        "host:port of process 0, for several processes.",
+    )
+    define_one(
+        int,
+        "num_processes",
+        None,
+        "Processes that share the regions, or several to a region; 0 asks the cluster "
+        "(SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.",
+    )
+    define_one(int, "process_id", None, "Which of the processes this one is.")
+    define_one(
+        int,
+        "start_timeout_s",
+        None,
+        "Seconds to wait until all processes have started.",
+    )
+    define_one(
+        int,
+        "heartbeat_timeout_s",
+        None,
+        "Seconds of silence after which a process is taken for dead and all others "
+        "end; more than the longest outage of the network. Default: 30.",
+    )
+
+
+def given(name: str) -> bool:
+    """Whether the flag stands on the command line."""
+    return bool(FLAGS[name].present)
+
+
+def value(name: str) -> Any:
+    """Return the flag's value."""
+    return FLAGS[name].value
+
+
+def processes() -> Processes:
+    """Who takes part: the flags, over what a launcher has set.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    return Processes.from_environment(
+        **{name: value(name) for name in PROCESSES if given(name)}
+    )
+
+
+def config(
+    without: Sequence[str] = (), methods: Iterable[str] | None = None
+) -> TrainConfig:
+    """Return the preset with the flags given.
+
+    Args:
+      without: leaves that were not defined, see `define`.
+      methods: that the program trains one after another. Their arguments then hold for
+        whichever of them takes them; without, they are those of `--method`.
+
+    Raises:
+      ValueError: for an unknown preset, a value that the configuration refuses, or a
+        method's argument that no method takes.
+    """
+    if value("preset") not in PRESETS:
+        raise ValueError(
+            f"preset={value('preset')!r} is unknown; use one of {sorted(PRESETS)}"
+        )
+    base = PRESETS[value("preset")]
+    leaves = _given_leaves(without)
+    if methods is None:
+        return base.replace(**leaves)
+    check_methods(methods)
+    where = {name: leaves.pop(name) for name in ARGUMENTS if name in leaves}
+    return base.where(**where).replace(**leaves)
+
+
+def check_methods(methods: Iterable[str]) -> None:
+    """Refuses a flag that is an argument of other methods only.
+
+    Args:
+      methods: that the program trains.
+
+    Raises:
+      ValueError: naming the flag, its value and what the methods take.
+    """
+    given_here = _given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys()))
+    check_taken(given_here, methods)
+
+
+def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
+    names = [n for n in LEAVES if n not in without and n in FLAGS and given(n)]
+    return {name: value(name) for name in names}
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Parse the flags and call `main`; a flag that is wrong exits with code 2."""
+
+    def call(argv: Sequence[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+        if len(argv) > 1:
+            _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
+        main()
+
+    app.run(call, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn a `ValueError` of the set-up into one line and exit code 2.
+
+    Only what is raised before training starts belongs inside: a `ValueError` of the
+    training itself must keep its traceback.
+    """
+    try:
+        yield
+    except (ValueError, flags.Error) as error:
+        _exit(str(error))
+
+
+def parse(argv: Sequence[str]) -> None:
+    """Read the flags of a command line that may have nothing else.
+
+    Args:
+      argv: the program's name, and flags.
+    """
+    rest = _parse(argv)
+    if len(rest) > 1:
+        _exit(f"unexpected argument {rest[1]!r}; flags begin with --")
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        _exit(str(error))
+
+
+def _exit(message: str) -> NoReturn:
+    print(f"error: {one_line(message, FLAGS)}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)

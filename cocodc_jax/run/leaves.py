@@ -1,0 +1,107 @@
+"""The single numbers and names that a configuration is made of, and what they mean.
+
+What a leaf means stands once, in the docstring of the class or the function that takes
+it; flags have their help from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+# A number, or a word such as "auto".
+COUNT_OR_WORD = int | str
+_PLAIN = (int, float, bool, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One configurable number or name.
+
+    Attributes:
+      section: the section it belongs to.
+      type: int, float, bool, str or `COUNT_OR_WORD`.
+      help: what it means, with its unit.
+      default: whose value holds where none is given.
+    """
+
+    section: str
+    type: Any
+    help: str
+    default: str = "the preset's"
+
+
+def leaves_of(section: str, cls: type, without: Sequence[str] = ()) -> dict[str, Leaf]:
+    """Return the leaves of a section, by name.
+
+    Args:
+      section: its name.
+      cls: a dataclass with "Attributes" in its docstring.
+      without: fields that are none.
+    """
+    notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)
+    return {
+        field.name: Leaf(section, leaf_type(hints[field.name]), notes[field.name])
+        for field in dataclasses.fields(cls)
+        if field.name not in without
+    }
+
+
+def leaf_type(*annotations: Any) -> Any:
+    """Return the type of a leaf's values: what annotations allow and a flag can say.
+
+    >>> leaf_type(int | None)
+    <class 'int'>
+    >>> leaf_type(int, int | str)
+    int | str
+    """
+    found = {part for hint in annotations for part in _parts(hint)} & set(_PLAIN)
+    if len(found) == 1:
+        return found.pop()
+    if found == {int, str}:
+        return COUNT_OR_WORD
+    raise ValueError(
+        f"no flag can be made for {' and '.join(map(str, annotations))}: it must be "
+        "one of int, float, bool and str, or int | str"
+    )
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return tuple(type(value) for value in typing.get_args(hint))
+    return (hint,)
+
+
+def notes_of(documented: Any, heading: str) -> dict[str, str]:
+    """Read a section of a Google-style docstring, such as "Args" or "Attributes".
+
+    Args:
+      documented: a class or a function.
+      heading: of the section, without its colon.
+
+    Returns:
+      The note of each name, on one line; empty if there is no such section.
+    """
+    text = inspect.cleandoc(documented.__doc__ or "")
+    notes: dict[str, list[str]] = {}
+    name = ""
+    for line in text.partition(f"{heading}:\n")[2].splitlines():
+        if line.startswith("    "):
+            notes[name].append(line.strip())
+        elif line.startswith("  "):
+            name, _, note = line.strip().partition(": ")
+            notes[name] = [note]
+        elif line:  # The next section.
+            break
+    return {name: " ".join(lines).strip() for name, lines in notes.items()}
+
+
+def attribute_notes(cls: type) -> dict[str, str]:
+    """Return the "Attributes" of a class."""
+    return notes_of(cls, "Attributes")

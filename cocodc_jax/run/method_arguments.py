@@ -1,0 +1,111 @@
+"""What methods take: their arguments, read from the functions that make them.
+
+Names, types and defaults are those of the signatures of the functions in `METHODS`,
+their meaning is in the "Args" there. A new argument of a method is known everywhere,
+as a flag too, when it stands in that function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cocodc_jax as cc
+from cocodc_jax.run.leaves import Leaf, leaf_type, notes_of
+
+_FEW = 3  # methods that are named in the help of a flag
+_WHOSE = "the preset's, else the method's"
+
+# The arguments of `COMMON`, which no method's function has to document.
+_OF_ALL = {
+    "compress": (
+        str,
+        "compressor of what a region sends, such as fp4, int8, topk:0.01, "
+        "lowrank:32+int4, or ef+topk:0.01 with error feedback",
+    ),
+    "outer_placement": (
+        str,
+        "host keeps the outer state on a host device, divided divides it over the "
+        "devices of each region",
+    ),
+    "region_weights": (
+        str,
+        "equal, or tokens to weigh regions by what they trained on",
+    ),
+}
+
+
+def method_leaves(
+    methods: Mapping[str, Callable] | None = None, section: str = "method"
+) -> dict[str, Leaf]:
+    """Return a leaf for each argument that any method takes.
+
+    Args:
+      methods: functions by name, each of which returns a method; the table's by
+        default.
+      section: of the leaves.
+
+    Raises:
+      ValueError: for an argument without a type or a word on what it means, or of
+        types that do not go together.
+    """
+    methods = cc.methods.METHODS if methods is None else methods
+    defaults: dict[str, dict[str, Any]] = {}
+    hints: dict[str, list[Any]] = {}
+    notes: dict[str, str] = {name: note for name, (_, note) in _OF_ALL.items()}
+    for method, function in methods.items():
+        types, said = typing.get_type_hints(function), notes_of(function, "Args")
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name not in types:
+                raise ValueError(
+                    f"argument {name!r} of method {method!r} has no type; annotate it"
+                )
+            defaults.setdefault(name, {})[method] = parameter.default
+            hints.setdefault(name, []).append(types[name])
+            if name in said:
+                notes.setdefault(name, said[name])
+    leaves = {}
+    for name, of_methods in defaults.items():
+        if name in _OF_ALL:
+            continue
+        if name not in notes:
+            raise ValueError(
+                f"argument {name!r} of method {min(of_methods)!r} is not explained; "
+                "tell of it in the Args of its docstring"
+            )
+        text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
+        leaves[name] = Leaf(section, leaf_type(*hints[name]), text, _WHOSE)
+    for name, (kind, note) in _OF_ALL.items():
+        leaves[name] = Leaf(section, kind, f"{note}. For all methods.", _WHOSE)
+    return leaves
+
+
+def _whose(defaults: Mapping[str, Any]) -> str:
+    """Which methods take an argument, as a sentence of its help."""
+    if len(defaults) > _FEW:
+        return f"For {len(defaults)} methods."
+    told = [f"{n} ({x})" if x not in (None, "") else n for n, x in defaults.items()]
+    return f"For {', '.join(told)}."
+
+
+def check_taken(arguments: Mapping[str, Any], methods: Iterable[str]) -> None:
+    """Refuses arguments that none of the methods takes.
+
+    Args:
+      arguments: by name.
+      methods: names of the table.
+
+    Raises:
+      ValueError: naming the argument, its value and what the methods take.
+    """
+    methods = list(methods)
+    taken = {name: None for method in methods for name in cc.methods.defaults(method)}
+    for name, value in arguments.items():
+        if name not in taken:
+            takes = "takes" if len(methods) == 1 else "take"
+            raise ValueError(
+                f"{name}={value} has no meaning for {', '.join(methods)}, which "
+                f"{takes} {', '.join(taken)}; leave it out"
+            )

@@ -1,0 +1,276 @@
+"""Several JAX processes that train one model: how they meet, and what they agree on.
+
+Every process runs the same command. One of them, process 0, is the coordinator that
+the others look for; on SLURM, Cloud TPU pods, GKE and under MPI, JAX finds all of that
+by itself. A process holds whole regions, or a region is several processes that follow
+one another.
+
+When one process ends, so do all. Its connections close, so the next exchange fails in
+the others within a second or so; if its machine is gone without a word, or the network,
+they are ended after `heartbeat_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+# What `experiments.wan` and `experiments.launch_local` tell their processes.
+ADDRESS, COUNT, ID = (
+    "COCODC_COORDINATOR_ADDRESS",
+    "COCODC_NUM_PROCESSES",
+    "COCODC_PROCESS_ID",
+)
+
+_FAREWELL_S = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """Who takes part in a run.
+
+    Attributes:
+      coordinator_address: host:port of process 0; empty to let JAX find it.
+      num_processes: how many; 0 to let JAX find it, 1 for a run in one process.
+      process_id: which of them this one is; -1 to let JAX find it.
+      start_timeout_s: seconds to wait until all have started.
+      heartbeat_timeout_s: seconds without a word from a process after which the others
+        take it for dead.
+    """
+
+    coordinator_address: str = ""
+    num_processes: int = 1
+    process_id: int = -1
+    start_timeout_s: int = 300
+    heartbeat_timeout_s: int = 30
+
+    def __post_init__(self):
+        """Check what can be checked alone.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        for name in ("start_timeout_s", "heartbeat_timeout_s"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_processes < 0:
+            raise ValueError(
+                f"num_processes={self.num_processes} must be at least 1, or 0 for what "
+                "the cluster says"
+            )
+        if self.num_processes < 2:
+            self._check_nothing_told()
+            return
+        host, _, port = self.coordinator_address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(
+                f"coordinator_address={self.coordinator_address!r} must be host:port "
+                "of process 0"
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"process_id={self.process_id} must be 0 to {self.num_processes - 1}, "
+                f"another for each of num_processes={self.num_processes}"
+            )
+
+    def _check_nothing_told(self) -> None:
+        repair = (
+            "leave it out, JAX finds it"
+            if self.num_processes == 0
+            else "say how many there are"
+        )
+        for name, unset in (("coordinator_address", ""), ("process_id", -1)):
+            value = getattr(self, name)
+            if value != unset:
+                raise ValueError(
+                    f"{name}={value!r} was given, but num_processes is "
+                    f"{self.num_processes}; {repair}"
+                )
+
+    @classmethod
+    def from_environment(cls, **given: Any) -> Processes:
+        """Return what a launcher of this project has set, or a run in one process.
+
+        Args:
+          **given: fields that are known better.
+        """
+        found: dict[str, Any] = {}
+        if os.environ.get(COUNT, "1") != "1":
+            found = {
+                "coordinator_address": os.environ.get(ADDRESS, ""),
+                "num_processes": _number(COUNT),
+                "process_id": _number(ID),
+            }
+        return cls(**found | given)
+
+    def start(self, num_regions: int, devices_per_region: int = 1) -> None:
+        """Meets the other processes; call before the first JAX computation.
+
+        Args:
+          num_regions: regions of the run.
+          devices_per_region: devices that share one region.
+
+        Raises:
+          ValueError: if the regions cannot be shared out, the coordinator cannot be
+            reached or its port is taken, naming what would be right.
+        """
+        if self.num_processes == 1:
+            return
+        if self.num_processes:
+            check_shares(num_regions, self.num_processes, devices_per_region)
+        if self.process_id == 0:
+            self._check_port()
+        # Without it CPU processes have no collectives; other platforms ignore it.
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # In a thread, as JAX ends the process when its own time is over.
+        failures: list[Exception] = []
+        meeting = threading.Thread(target=self._meet, args=[failures], daemon=True)
+        meeting.start()
+        meeting.join(self.start_timeout_s)
+        if meeting.is_alive():
+            failures = [TimeoutError("nobody answered")]
+        if failures:
+            raise ValueError(self._explain(failures[0])) from failures[0]
+
+    def _meet(self, failures: list[Exception]) -> None:
+        try:
+            jax.distributed.initialize(
+                self.coordinator_address or None,
+                self.num_processes or None,
+                None if self.process_id < 0 else self.process_id,
+                initialization_timeout=self.start_timeout_s + 60,
+                heartbeat_timeout_seconds=self.heartbeat_timeout_s,
+            )
+        except Exception as error:  # JAX lets through whatever its runtime raised.
+            failures.append(error)
+
+    def _explain(self, error: Exception) -> str:
+        if self.num_processes == 0:  # JAX says little of what it looked for.
+            return (
+                "num_processes=0 asks the cluster who takes part, and JAX did not find "
+                f"out ({_first_line(error)}); give coordinator_address, num_processes "
+                "and process_id"
+            )
+        return (
+            f"coordinator_address={self.coordinator_address!r}: process "
+            f"{self.process_id} of {self.num_processes} did not meet the others within "
+            f"start_timeout_s={self.start_timeout_s} ({_first_line(error)}); check "
+            "that process 0 runs there, that the address can be reached, and that as "
+            "many processes were started as num_processes says"
+        )
+
+    def _check_port(self) -> None:
+        # On all addresses, as JAX listens: behind NAT, the one given is no own one. It
+        # would share the port with another coordinator without a word.
+        port = self.coordinator_address.rpartition(":")[2]
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", int(port)))
+            except OSError as error:
+                raise ValueError(
+                    f"coordinator_address={self.coordinator_address!r}: process 0 "
+                    f"cannot listen on port {port}: {error.strerror}; name a free port"
+                ) from error
+
+
+ONE_PROCESS = Processes()
+
+
+def check_shares(
+    num_regions: int, num_processes: int, devices_per_region: int = 1
+) -> None:
+    """Refuses a number of processes that cannot share the regions out.
+
+    Args:
+      num_regions: regions of the run.
+      num_processes: processes, each of whole regions or so many to each region.
+      devices_per_region: devices that share one region, and so its processes.
+
+    Raises:
+      ValueError: naming the numbers and what would be right.
+    """
+    if num_regions % num_processes and num_processes % num_regions:
+        raise ValueError(
+            f"num_processes={num_processes} must divide regions={num_regions}, so that "
+            "each process holds whole regions, or be a multiple of it, so that each "
+            "region is as many processes"
+        )
+    members = max(num_processes // num_regions, 1)
+    if devices_per_region % members:
+        raise ValueError(
+            f"num_processes={num_processes} makes {members} processes of each of "
+            f"regions={num_regions}, which cannot share its stages * data_axis * "
+            f"model_axis = {devices_per_region} devices; make that a multiple of "
+            f"{members}, as with data_axis={members}, or use "
+            f"num_processes={num_regions}"
+        )
+
+
+@contextlib.contextmanager
+def failing_alone() -> Iterator[None]:
+    """End a process that fails soon, also where the others do not.
+
+    At its end a process waits for all others to come to theirs; but they may wait for
+    this one, in an exchange. Does nothing in a run of one process.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not jax.distributed.is_initialized():
+            raise
+        code = _report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        farewell = threading.Thread(target=_shut_down, daemon=True)
+        farewell.start()
+        farewell.join(_FAREWELL_S)
+        os._exit(code)
+
+
+def _shut_down() -> None:
+    with contextlib.suppress(Exception):  # Others have failed too; that was reported.
+        jax.distributed.shutdown()
+
+
+def _report(error: BaseException) -> int:
+    """Tells what went wrong, unless somebody has; returns the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else error.code is not None
+    if isinstance(error, jax.errors.JaxRuntimeError) and _NETWORK.search(str(error)):
+        print(
+            f"error: another process has ended, or cannot be reached: "
+            f"{_first_line(error)}; see what it says. The same command, given to all, "
+            "goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+_NETWORK = re.compile("gloo|heartbeat|coordination service|connection", re.IGNORECASE)
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ.get(name, ""))
+    except ValueError as error:
+        raise ValueError(
+            f"{name}={os.environ.get(name, '')!r} in the environment must be a whole "
+            "number"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,166 @@
+"""How long a run is, and where: its steps, regions, devices and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.loop.trainer import Cadence
+from cocodc_jax.sync.regions import Regions
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How long and where.
+
+    Attributes:
+      steps: inner steps of the whole run.
+      seed: of parameters, data order and dropout keys.
+      regions: regions that train, M.
+      step_times: time of one inner step of each region, in steps of the fastest, as
+        1,1,2,4; empty is regions of one speed.
+      batch_sizes: sequences per step of each region, as 8,8,4,4, each a divisor of
+        batch_per_region; empty is batch_per_region for all.
+      devices: devices to use for the regions; 0 takes all that help.
+      data_axis: devices along each region's data axis (batch and FSDP).
+      model_axis: devices along each region's model axis (tensor parallelism).
+      exchange: program averages messages in a program of the inner mesh, outer on the
+        outer mesh beside the inner steps; auto is outer with several processes.
+      all_reduce: how messages cross between processes: direct, every region with every
+        other at once, or ring, the backend's own.
+      outer_channels: outer meshes side by side, so many fragments can be on their way
+        at once, each on connections of its own; at most num_fragments.
+      stages: devices along each region's stage axis (a pipeline's stages).
+      microbatches: parts that a pipeline cuts each region's batch into.
+      random_routing: whether a pipeline hands activations on to the next stage of a
+        random region (NoLoCo).
+      step_seconds: least seconds of an inner step; above 0 the CPU plays an accelerator
+        of that speed, with the host's cores free meanwhile.
+      log_every: steps that one training record averages over.
+      eval_every: steps between evaluations; 0 is at the end only.
+      eval_batches: validation batches in one evaluation, a multiple of `regions`.
+      checkpoint_every: steps between checkpoints; 0 is at the end only.
+      keep_checkpoints: how many of the newest checkpoints to keep.
+    """
+
+    steps: int = 480
+    seed: int = 0
+    regions: int = 4
+    step_times: str = ""
+    batch_sizes: str = ""
+    devices: int = 0
+    data_axis: int = 1
+    model_axis: int = 1
+    exchange: str = "auto"
+    all_reduce: str = "direct"
+    outer_channels: int = 1
+    stages: int = 1
+    microbatches: int = 1
+    random_routing: bool = False
+    step_seconds: float = 0.0
+    log_every: int = 10
+    eval_every: int = 0
+    eval_batches: int = 32
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self):
+        """Check the numbers.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        for name in (
+            "steps",
+            "regions",
+            "data_axis",
+            "model_axis",
+            "outer_channels",
+            "stages",
+            "microbatches",
+            "eval_batches",
+            "keep_checkpoints",
+        ):
+            _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("devices", self.devices, 0)
+        _check_at_least("seed", self.seed, 0)
+        if self.eval_batches % self.regions:
+            raise ValueError(
+                f"eval_batches={self.eval_batches} must be a multiple of regions="
+                f"{self.regions}, which share them out"
+            )
+        self._check_pace()
+        self.cadence  # noqa: B018  (its own checks)
+        self.transport  # noqa: B018
+        self.unequal(1)
+
+    def _check_pace(self) -> None:
+        if not 0 <= self.step_seconds < math.inf:
+            raise ValueError(
+                f"step_seconds={self.step_seconds} must be a time, or 0 for as fast as "
+                "it goes"
+            )
+        if self.step_seconds and self.devices_per_region > 1:
+            raise ValueError(
+                f"step_seconds={self.step_seconds} goes with one device a region; "
+                "leave out stages, data_axis and model_axis"
+            )
+
+    def unequal(self, batch_per_region: int) -> Regions:
+        """Return the regions as a value.
+
+        Args:
+          batch_per_region: sequences per step of a region that `batch_sizes` does not
+            tell of.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        times = _numbers("step_times", self.step_times, self.regions, float)
+        sizes = _numbers("batch_sizes", self.batch_sizes, self.regions, int)
+        return Regions(
+            times or (1.0,) * self.regions, sizes or (batch_per_region,) * self.regions
+        )
+
+    @property
+    def devices_per_region(self) -> int:
+        """Devices that share one region."""
+        return self.stages * self.data_axis * self.model_axis
+
+    @property
+    def transport(self) -> Transport:
+        """How messages cross regions."""
+        return Transport(self.exchange, self.all_reduce, self.outer_channels)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a region's step is computed by a pipeline."""
+        return self.stages > 1 or self.microbatches > 1 or self.random_routing
+
+    @property
+    def cadence(self) -> Cadence:
+        """The loop's part of the run."""
+        return Cadence(self.log_every, self.eval_every, self.checkpoint_every)
+
+
+def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
+    """Read "1,1,2,4"; empty is ()."""
+    if not text:
+        return ()
+    try:
+        values = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) != count:
+        raise ValueError(
+            f"{name}={text!r} must be {count} numbers separated by commas, one for "
+            "each region"
+        )
+    return values
+
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")

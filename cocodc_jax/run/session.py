@@ -1,0 +1,285 @@
+"""One run from its configuration: data, model, devices, files; then the loop.
+
+`prepare` does everything that can go wrong because of what was asked for, before
+anything is compiled; `Session.train` is the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.data import load
+from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.data.text_data import TextData
+from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run import timeline
+from cocodc_jax.run.agreement import check_alike, gather
+from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
+from cocodc_jax.run.build import (
+    build_evaluate,
+    build_program,
+    check_model,
+    program_key,
+    use_devices,
+)
+from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.processes import ONE_PROCESS, Processes
+from cocodc_jax.run.resume import CONFIG_FILE, ResumeError, check_workdir, resume
+from cocodc_jax.runtime.devices.mesh import REGION, Mesh
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.trainer import (
+    Hooks,
+    NonFiniteLossError,
+    Result,
+    train,
+)
+from cocodc_jax.runtime.state import TrainState
+
+SUMMARY_FILE, CHECKPOINTS = "summary.json", "checkpoints"
+
+# What may end a run for a reason that a person can act on without a traceback: a
+# loss that is not finite, a disk that is full or gone, a checkpoint of other data.
+RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A run that is ready to train.
+
+    Attributes:
+      config: of the run.
+      workdir: where its files go.
+      text: the corpus, opened.
+      model: the transformer, with the tokenizer's vocabulary.
+      mesh: the inner mesh.
+      program: the method, not yet compiled.
+      evaluate: judges parameters on the validation batches.
+    """
+
+    config: TrainConfig
+    workdir: pathlib.Path
+    text: TextData
+    model: models.TransformerConfig
+    mesh: Mesh
+    program: cc.RegionProgram
+    evaluate: Callable[[models.Params], jax.Array]
+
+    def train(self, console: Console | None = None) -> dict[str, Any]:
+        """Trains to the last step, going on from the newest checkpoint if there is one.
+
+        Returns:
+          The summary, which is also written to the workdir.
+
+        Raises:
+          NonFiniteLossError: naming step, region and last good checkpoint.
+          ResumeError: if the newest checkpoint does not belong to this run.
+          OSError: if the disk refuses; a `CheckpointError` names the last good one.
+        """
+        run = self.config.run
+        stream = self.text.train_stream()
+        with (
+            contextlib.closing(stream),
+            Checkpoints(self.workdir / CHECKPOINTS, run.keep_checkpoints) as saved,
+        ):
+            summary_path = self.own_dir / SUMMARY_FILE
+            if saved.latest_step == run.steps and summary_path.exists():
+                return json.loads(summary_path.read_text())
+            state, progress, position = self.begin(saved, stream)
+            with (
+                MetricsWriter(self.own_dir, position.get("metrics_bytes")) as writer,
+                progress_bar(self.config, state.step, console) as bar,
+                stop_signal() as should_stop,
+            ):
+                earlier_s = position.get("seconds", 0.0)
+                watch = Watch(writer, bar, earlier_s)
+                result = train(
+                    self.program,
+                    state,
+                    self._batches(stream),
+                    run.steps,
+                    self.tokens_at,
+                    cadence=run.cadence,
+                    hooks=Hooks(
+                        record=writer.write,
+                        clock=watch,
+                        snapshot=lambda progress: {
+                            "processes": gather(
+                                {
+                                    "progress": progress,
+                                    "stream": stream.get_state(),
+                                    "metrics_bytes": writer.offset,
+                                    "seconds": watch.seconds,
+                                }
+                            )
+                        },
+                        should_stop=should_stop,
+                    ),
+                    evaluate=self.evaluate,
+                    checkpoints=saved,
+                    progress=progress,
+                    earlier_s=earlier_s,
+                )
+            self._write_timeline(result, state.step)
+        summary = self._summary(result, earlier_s)
+        if result.state.step == run.steps:
+            summary_path.write_text(dumps(summary))
+        return summary
+
+    def _write_timeline(self, result: Result, first_step: int) -> None:
+        timeline.save(self.own_dir, result.timeline, first_step)
+        gather("every process has written its own")
+        if jax.process_index() == 0:
+            timeline.show(self.workdir)
+
+    def _batches(self, stream: TrainStream) -> Iterator[np.ndarray]:
+        """Return the stream, with each region's batch cut to its own size.
+
+        Shapes stay as they are: a smaller batch is repeated, which leaves the mean of
+        its losses and gradients what it is.
+        """
+        everyone = self.program.regions.batch_sizes
+        sizes = [everyone[region] for region in self.text.regions]
+        full = self.config.data.batch_per_region
+        if set(sizes) == {full}:
+            return stream
+        rows = np.stack([np.tile(np.arange(n), full // n) for n in sizes])
+        which = np.arange(len(sizes))[:, None]
+        return (batch[which, rows] for batch in stream)
+
+    def begin(
+        self, saved: Checkpoints, stream: TrainStream
+    ) -> tuple[TrainState, dict | None, dict]:
+        """State, progress and positions at the newest checkpoint, or at step 0."""
+        key = jax.random.key(self.config.run.seed)
+        try:
+            found = resume(saved, self.program, stream, self.text.regions)
+        except ValueError as error:
+            raise ResumeError(
+                f"the run in {self.workdir} cannot go on: {error}; restore what was "
+                "changed, or name another workdir"
+            ) from error
+        if found is None:
+            params = self.init_params(jax.random.fold_in(key, 0))
+            return self.program.init(params, jax.random.fold_in(key, 1)), None, {}
+        return found
+
+    @property
+    def own_dir(self) -> pathlib.Path:
+        """Where this process writes what is its own: the workdir for process 0."""
+        process = jax.process_index()
+        return self.workdir / f"process_{process}" if process else self.workdir
+
+    def init_params(self, key: jax.Array) -> models.Params:
+        """One region's first parameters; all regions and the outer model begin so."""
+        return models.init_params(self.model, key)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens that all regions together have trained on by `step`."""
+        data = self.config.data
+        sequences = self.program.regions.sequences_done(step).sum()
+        return int(sequences) * data.sequence_length
+
+    def _summary(self, result: Result, earlier_s: float) -> dict[str, Any]:
+        evaluated = result.last_eval or {}
+        run = self.config.run
+        return {
+            "method": self.config.method.method,
+            "preset": self.config.preset,
+            "seed": run.seed,
+            "regions": run.regions,
+            "parameters": models.num_params(self.model),
+            "steps": result.state.step,
+            "tokens": self.tokens_at(result.state.step),
+            "eval_loss": evaluated.get("eval_loss"),
+            "eval_perplexity": evaluated.get("eval_perplexity"),
+            "eval_loss_outer": evaluated.get("eval_loss_outer"),
+            "region_drift": evaluated.get("region_drift"),
+            "outer_bytes": self.program.outer_bytes(result.state),
+            "bytes_sent_per_region": result.state.bytes_sent,
+            "seconds": earlier_s + result.seconds,
+            "stall_seconds": result.stall_seconds,
+            "tokens_per_second": result.tokens_per_second,
+            "correction_ratio": result.correction_ratio,
+        }
+
+
+def prepare(
+    config: TrainConfig,
+    workdir: str | pathlib.Path,
+    open_text: Callable[..., TextData] = load,
+    earlier: Sequence[Session] = (),
+    processes: Processes = ONE_PROCESS,
+) -> Session:
+    """Open the data, lays out the devices and build the program; compiles nothing.
+
+    Args:
+      config: of the run.
+      workdir: its folder; made if missing.
+      open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
+      earlier: sessions whose compiled programs to use again where they are the same.
+      processes: who takes part; started already.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    # A default may change with the version; a run keeps the one it began with.
+    config = config.resolve()
+    run = config.run
+    devices = use_devices(run, processes.num_processes)
+    check_model(config, config.model)
+    mesh = cc.make_mesh(
+        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
+    )
+    check_alike(config.to_json())
+    workdir = pathlib.Path(workdir)
+    check_workdir(config, workdir)
+    text = _open(open_text, config, mesh)
+    model = dataclasses.replace(config.model, vocab_size=text.vocab_size)
+    check_model(config, model)
+    alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
+    twins = [s for s in alike if program_key(s.config) == program_key(config)]
+    session = Session(
+        config,
+        workdir,
+        text,
+        model,
+        mesh,
+        twins[0].program if twins else build_program(config, model, mesh),
+        alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
+    )
+    workdir.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        (workdir / CONFIG_FILE).write_text(dumps(config.to_json()))
+    return session
+
+
+def _open(open_text: Callable, config: TrainConfig, mesh: Mesh) -> TextData:
+    """Open the corpus for the regions of this process; process 0 prepares it."""
+    regions = config.run.regions
+    if jax.process_count() == 1:
+        return open_text(config.data, regions)
+    size = regions // mesh.shape[REGION]
+    places = [{d.process_index for d in place.flat} for place in mesh.devices]
+    own = [
+        place * size + i
+        for place, processes in enumerate(places)
+        if jax.process_index() in processes
+        for i in range(size)
+    ]
+    if jax.process_index() != 0:
+        gather("process 0 has prepared it")
+        return open_text(config.data, regions, own)
+    text = open_text(config.data, regions, own)
+    gather("process 0 has prepared it")
+    return text

@@ -1,0 +1,1 @@
+"""Meshes, where every array lies, and how values move between devices."""

@@ -1,0 +1,363 @@
+"""The events of a schedule, carried out on devices.
+
+The order at a step is the schedule's (`sync.schedules`), the same on every region.
+Nothing here waits for a device, but for two things. A schedule that chooses by what was
+applied reads it before it chooses, at the next slot. And on CPU devices, which share
+few threads, a program with collectives waits for the one before: two at once could
+each hold threads that the other needs, for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.outgoing import Departure
+from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
+from cocodc_jax.runtime.exchange.shared import SharedOuterModel
+from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.merge import make_drift, make_merge
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import (
+    InFlight,
+    Observation,
+    RegionState,
+    SyncState,
+    TrainState,
+)
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.schedules.base import (
+    FINISH,
+    MIDWAY,
+    START,
+    Applied,
+    Event,
+    events_at,
+)
+
+PyTree = Any
+Times = tuple[float, float]
+
+
+class AppliedSync(NamedTuple):
+    """One applied sync.
+
+    Attributes:
+      fragment_id: which fragment.
+      start_step: step it started at.
+      apply_step: step it was merged at.
+      num_bytes: bytes one region sent for it.
+      norm: L2 norm of the mean pseudo-gradient, float32 scalar on its device.
+      metrics: the merge's metrics, float32 `[R]` on their devices.
+    """
+
+    fragment_id: int
+    start_step: int
+    apply_step: int
+    num_bytes: int
+    norm: jax.Array
+    metrics: dict[str, jax.Array]
+
+
+class _Turns:
+    """Has programs with collectives take turns, where they share a CPU's threads."""
+
+    def __init__(self, are_needed: bool):
+        self._are_needed = are_needed
+        self._last: PyTree = None
+
+    def wait(self) -> None:
+        """Wait for the collectives that were handed out before."""
+        if self._are_needed:
+            jax.block_until_ready(self._last)
+
+    def took(self, arrays: PyTree) -> None:
+        """Remember what was handed out."""
+        self._last = arrays
+
+
+class SyncPrograms:
+    """The compiled programs of every fragment, run as the schedule's events say."""
+
+    def __init__(self, setting: Setting, route: Route):
+        """Wrap every program in one jit.
+
+        Args:
+          setting: of the run.
+          route: that messages take.
+
+        Raises:
+          ValueError: if a part of the method needs what is not given.
+        """
+        self._setting, self._schedule = setting, setting.sync.schedule
+        outer = setting.sync.outer
+        self._outer = (
+            RegionalOuterModels(setting, outer)
+            if isinstance(outer, RegionalOuter)
+            else SharedOuterModel(setting, outer, route)
+        )
+        is_cpu = setting.mesh.devices.flat[0].platform == "cpu"
+        # On the outer mesh a message has a device, and so its threads, to itself.
+        is_inside = is_cpu and route.shares_mesh
+        self._turns = _Turns(is_inside and setting.mesh.devices.size > 1)
+        shardings = setting.shardings
+        self._merge = [
+            jax.jit(
+                make_merge(setting, k),
+                donate_argnums=0,
+                out_shardings=(shardings.region.params, shardings.region.key),
+            )
+            for k in range(len(setting.fragments))
+        ]
+        self._copy = [
+            jax.jit(
+                functools.partial(setting.fragments.take, fragment_id=k, lead=1),
+                out_shardings=shardings.staged[k],
+            )
+            for k in range(len(setting.fragments))
+        ]
+        self._drift = jax.jit(make_drift(setting))
+        self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
+        self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
+        self._do = {
+            START: self._start,
+            MIDWAY: self._look_midway,
+            FINISH: self._finish,
+        }
+
+    def init(self, params: PyTree, region: RegionState) -> SyncState:
+        """Return what a run has besides its regions before the first step.
+
+        Args:
+          params: one region's parameters, on the mesh.
+          region: of all regions.
+        """
+        sync = self._outer.init(params, self._schedule.init())
+        flights = {
+            pending.sync_id: self._first_flight(pending, params, region)
+            for pending in sync.schedule.in_flight
+        }
+        return dataclasses.replace(sync, in_flight=flights)
+
+    def _first_flight(self, pending, params: PyTree, region: RegionState) -> InFlight:
+        """Make the message of zero that arrives at a stale schedule's first slot."""
+        k = pending.fragment_id
+        flight: InFlight = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+            self._outer.abstract_flight(k),
+        )
+        if needs.STAGED in self._setting.sync.copies:
+            flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
+        stale = flight.kept.get(needs.STALE)
+        if stale is not None:
+            part = self._setting.fragments.take(params, k)
+            where = jax.tree.map(lambda x: x.sharding, stale)
+            copy = jax.tree.map(
+                lambda x, like: jnp.array(x, like.dtype, copy=True),
+                transfer.move(part, where),
+                stale,
+            )
+            flight = flight.with_kept(needs.STALE, copy)
+        return flight
+
+    def abstract(self, schedule: Any, region: RegionState) -> SyncState:
+        """Return shapes and shardings of the state at which `schedule` was taken.
+
+        Args:
+          schedule: the schedule's state, which tells what is in flight.
+          region: abstract.
+        """
+        sync = self._outer.abstract(schedule)
+        flights = {}
+        for pending in schedule.in_flight:
+            k = pending.fragment_id
+            flight = self._outer.abstract_flight(k)
+            copy = with_shardings(
+                jax.eval_shape(self._copy[k], region.params),
+                self._setting.shardings.staged[k],
+            )
+            copies = self._setting.sync.copies
+            if needs.STAGED in copies:
+                flight = flight.with_kept(needs.STAGED, copy)
+            if needs.HALFWAY in copies and pending.midway_step is None:
+                flight = flight.with_kept(needs.HALFWAY, copy)
+            flights[pending.sync_id] = flight
+        return dataclasses.replace(sync, in_flight=flights)
+
+    def after_steps(
+        self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)
+    ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
+        """Carry out the events of `state.step`.
+
+        Args:
+          state: region parameters and outer state are donated.
+          batches: of the steps just done, `[T, R, ...]`.
+          times: seconds of an inner step and of a sync as this process has measured
+            them, 0 for not yet; for schedules that go by them.
+        """
+        last = None
+        if needs.wants_batch(self._setting.sync.merge.needs):
+            last = jax.tree.map(lambda x: x[-1], batches)
+        turn = _Turn(self, state, last, times)
+        for schedule, event in events_at(
+            self._schedule, turn.sync.schedule, state.step, turn.observe
+        ):
+            if event is not None:
+                self._do[event.kind](turn, event)
+            turn.sync = dataclasses.replace(turn.sync, schedule=schedule)
+        sent = state.bytes_sent + turn.bytes_sent
+        after = dataclasses.replace(
+            state, region=turn.region, sync=turn.sync, bytes_sent=sent
+        )
+        return after, tuple(turn.applied)
+
+    def synchronize(self, sync: SyncState) -> SyncState:
+        """Tell the schedule of every update applied; waits for what it needs."""
+        schedule = sync.schedule
+        for applied in self.read(sync):
+            schedule = self._schedule.learn(schedule, applied)
+        return dataclasses.replace(sync, schedule=schedule, observed=())
+
+    def read(self, sync: SyncState) -> list[Applied]:
+        """Read what the schedule has not been told; waits for it."""
+        num_params = self._setting.fragments.num_params
+        return [
+            Applied(k, num_params[k], {name: _plain(x) for name, x in seen.items()})
+            for k, seen in sync.observed
+        ]
+
+    def measure_drift(self, region: RegionState, sync: SyncState) -> list[float]:
+        """Measure the need "drift"; waits for it."""
+        each = range(len(self._setting.fragments))
+        outer = tuple(self._outer.on_mesh(sync, k) for k in each)
+        return np.asarray(self._drift(region.params, outer)).tolist()
+
+    def outer_params(self, state: TrainState, mean: Any) -> PyTree:
+        """Return the outer parameters on the mesh; `mean` is over regions."""
+        assert state.sync is not None
+        return self._outer.whole(state.sync, state.region, mean)
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes that one region sends for a sync; a region alone none."""
+        if self._setting.regions.num == 1:
+            return 0
+        return self._outer.num_bytes(fragment_id, rank)
+
+    def _start(self, turn: _Turn, event: Event) -> None:
+        """Have a fragment leave the regions."""
+        k, regions = event.fragment_id, self._setting.regions
+        weights = regions.weights(
+            event.since_step,
+            event.start_step,
+            self._setting.sync.weigh,
+            event.participating,
+        )
+        departure = Departure(event, tuple(weights.tolist()), turn.times)
+        self._turns.wait()
+        turn.sync, flight = self._outer.send(departure, turn.region, turn.sync)
+        self._turns.took(flight.mean)
+        flights = {**turn.sync.in_flight, (k, event.start_step): flight}
+        turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
+        # Regions that send at different times count as one of them at each time.
+        share = 1 / regions.num if self._schedule.is_by_region else 1
+        turn.bytes_sent += round(self.message_bytes(k, event.rank) * share)
+
+    def _look_midway(self, turn: _Turn, event: Event) -> None:
+        """Keep a copy of a fragment that is halfway to its merge."""
+        sync_id = event.fragment_id, event.start_step
+        copy = self._copy[event.fragment_id](turn.region.params)
+        flight = turn.sync.in_flight[sync_id].with_kept(needs.HALFWAY, copy)
+        flights = {**turn.sync.in_flight, sync_id: flight}
+        turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
+
+    def _finish(self, turn: _Turn, event: Event) -> None:
+        """Take an outer step with what arrived, and merge it into the regions."""
+        k, start_step = event.fragment_id, event.start_step
+        flights = dict(turn.sync.in_flight)
+        flight = flights.pop((k, start_step))
+        turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
+        if self._outer.steps_on_mesh:
+            self._turns.wait()
+        turn.sync, norm = self._outer.receive(k, flight, turn.sync)
+        if self._outer.steps_on_mesh:
+            self._turns.took(norm)
+        metrics = self._merge_in(turn, event, flight)
+        num_bytes = 0
+        if start_step > 0:  # Not a stale schedule's message of zero.
+            num_bytes = self.message_bytes(k, event.rank)
+            self._observe(turn, k, flight, norm)
+        turn.applied.append(
+            AppliedSync(k, start_step, turn.step, num_bytes, norm, metrics)
+        )
+
+    def _merge_in(self, turn: _Turn, event: Event, flight: InFlight) -> dict:
+        k, merge_needs = event.fragment_id, self._setting.sync.merge.needs
+        turn.sync, outer, participating = self._outer.hand_out(event, turn.sync)
+        wants_state = any(needs.NEEDS[n].of_regions for n in merge_needs)
+        wants_rate = "learning_rate" in merge_needs
+        kept = {n: x for n, x in flight.kept.items() if n in _OF_MERGE}
+        params, metrics = self._merge[k](
+            turn.region.params,
+            turn.region.opt_state if wants_state else None,
+            turn.region.key if needs.wants_key(merge_needs) else None,
+            kept,
+            outer,
+            turn.batch,
+            self._setting.supplies.rate(turn.step) if wants_rate else None,
+            participating,
+            np.int32(turn.step - event.start_step)
+            if self._schedule.is_measured
+            else None,
+        )
+        turn.region = turn.region._replace(params=params)
+        return metrics
+
+    def _observe(self, turn: _Turn, k: int, flight: InFlight, norm: jax.Array) -> None:
+        """Keep what the schedule needs to know of an applied mean."""
+        seen = {"norm": norm, "times": flight.kept.get("times")}
+        wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
+        if self._is_seen:  # Not part of the outer step, which regions wait for.
+            wanted |= self._see(self._outer.arrived(k, flight, turn.sync))
+        if wanted:
+            observed = (*turn.sync.observed, Observation(k, wanted))
+            turn.sync = dataclasses.replace(turn.sync, observed=observed)
+
+
+# Copies in flight that a merge is given.
+_OF_MERGE = (needs.STAGED, needs.HALFWAY)
+
+
+class _Turn:
+    """A run on its way through the events of one step."""
+
+    def __init__(
+        self, programs: SyncPrograms, state: TrainState, batch: PyTree, times: Times
+    ):
+        assert state.sync is not None
+        self._programs = programs
+        self.region, self.sync, self.step = state.region, state.sync, state.step
+        self.batch, self.times = batch, times
+        self.bytes_sent = 0
+        self.applied: list[AppliedSync] = []
+
+    def observe(self, name: str) -> Any:
+        """Answer a schedule, see `Schedule.next_event`."""
+        if name != "applied":
+            return self._programs.measure_drift(self.region, self.sync)
+        found = self._programs.read(self.sync)
+        self.sync = dataclasses.replace(self.sync, observed=())
+        return found
+
+
+def _plain(x: jax.Array) -> Any:
+    """Read an observed value: a number, or a row for every region."""
+    return float(x) if x.ndim == 0 else transfer.local_rows(x).tolist()

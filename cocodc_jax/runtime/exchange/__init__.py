@@ -1,0 +1,1 @@
+"""How fragments leave the regions, cross, and become outer parameters."""

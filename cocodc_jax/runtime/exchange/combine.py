@@ -1,0 +1,104 @@
+"""What crosses the outer mesh, and what is made of it: one program, between hosts.
+
+Pseudo-gradients as they are, are summed where they are and all-reduced; compressed
+messages are gathered as they are, and each process decodes them. Where a region is
+several processes, each does so with its share of the columns, and what crossed is
+gathered inside the region.
+
+What regions have measured goes along in the same flat buffer: behind a compressed
+message as it is; behind a pseudo-gradient in columns of each region's own, where the
+others add zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from cocodc_jax.runtime.exchange import flat_buffer
+from cocodc_jax.runtime.exchange.collectives import (
+    gather_from_processes,
+    sum_over_processes,
+)
+from cocodc_jax.sync.messages import weighted_sum_of_decoded
+from cocodc_jax.transforms.compressor import Compressor
+
+PyTree = Any
+
+
+def make_buffer(
+    message: PyTree, times: jax.Array | None, compressor: Compressor | None
+) -> jax.Array:
+    """Lay out what regions send, `[R, n]`.
+
+    Args:
+      message: leaves `[R, ...]`.
+      times: seconds that each region has measured, float32 `[R, 2]`, or None.
+      compressor: of the message; None for a pseudo-gradient as it is.
+    """
+    if times is not None and compressor is None:
+        dtype = jax.tree.leaves(message)[0].dtype
+        own = jnp.eye(len(times), dtype=dtype)
+        times = own[:, :, None] * times[:, None].astype(dtype)
+    return flat_buffer.pack((message, times))
+
+
+def make_combine(
+    compressor: Compressor | None,
+    everywhere: Sharding,
+    shapes: PyTree,
+    num_times: int = 0,
+    all_reduce: str = "direct",
+) -> Callable:
+    """Make the program that crosses the outer mesh.
+
+    Args:
+      compressor: of the messages; None for pseudo-gradients as they are.
+      everywhere: whole on every process's outer device.
+      shapes: of one region's message.
+      num_times: regions whose times go along; 0 for none.
+      all_reduce: "ring" or "direct".
+
+    Returns:
+      `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are as `make_buffer`
+      gives them, with their regions' processes; columns after them are of no account.
+      `times` are float32 `[R, 2]`, or None; those of a region of weight 0 are 0.
+    """
+    sent = (shapes, _times_shape(compressor, shapes, num_times))
+
+    def combine(rows, weights):
+        if compressor is None:
+            weights = weights.astype(rows.dtype)
+            crossed = sum_over_processes(rows, weights, everywhere, all_reduce)
+        else:
+            crossed = gather_from_processes(rows, everywhere, all_reduce)
+        message, times = flat_buffer.unpack(crossed, sent)
+        if compressor is not None:
+            return weighted_sum_of_decoded(message, weights, compressor), times
+        if times is not None:
+            share = weights[:, None]
+            known = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
+            times = known.astype(jnp.float32)
+        return message, times
+
+    return combine
+
+
+def times_bytes(compressor: Compressor | None, num_times: int) -> int:
+    """Return the bytes that the times add to one region's message."""
+    return 8 * (num_times if compressor is None else min(num_times, 1))
+
+
+def _times_shape(
+    compressor: Compressor | None, shapes: PyTree, num_times: int
+) -> jax.ShapeDtypeStruct | None:
+    if not num_times:
+        return None
+    if compressor is not None:
+        return jax.ShapeDtypeStruct((2,), jnp.float32)
+    dtype = jax.tree.leaves(shapes)[0].dtype
+    return jax.ShapeDtypeStruct((num_times, 2), dtype)

@@ -1,0 +1,178 @@
+"""The route through one compiled program: it sends, and takes the mean.
+
+Pseudo-gradients as they are become an all-reduce, or rings (`rings.py`). A compressed
+message stays compressed on its way: what the compiler gathers from all regions is the
+encoded arrays, and each device decodes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.mesh import REGION, regional
+from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.outgoing import (
+    Departure,
+    in_specs,
+    make_outgoing,
+    sum_of_block,
+)
+from cocodc_jax.runtime.exchange.rings import make_ring_sum
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.messages import weighted_sum_of_decoded
+from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.rings import ByRings
+
+PyTree = Any
+
+
+class InProgram:
+    """The compiled programs that send fragments and average them."""
+
+    shares_mesh = True
+
+    def __init__(self, setting: Setting):
+        """Compile nothing yet."""
+        self._setting = setting
+        self._programs: dict[tuple[int, int], Callable] = {}
+
+    def send(
+        self,
+        departure: Departure,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, Fragment, None, PyTree]:
+        """Send a fragment.
+
+        Args:
+          departure: what starts.
+          region: read only.
+          stale_params: the outer fragment on the mesh, or what each region last took.
+          compressor_state: of the regions, of the message's rank.
+
+        Returns:
+          The staged copy, if anyone needs it; the mean, on its way; None, as nothing
+          that was measured crosses here; the compressors' state after it.
+        """
+        k, rank = departure.event.fragment_id, departure.event.rank
+        if (k, rank) not in self._programs:
+            self._programs[k, rank] = self._make(k, rank, compressor_state)
+        staged, mean, state = self._programs[k, rank](
+            region.params,
+            stale_params,
+            compressor_state,
+            self._weights(departure.weights),
+            region.key,
+        )
+        return staged, mean, None, state
+
+    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
+        shardings = self._setting.shardings
+        keeps = STAGED in self._setting.sync.copies
+        out_shardings = (
+            shardings.staged[fragment_id] if keeps else None,
+            shardings.fragments[fragment_id],
+            shardings.of_regions(fragment_id, compressor_state),
+        )
+        make = _choose(self._setting, rank)
+        return jax.jit(
+            make(self._setting, fragment_id, rank), out_shardings=out_shardings
+        )
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
+    def _weights(self, weights: tuple[float, ...]) -> jax.Array:
+        return transfer.put(np.array(weights, float), regional(self._setting.mesh))
+
+    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
+        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        return with_shardings(part, self._setting.shardings.fragments[fragment_id])
+
+    def abstract_times(self, fragment_id: int) -> None:
+        """Return nothing: what is measured crosses on the outer mesh only."""
+
+
+def _choose(setting: Setting, rank: int) -> Callable:
+    if isinstance(setting.sync.message, ByRings):
+        return make_ringed
+    return (
+        make_summed if setting.sync.message.compressor(rank) is None else make_decoded
+    )
+
+
+def make_summed(setting: Setting, fragment_id: int, rank: int) -> Callable:
+    """Make `send(params, stale_params, state, weights, keys)` by an all-reduce.
+
+    Returns:
+      A program that gives `(staged, mean, state)`.
+    """
+    outgoing = make_outgoing(setting, fragment_id, rank)
+
+    def summed(params, stale_params, state, weights, keys):
+        staged, delta, state = outgoing(params, stale_params, state, weights, keys)
+        return staged, psum_over_regions(sum_of_block(delta, weights)), state
+
+    return region_shard_map(
+        summed,
+        setting.mesh,
+        in_specs=in_specs(setting),
+        out_specs=(P(REGION), P(), P(REGION)),
+    )
+
+
+def make_decoded(setting: Setting, fragment_id: int, rank: int) -> Callable:
+    """Make the same for messages that are gathered as they are and decoded by all."""
+    compressor = setting.sync.message.compressor(rank)
+    assert compressor is not None
+    encoded = region_shard_map(
+        make_outgoing(setting, fragment_id, rank),
+        setting.mesh,
+        in_specs=in_specs(setting),
+        out_specs=P(REGION),
+    )
+
+    def decoded(params, stale_params, state, weights, keys):
+        staged, message, state = encoded(params, stale_params, state, weights, keys)
+        # The weights too: else every message decoded would wait for its own.
+        message, weights = everywhere(setting.mesh, (message, weights))
+        return staged, weighted_sum_of_decoded(message, weights, compressor), state
+
+    return decoded
+
+
+def make_ringed(setting: Setting, fragment_id: int, rank: int) -> Callable:
+    """Make the same by several rings at once."""
+    outgoing = make_outgoing(setting, fragment_id, rank)
+    assert isinstance(setting.sync.message, ByRings)
+    ring_sum = make_ring_sum(setting.mesh, setting.sync.message)
+
+    def partial(params, stale_params, state, weights, keys):
+        staged, delta, state = outgoing(params, stale_params, state, weights, keys)
+        own = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
+        return staged, own, state
+
+    mapped = region_shard_map(
+        partial, setting.mesh, in_specs=in_specs(setting), out_specs=P(REGION)
+    )
+
+    def ringed(params, stale_params, state, weights, keys):
+        staged, own, state = mapped(params, stale_params, state, weights, keys)
+        return staged, ring_sum(own), state
+
+    return ringed
+
+
+def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
+    """Gather messages `[R, ...]` of all regions to every device, as they are."""
+    return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))

@@ -1,0 +1,111 @@
+"""The route over the outer mesh: beside the inner steps, between hosts.
+
+One program encodes every region's message on the inner mesh and lays it out as a flat
+buffer; each process moves its own regions' rows to its outer device; another program
+crosses there, and takes the mean (`combine.py`), while the inner mesh goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.mesh import regional
+from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.combine import make_buffer, make_combine
+from cocodc_jax.runtime.exchange.outgoing import Departure, jit_outgoing
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync.fragments import Fragment
+
+PyTree = Any
+
+
+class OnOuterMesh:
+    """The compiled programs that encode fragments, and those that cross."""
+
+    shares_mesh = False
+
+    def __init__(self, setting: Setting, all_reduce: str):
+        """Compile nothing yet.
+
+        Args:
+          setting: of the run.
+          all_reduce: one of `collectives.ALL_REDUCES`.
+        """
+        self._setting = setting
+        self._all_reduce = all_reduce
+        self._num_times = setting.regions.num if setting.is_measured else 0
+        self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
+
+    def send(
+        self,
+        departure: Departure,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, Fragment, jax.Array | None, PyTree]:
+        """Send a fragment; arguments and results as of `InProgram.send`.
+
+        Returns:
+          The staged copy; the mean, on its way; what regions had measured, float32
+          `[R, 2]`, on its way too, or None; the compressors' state after it.
+        """
+        k, rank = departure.event.fragment_id, departure.event.rank
+        if (k, rank) not in self._programs:
+            self._programs[k, rank] = self._make(k, rank, compressor_state)
+        encode, combine = self._programs[k, rank]
+        channel = self._setting.shardings.channel(k)
+        told = self._of_own_regions(departure.times) if self._num_times else None
+        inside = self._weights(departure.weights, regional(self._setting.mesh))
+        staged, buffer, state = encode(
+            region.params, stale_params, compressor_state, inside, region.key, told
+        )
+        rows = transfer.gather_rows(buffer, channel.rows)
+        mean, times = combine(rows, self._weights(departure.weights, channel.host))
+        return staged, mean, times, state
+
+    def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
+        setting = self._setting
+        compressor = setting.sync.message.compressor(rank)
+        host = setting.shardings.channel(k).host
+        combine = make_combine(
+            compressor,
+            host,
+            setting.sync.message.encoded(setting.outer_shapes[k], rank),
+            self._num_times,
+            self._all_reduce,
+        )
+        pack = functools.partial(make_buffer, compressor=compressor)
+        encode = jit_outgoing(setting, k, rank, kept, pack)
+        return encode, jax.jit(combine, out_shardings=host)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
+    def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
+        return transfer.put(np.array(weights, float), sharding)
+
+    def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
+        """Place `times` as regional `[R, 2]`; other processes' rows are as they say."""
+        where = cast(Sharding, self._setting.shardings.region.key)
+        shape = (self._num_times, 2)
+        rows = np.broadcast_to(np.asarray(times, np.float32), shape)
+        return jax.make_array_from_callback(shape, where, rows.__getitem__)
+
+    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
+        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        host = self._setting.shardings.on_host(fragment_id, part)
+        return with_shardings(part, host)
+
+    def abstract_times(self, fragment_id: int) -> Any:
+        """Return shape and sharding of what was measured; None if nothing is."""
+        if not self._num_times:
+            return None
+        host = self._setting.shardings.channel(fragment_id).host
+        return jax.ShapeDtypeStruct((self._num_times, 2), jnp.float32, sharding=host)

@@ -1,0 +1,126 @@
+"""What leaves the regions: Delta = theta^g - theta^m of each, encoded.
+
+Pseudo-gradients are old minus new and at least float32, whatever the parameters are.
+They are measured from `stale_params`: the outer fragment, the same for all regions, or
+what each last took of it, where regions come one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.transforms.numerics import vary_like
+
+PyTree = Any
+
+
+class Departure(NamedTuple):
+    """A sync that starts.
+
+    Attributes:
+      event: which.
+      weights: of the regions in the mean, of sum 1. One of weight 0 does not send.
+      times: seconds of an inner step and of a sync as this process has measured them,
+        0 for not yet; they go with the message where the schedule is measured.
+    """
+
+    event: Event
+    weights: tuple[float, ...]
+    times: tuple[float, float]
+
+
+def message_key(key_data: jax.Array) -> jax.Array:
+    """Make one region's key for rounding a message: its own fold of its key."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key_data), 4)
+
+
+def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
+    """Make what each shard does as a fragment leaves, for `region_shard_map`.
+
+    Args:
+      setting: of the run.
+      fragment_id: which fragment.
+      rank: of the message, where the schedule sets one.
+
+    Returns:
+      `outgoing(params, stale_params, state, weights, keys) -> (staged, message, state)`
+      over the regions of a shard: `staged` is the fragment as it is now where someone
+      needs it, else None; `message` is encoded where the method compresses, else the
+      pseudo-gradient. A region of weight 0 keeps its compressor's state.
+    """
+    sync = setting.sync
+    compressor = sync.message.compressor(rank)
+    is_by_region, keeps = sync.schedule.is_by_region, STAGED in sync.copies
+
+    def encode(delta, state, weight, key_data):
+        assert compressor is not None
+        message, new = compressor.encode(delta, state, message_key(key_data))
+        new = jax.tree.map(lambda x, y: jnp.where(weight > 0, x, y), new, state)
+        return message, vary_like(new, state)
+
+    def outgoing(params, stale_params, state, weights, keys):
+        staged = setting.fragments.take(params, fragment_id, lead=1)
+        message = jax.tree.map(
+            lambda o, x: (o if is_by_region else o[None]) - x.astype(o.dtype),
+            stale_params,
+            staged,
+        )
+        if compressor is not None:
+            message, state = setting.local.map(encode)(message, state, weights, keys)
+        return staged if keeps else None, message, state
+
+    return outgoing
+
+
+def jit_outgoing(
+    setting: Setting, fragment_id: int, rank: int, kept: PyTree, pack: Callable
+) -> Callable:
+    """Make the program that encodes a fragment and leaves the crossing to others.
+
+    Args:
+      setting: of the run.
+      fragment_id: which fragment.
+      rank: of the message, where the schedule sets one.
+      kept: shapes of the compressors' state, `[R, ...]`.
+      pack: `pack(messages, times) -> [R, n]`, a flat buffer.
+
+    Returns:
+      `encode(params, stale_params, state, weights, keys, times) -> (staged, buffer,
+      state)`, compiled; otherwise as `make_outgoing` says.
+    """
+    of_shard = make_outgoing(setting, fragment_id, rank)
+    outgoing = region_shard_map(
+        of_shard, setting.mesh, in_specs=in_specs(setting), out_specs=P(REGION)
+    )
+
+    def encode(params, stale_params, state, weights, keys, times):
+        staged, out, state = outgoing(params, stale_params, state, weights, keys)
+        return staged, pack(out, times), state
+
+    shardings = setting.shardings
+    staged = shardings.staged[fragment_id] if STAGED in setting.sync.copies else None
+    kept = shardings.of_regions(fragment_id, kept)
+    return jax.jit(encode, out_shardings=(staged, shardings.region.key, kept))
+
+
+def in_specs(setting: Setting) -> tuple:
+    """Return how the arguments of `make_outgoing` lie over the region axis."""
+    stale = P(REGION) if setting.sync.schedule.is_by_region else P()
+    return (P(REGION), stale, *(P(REGION),) * 3)
+
+
+def sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:
+    """Sum `[block, ...]` leaves that are at least float32, weighted."""
+    return jax.tree.map(
+        lambda x: jnp.tensordot(weights.astype(x.dtype), x, axes=1), tree
+    )

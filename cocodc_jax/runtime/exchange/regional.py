@@ -1,0 +1,296 @@
+"""Outer models of the regions' own: they lie over the mesh, and never on a host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.local_regions import LocalRegions, for_all_regions
+from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.region_map import (
+    all_gather_regions,
+    pmean_over_regions,
+    region_shard_map,
+)
+from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.in_program import everywhere
+from cocodc_jax.runtime.exchange.outgoing import Departure, message_key
+from cocodc_jax.runtime.setting import Setting, outer_parts
+from cocodc_jax.runtime.state import InFlight, OuterState, RegionState, SyncState
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.messages import mean_of_decoded
+from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
+from cocodc_jax.transforms.numerics import vary_like
+
+PyTree = Any
+
+
+class RegionalOuterModels:
+    """The compiled programs around one outer model a region."""
+
+    steps_on_mesh = True
+
+    def __init__(self, setting: Setting, outer: RegionalOuter):
+        """Wrap every program in one jit."""
+        self._setting, self._outer = setting, outer
+        self._compressor = setting.sync.message.compressor() or identity()
+        self._partners = matchings(setting.regions.num)
+        make_send = functools.partial(
+            make_regional_send, setting, outer, self._compressor, self._partners
+        )
+        self._send = [jax.jit(make_send(k)) for k in range(len(setting.fragments))]
+        self._step = jax.jit(make_regional_step(setting, outer), donate_argnums=(0, 1))
+        where = self._where(jax.eval_shape(self._make, setting.params))
+        self._new_outer = jax.jit(self._make, out_shardings=where)
+
+    def init(self, params: PyTree, schedule: Any) -> SyncState:
+        """Return the state before the first step; see `SharedOuterModel.init`."""
+        return SyncState(self._new_outer(params), schedule)
+
+    def _make(self, params: PyTree) -> OuterState:
+        parts = outer_parts(self._setting.fragments, params)
+        spread = functools.partial(
+            for_all_regions, num_regions=self._setting.regions.num
+        )
+        return OuterState(
+            tuple(map(spread, parts)),
+            tuple(spread(self._outer.init(part, self._compressor)) for part in parts),
+        )
+
+    def _where(self, outer: OuterState) -> OuterState:
+        each = [
+            tuple(self._setting.shardings.of_regions(k, tree) for tree in pair)
+            for k, pair in enumerate(zip(*outer, strict=True))
+        ]
+        return OuterState(*map(tuple, zip(*each, strict=True)))
+
+    def abstract(self, schedule: Any) -> SyncState:
+        """Return shapes and shardings of the state at which `schedule` was taken."""
+        shapes = jax.eval_shape(self._make, self._setting.params)
+        return SyncState(with_shardings(shapes, self._where(shapes)), schedule)
+
+    def abstract_flight(self, fragment_id: int) -> InFlight:
+        """Return shapes and shardings of a fragment that has just left."""
+        setting, outer = self._setting, self.abstract(None).outer
+        num_regions = setting.regions.num
+        regions = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(
+                (num_regions, *x.shape), x.dtype, sharding=where
+            ),
+            setting.params,
+            setting.shardings.region.params,
+        )
+        matching = jax.ShapeDtypeStruct((), jnp.int32)
+        keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
+        _, arrived, _ = jax.eval_shape(
+            self._send[fragment_id],
+            regions,
+            outer.params[fragment_id],
+            outer.opt_states[fragment_id],
+            keys,
+            matching,
+        )
+        lay = (
+            setting.shardings.of_regions
+            if self._outer.group == "pairs"
+            else setting.shardings.of_all
+        )
+        return InFlight(with_shardings(arrived, lay(fragment_id, arrived)), {})
+
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes of one region's message; no schedule sets a rank here."""
+        del rank
+        outer = jax.eval_shape(self._make, self._setting.params)
+        part, state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+            (outer.params[fragment_id], outer.opt_states[fragment_id]),
+        )
+        message, _ = jax.eval_shape(
+            lambda p, s, key: self._outer.send(p, s, p, self._compressor, key),
+            part,
+            state,
+            jax.eval_shape(lambda: jax.random.key(0)),
+        )
+        return message_bytes(message)
+
+    def send(
+        self, departure: Departure, region: RegionState, sync: SyncState
+    ) -> tuple[SyncState, InFlight]:
+        """Start a sync; see `SharedOuterModel.send`."""
+        k, step = departure.event.fragment_id, departure.event.start_step
+        # The same draw on every region, and after a restart.
+        rng = np.random.default_rng((self._outer.seed, step, k))
+        matching = transfer.put(
+            np.int32(rng.integers(len(self._partners))),
+            NamedSharding(self._setting.mesh, P()),
+        )
+        outer = sync.outer
+        staged, arrived, kept = self._send[k](
+            region.params, outer.params[k], outer.opt_states[k], region.key, matching
+        )
+        outer = outer.updated(k, outer.params[k], kept)
+        copies = {} if staged is None else {STAGED: staged}
+        return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
+
+    def receive(
+        self, fragment_id: int, flight: InFlight, sync: SyncState
+    ) -> tuple[SyncState, jax.Array]:
+        """Return the state with the outer steps done, and the norm of what arrived."""
+        k, outer = fragment_id, sync.outer
+        params, opt_state, norm = self._step(
+            outer.params[k], outer.opt_states[k], flight.mean
+        )
+        outer = outer.updated(k, params, opt_state)
+        return dataclasses.replace(sync, outer=outer), norm
+
+    def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> PyTree:
+        """Return what arrived, where it lies."""
+        return flight.mean
+
+    def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
+        """Return the regions' outer fragments, `[R, ...]`."""
+        return sync.outer.params[fragment_id]
+
+    def hand_out(
+        self, event: Event, sync: SyncState
+    ) -> tuple[SyncState, Fragment, None]:
+        """Give each region its own outer fragment; see `SharedOuterModel.hand_out`."""
+        return sync, self.on_mesh(sync, event.fragment_id), None
+
+    def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
+        """Return the mean of the regions' outer parameters, on the mesh.
+
+        Args:
+          sync: the state.
+          region: gives the tree that fragments are put into.
+          mean: over regions, of a tree like the parameters.
+        """
+        params = region.params
+        for k, part in enumerate(sync.outer.params):
+            params = self._setting.fragments.put(params, k, part, lead=1)
+        return mean(params)
+
+
+def make_regional_send(
+    setting: Setting,
+    outer: RegionalOuter,
+    compressor: Compressor,
+    partners: np.ndarray,
+    fragment_id: int,
+) -> Callable:
+    """Make the program that sends one fragment.
+
+    Args:
+      setting: of the run.
+      outer: the optimizer.
+      compressor: of the messages.
+      partners: int `[N, R]`, the matchings to choose from: each region's partner.
+      fragment_id: which fragment.
+
+    Returns:
+      `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`,
+      all with regions in front but, where every region gets the mean of all,
+      `arrived`. `matching` is an int32 scalar, the row of `partners` to use.
+    """
+    local, mesh = setting.local, setting.mesh
+    is_paired, keeps = outer.group == "pairs", STAGED in setting.sync.copies
+
+    def one_region(outer_params, state, own, key_data):
+        key = message_key(key_data)
+        message, new = outer.send(outer_params, state, own, compressor, key)
+        return message, vary_like(new, state)
+
+    def of_regions(params, outer_params, state, keys, matching):
+        staged = setting.fragments.take(params, fragment_id, lead=1)
+        message, state = local.map(one_region)(outer_params, state, staged, keys)
+        if is_paired:
+            theirs = _from_partner(message, matching, partners, local)
+            message = local.map(mean_of_pair)(message, theirs)
+        return staged if keeps else None, message, state
+
+    def mean_of_pair(mine, theirs):
+        both = compressor.decode(mine), compressor.decode(theirs)
+        return jax.tree.map(lambda x, y: (x + y) / 2, *both)
+
+    mapped = region_shard_map(
+        of_regions, mesh, in_specs=(*(P(REGION),) * 4, P()), out_specs=P(REGION)
+    )
+
+    def send(params, outer_params, state, keys, matching):
+        staged, out, state = mapped(params, outer_params, state, keys, matching)
+        if not is_paired:
+            out = mean_of_decoded(everywhere(mesh, out), compressor)
+        return staged, out, state
+
+    return send
+
+
+def make_regional_step(setting: Setting, outer: RegionalOuter) -> Callable:
+    """Make `step(outer_params, state, arrived) -> (outer_params, state, norm)`.
+
+    All regional; `arrived` is what `send` gave; the norm is that of what arrived, over
+    regions the root of the mean square.
+    """
+    is_paired, num_regions = outer.group == "pairs", setting.regions.num
+
+    def step(outer_params, state, arrived):
+        if not is_paired:
+            arrived = jax.tree.map(
+                lambda x: jax.lax.pcast(x, REGION, to="varying"), arrived
+            )
+
+        def receive(params, state, arrived):
+            new, new_state = outer.receive(params, state, arrived, num_regions)
+            new = jax.tree.map(lambda x, like: x.astype(like.dtype), new, params)
+            norm = optax.tree_utils.tree_norm(arrived).astype(jnp.float32)
+            return new, vary_like(new_state, state), norm
+
+        axes = (0, 0, 0 if is_paired else None)
+        mapped = setting.local.map(receive, axes)
+        params, state, norms = mapped(outer_params, state, arrived)
+        return params, state, jnp.sqrt(pmean_over_regions((norms**2).mean()))
+
+    return region_shard_map(
+        step,
+        setting.mesh,
+        in_specs=(P(REGION), P(REGION), P(REGION) if is_paired else P()),
+        out_specs=(P(REGION), P(REGION), P()),
+    )
+
+
+def _from_partner(message, matching, partners, local: LocalRegions):
+    """Fetch each region's partner's message, inside `region_shard_map`.
+
+    With a region on each shard a matching is one permutation of messages, and a region
+    hears from nobody but its partner. A device that holds several regions gathers
+    them all: there is no network to spare then.
+    """
+    if local.size == 1:
+        branches = [
+            functools.partial(
+                jax.lax.ppermute, axis_name=REGION, perm=tuple(enumerate(row))
+            )
+            for row in partners.tolist()
+        ]
+        return jax.lax.switch(matching, branches, message)
+    first = jax.lax.axis_index(REGION) * local.size
+    mine = jax.lax.dynamic_slice_in_dim(
+        jnp.asarray(partners)[matching], first, local.size
+    )
+    return jax.tree.map(
+        lambda x: jnp.take(x, mine, axis=0), all_gather_regions(message)
+    )

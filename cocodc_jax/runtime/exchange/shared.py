@@ -1,0 +1,297 @@
+"""One outer model for all regions: where it lives, how fragments leave and arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.local_regions import (
+    for_all_regions,
+    where_participating,
+)
+from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.combine import times_bytes
+from cocodc_jax.runtime.exchange.outgoing import Departure
+from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.setting import Setting, outer_parts
+from cocodc_jax.runtime.state import (
+    InFlight,
+    OuterState,
+    RegionState,
+    SyncState,
+    replaced,
+)
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.messages import Ranked
+from cocodc_jax.sync.needs import STAGED, STALE
+from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.schedules.base import Event
+
+PyTree = Any
+
+
+class SharedOuterModel:
+    """The compiled programs around one outer model."""
+
+    def __init__(self, setting: Setting, outer: SharedOuter, route: Route):
+        """Wrap every program in one jit.
+
+        Args:
+          setting: of the run.
+          outer: the optimizer, and where its state is.
+          route: that messages take.
+        """
+        self._setting, self._outer, self._route = setting, outer, route
+        # Whether the outer step is a program of the inner mesh.
+        self.steps_on_mesh = outer.placement == "divided"
+        self._resize: dict[tuple[int, int], Callable] = {}
+        self._step = jax.jit(
+            functools.partial(outer_step, outer.optimizer), donate_argnums=(0, 1)
+        )
+        self._copy = jax.jit(
+            lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+        )
+        self._take = jax.jit(_take, donate_argnums=0)
+        self._join = jax.jit(setting.fragments.join)
+        shardings = setting.shardings
+        shapes, regional = jax.eval_shape(self._make, setting.params)
+        self._where_outer, where_regional = self._where(shapes, regional)
+        # One program makes all of it, so on one device.
+        first = (
+            self._where_outer if self.steps_on_mesh else shardings.on_host(0, shapes)
+        )
+        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
+        self._new_regional = jax.jit(
+            lambda x: self._make(x)[1], out_shardings=where_regional
+        )
+
+    def init(self, params: PyTree, schedule: Any) -> SyncState:
+        """Return the state before the first step.
+
+        Args:
+          params: one region's parameters, on the mesh.
+          schedule: the schedule's state.
+        """
+        channels = self._setting.shardings.channels
+        near = params if self.steps_on_mesh else transfer.move(params, channels[0].host)
+        outer = self._new_outer(near)
+        if len(channels) > 1:
+            outer = transfer.move(outer, self._where_outer)
+        return SyncState(outer, schedule, *self._new_regional(params))
+
+    def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
+        parts = outer_parts(self._setting.fragments, params)
+        outer = OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
+        return outer, (self._compressors(parts, rank), self._stale_params(parts))
+
+    def _compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
+        spread = functools.partial(
+            for_all_regions, num_regions=self._setting.regions.num
+        )
+        message = self._setting.sync.message
+        return tuple(spread(message.init(part, rank)) for part in parts)
+
+    def _stale_params(self, parts: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        if not self._setting.sync.schedule.is_by_region:
+            return ()
+        num_regions = self._setting.regions.num
+        return tuple(for_all_regions(part, num_regions) for part in parts)
+
+    def _where(self, outer: OuterState, regional: tuple) -> tuple[OuterState, tuple]:
+        shardings = self._setting.shardings
+        lay = shardings.divided if self.steps_on_mesh else shardings.on_host
+        each = [
+            (lay(k, part), lay(k, state))
+            for k, (part, state) in enumerate(zip(*outer, strict=True))
+        ]
+        where_regional = tuple(
+            tuple(shardings.of_regions(k, x) for k, x in enumerate(entries))
+            for entries in regional
+        )
+        return OuterState(*map(tuple, zip(*each, strict=True))), where_regional
+
+    def abstract(self, schedule: Any) -> SyncState:
+        """Return shapes and shardings of the state at which `schedule` was taken."""
+        outer, regional = jax.eval_shape(
+            lambda x: self._make(x, schedule.rank), self._setting.params
+        )
+        where_outer, where_regional = self._where(outer, regional)
+        outer = with_shardings(outer, where_outer)
+        return SyncState(outer, schedule, *with_shardings(regional, where_regional))
+
+    def abstract_flight(self, fragment_id: int) -> InFlight:
+        """Return shapes and shardings of a fragment that has just left."""
+        setting = self._setting
+        part = setting.outer_shapes[fragment_id]
+        host = setting.shardings.on_host
+        lay = setting.shardings.divided if self.steps_on_mesh else host
+        part = with_shardings(part, lay(fragment_id, part))
+        kept: dict[str, Any] = {}
+        if STALE in setting.sync.copies:
+            kept[STALE] = part
+        times = self._route.abstract_times(fragment_id)
+        if times is not None:
+            kept["times"] = times
+        return InFlight(self._route.abstract_mean(fragment_id, part), kept)
+
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes that one region sends for a sync.
+
+        Args:
+          fragment_id: of which fragment.
+          rank: of the message, where the schedule sets one.
+        """
+        setting, part = self._setting, self._setting.outer_shapes[fragment_id]
+        message, num_regions = setting.sync.message, setting.regions.num
+        told = num_regions if setting.is_measured else 0
+        size = message.num_bytes(part, num_regions, rank)
+        return size + times_bytes(message.compressor(rank), told)
+
+    def send(
+        self, departure: Departure, region: RegionState, sync: SyncState
+    ) -> tuple[SyncState, InFlight]:
+        """Start a sync.
+
+        Args:
+          departure: what starts.
+          region: read only.
+          sync: its compressors' states are replaced.
+
+        Returns:
+          The state after it, and what is on its way.
+        """
+        k, rank = departure.event.fragment_id, departure.event.rank
+        if rank != sync.schedule.rank:  # That of the messages before.
+            sync = self._resized(sync, rank)
+        outer, kept = sync.outer.params[k], {}
+        if STALE in self._setting.sync.copies:  # The outer step donates them.
+            kept[STALE] = self._copy(outer)
+        stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
+        staged, mean, times, state = self._route.send(
+            departure, region, stale, sync.compressors[k]
+        )
+        if staged is not None:
+            kept[STAGED] = staged
+        if times is not None:
+            kept["times"] = times
+        compressors = replaced(sync.compressors, k, state)
+        return dataclasses.replace(sync, compressors=compressors), InFlight(mean, kept)
+
+    def receive(
+        self, fragment_id: int, flight: InFlight, sync: SyncState
+    ) -> tuple[SyncState, jax.Array]:
+        """Return the state with the outer step done, and the norm of what arrived."""
+        k, outer = fragment_id, sync.outer
+        params, opt_state, norm = self._step(
+            outer.params[k],
+            outer.opt_states[k],
+            self.arrived(k, flight, sync),
+            flight.kept.get(STALE),
+        )
+        outer = outer.updated(k, params, opt_state)
+        return dataclasses.replace(sync, outer=outer), norm
+
+    def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
+        """Return the mean where the outer state is."""
+        outer = sync.outer.params[fragment_id]
+        where = jax.tree.map(lambda x: x.sharding, outer)
+        return transfer.move(flight.mean, where)
+
+    def _resized(self, sync: SyncState, rank: int) -> SyncState:
+        """Return the state with compressors that fit messages of `rank`."""
+        states = []
+        for k, state in enumerate(sync.compressors):
+            if (k, rank) not in self._resize:
+                part = sync.outer.params[k]
+                self._resize[k, rank] = self._make_resize(k, part, rank)
+            states.append(self._resize[k, rank](state))
+        return dataclasses.replace(sync, compressors=tuple(states))
+
+    def _make_resize(self, fragment_id: int, part: Fragment, rank: int) -> Callable:
+        message = self._setting.sync.message
+        assert isinstance(message, Ranked)
+        shapes = jax.eval_shape(lambda x: x, part)
+        (kept,) = jax.eval_shape(lambda x: self._compressors((x,), rank), shapes)
+        return jax.jit(
+            jax.vmap(lambda state: message.resize(state, shapes, rank)),
+            out_shardings=self._setting.shardings.of_regions(fragment_id, kept),
+        )
+
+    def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
+        """Return an outer fragment where regions can take it in."""
+        part = sync.outer.params[fragment_id]
+        return transfer.move(part, self._setting.shardings.fragments[fragment_id])
+
+    def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
+        """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
+        parts, shardings = sync.outer.params, self._setting.shardings
+        if len(shardings.channels) > 1:  # One program joins them, so on one device.
+            parts = transfer.move(parts, shardings.channels[0].host)
+        return transfer.move(self._join(parts), shardings.params)
+
+    def hand_out(
+        self, event: Event, sync: SyncState
+    ) -> tuple[SyncState, Fragment, jax.Array | None]:
+        """Give an outer fragment to the regions that merge it.
+
+        Args:
+          event: that it has come to.
+          sync: the state after the outer step.
+
+        Returns:
+          The state after it, the fragment where regions can take it in, and who
+          merges it, bool `[R]`; None is all.
+        """
+        k, setting = event.fragment_id, self._setting
+        outer = self.on_mesh(sync, k)
+        if not setting.sync.schedule.is_by_region:
+            return sync, outer, None
+        each = np.isin(np.arange(setting.regions.num), event.participating or ())
+        participating = transfer.put(each, setting.shardings.region.key)
+        stale = self._take(sync.stale_params[k], outer, participating)
+        stale_params = replaced(sync.stale_params, k, stale)
+        sync = dataclasses.replace(sync, stale_params=stale_params)
+        return sync, outer, participating
+
+
+def outer_step(
+    optimizer: optax.GradientTransformation,
+    params: Fragment,
+    opt_state: PyTree,
+    mean_pseudo_gradient: Fragment,
+    stale_params: Fragment | None,
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """Step the outer optimizer on one fragment.
+
+    Args:
+      optimizer: given `stale_params` where there are any.
+      params: the outer fragment.
+      opt_state: its state.
+      mean_pseudo_gradient: old minus new; the optimizer's gradient.
+      stale_params: the outer fragment that it was measured from, or None.
+
+    Returns:
+      New outer fragment, new optimizer state, and the mean pseudo-gradient's norm
+      (float32 scalar).
+    """
+    extra = {} if stale_params is None else {"stale_params": stale_params}
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+        mean_pseudo_gradient, opt_state, params, **extra
+    )
+    norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
+    return optax.apply_updates(params, updates), opt_state, norm
+
+
+def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:
+    spread = jax.tree.map(
+        lambda o, a: jnp.broadcast_to(o[None], a.shape).astype(a.dtype), outer, stale
+    )
+    return where_participating(participating, spread, stale)

@@ -1,0 +1,1 @@
+"""The loop around a program: records, clock, evaluation, checkpoints."""

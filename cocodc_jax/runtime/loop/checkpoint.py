@@ -1,0 +1,212 @@
+"""Save and restore everything a run is made of, fragments in flight included.
+
+Arrays go to Orbax, asynchronously: training goes on as soon as they are copied to
+the host. What is not an array (the schedule's memory, bytes sent, and whatever the
+caller adds: positions in the data and in the metrics file) is JSON in the same
+checkpoint, which Orbax makes visible only when all of it is on disk. So a killed
+process leaves either a whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.state import TrainState
+
+PyTree = Any
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, newest last; use as a context manager."""
+
+    def __init__(self, directory: str | pathlib.Path, keep: int = 2):
+        """Open or create `directory`.
+
+        Args:
+          directory: where checkpoints go, one folder a step.
+          keep: how many of the newest to keep, at least 1.
+
+        Raises:
+          ValueError: for a `keep` below 1.
+          OSError: if the folder cannot be made.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1 checkpoint")
+        self._directory = pathlib.Path(directory).absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            item_names=("arrays", "rest"),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep),
+        )
+
+    def __enter__(self) -> Checkpoints:
+        """Nothing to do: the folder is open."""
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Wait for a save that is still being written; raises if it failed."""
+        with self._explained():
+            self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint, None if there is none.
+
+        It may still be being written, which `wait` waits for.
+        """
+        return self._manager.latest_step()
+
+    def save(
+        self, program: RegionProgram, state: TrainState, extra: dict
+    ) -> TrainState:
+        """Start to save.
+
+        Args:
+          program: whose state it is.
+          state: may be used (and donated) as soon as this returns.
+          extra: JSON-able, given back by `restore`.
+
+        Returns:
+          The state, with the norms that the schedule had not seen read.
+
+        Raises:
+          CheckpointError: if this save cannot be started, or the one before failed.
+          ValueError: if the folder holds a checkpoint of this step or a later one.
+        """
+        if self.latest_step is not None and self.latest_step >= state.step:
+            raise ValueError(
+                f"{self._directory} holds a checkpoint of step {self.latest_step}, so "
+                f"step {state.step} cannot be saved; restore it, or use another folder"
+            )
+        state = program.synchronize(state)
+        rest = {
+            "schedule": state.sync.schedule.to_json() if state.sync else None,
+            "bytes_sent": state.bytes_sent,
+            "shapes": _shapes(state),
+            "extra": extra,
+        }
+        items = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(_arrays(state)), rest=ocp.args.JsonSave(rest)
+        )
+        with self._explained():
+            self._manager.save(state.step, args=items)
+        return state
+
+    def restore(self, program: RegionProgram) -> tuple[TrainState, dict] | None:
+        """Return the newest checkpoint and the `extra` saved with it, None without one.
+
+        Args:
+          program: of the same method, model and number of regions.
+
+        Raises:
+          ValueError: if the checkpoint's arrays are not those of `program`.
+        """
+        step = self.latest_step
+        if step is None:
+            return None
+        only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
+        rest: dict = self._manager.restore(step, args=only_rest)["rest"]
+        # Nothing in flight yet: another method's fragments need not exist here.
+        landed = program.abstract(_landed(program, rest["schedule"]))
+        self._check_shapes(step, rest["shapes"], landed)
+        abstract = program.abstract(_schedule(program, rest["schedule"]))
+        only_arrays = ocp.args.Composite(
+            arrays=ocp.args.StandardRestore(_arrays(abstract))
+        )
+        arrays = self._manager.restore(step, args=only_arrays)["arrays"]
+        sync = abstract.sync
+        if sync is not None:
+            sync = sync.with_arrays(arrays["sync"])
+        state = TrainState(arrays["region"], sync, step, rest["bytes_sent"])
+        return state, rest["extra"]
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk.
+
+        Raises:
+          CheckpointError: if it failed.
+        """
+        with self._explained():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        # Orbax lets through whatever the storage raised.
+        try:
+            yield
+        except Exception as error:
+            last = self.latest_step
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self._directory}: {error}; "
+                f"last good checkpoint: {'none' if last is None else f'step {last}'}"
+            ) from error
+
+    def _check_shapes(
+        self, step: int, saved: dict[str, str], program: TrainState
+    ) -> None:
+        here = _shapes(program)
+        wrong = [
+            f"{path} is {saved.get(path, 'missing')} there and "
+            f"{here.get(path, 'missing')} here"
+            for path in sorted(saved.keys() | here.keys())
+            if saved.get(path) != here.get(path)
+        ]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            raise ValueError(
+                f"the checkpoint of step {step} in {self._directory} is of another "
+                f"model, method or number of regions: {wrong[0]}{more}"
+            )
+
+
+def _schedule(program: RegionProgram, saved: dict | None) -> Any:
+    """Restore the schedule's state, None if there is none."""
+    schedule = program.method.schedule
+    return schedule.restore(saved) if schedule and saved else None
+
+
+def _landed(program: RegionProgram, saved: dict | None) -> Any:
+    """Restore the schedule's state as if nothing were in flight."""
+    schedule = program.method.schedule
+    if not schedule:
+        return None
+    try:
+        state = schedule.restore(saved) if saved else schedule.init()
+    except (KeyError, TypeError):  # Another method's; its shapes will tell.
+        state = schedule.init()
+    return schedule.landed(state)
+
+
+def _shapes(state: TrainState) -> dict[str, str]:
+    """Tell dtype and shape of every array that is there at every step, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        {name: tree for name, tree in _flat(state).items() if name != "in_flight"}
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{x.dtype}{list(x.shape)}"
+        )
+        for path, x in leaves
+    }
+
+
+def _flat(state: TrainState) -> dict[str, PyTree]:
+    return {"region": state.region, **(state.sync.arrays if state.sync else {})}
+
+
+def _arrays(state: TrainState) -> dict[str, PyTree]:
+    """Return the arrays of a state."""
+    sync = state.sync.arrays if state.sync else {}
+    return {"region": state.region, "sync": sync}

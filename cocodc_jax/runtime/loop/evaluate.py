@@ -1,0 +1,63 @@
+"""Evaluation that is the same for every method: one set of parameters, fixed batches.
+
+Two models are judged at the same steps, whatever the method: the mean of the
+regions' parameters, and the outer parameters. The batches are shared out over the
+mesh's region axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.mesh import DATA, REGION
+from cocodc_jax.runtime.devices.region_map import pmean_over_regions, region_shard_map
+from cocodc_jax.sync.needs import LossFn
+
+PyTree = Any
+
+
+def make_evaluate(
+    loss_fn: LossFn, mesh: Mesh, batches: PyTree
+) -> Callable[[PyTree], jax.Array]:
+    """Compile `evaluate(params) -> mean loss`, a float32 scalar on the mesh.
+
+    Args:
+      loss_fn: as in training; its key is fixed here.
+      mesh: the inner mesh.
+      batches: leaves `[E, B, ...]`, kept on the mesh; E a multiple of the region
+        axis.
+
+    Raises:
+      ValueError: if E does not divide.
+    """
+    num_batches = jax.tree.leaves(batches)[0].shape[0]
+    if num_batches % mesh.shape[REGION]:
+        raise ValueError(
+            f"eval_batches={num_batches} is not a multiple of the mesh's region axis, "
+            f"{mesh.shape[REGION]}"
+        )
+    sharding = NamedSharding(mesh, P(REGION, DATA))
+    batches = transfer.put(batches, sharding)
+
+    def evaluate(params: PyTree, batches: PyTree) -> jax.Array:
+        params = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), params)
+        losses = jax.lax.map(
+            lambda batch: loss_fn(params, batch, jax.random.key(0))[0], batches
+        )
+        return pmean_over_regions(jnp.mean(losses.astype(jnp.float32)))
+
+    mapped = region_shard_map(
+        evaluate,
+        mesh,
+        in_specs=(P(), P(REGION)),
+        out_specs=P(),
+    )
+    compiled = jax.jit(mapped)
+    return lambda params: compiled(params, batches)

@@ -1,0 +1,124 @@
+"""What a run tells of itself: one record for so many steps, a sync, an evaluation.
+
+Records hold only what a resumed run repeats bit for bit: no clock. Losses are nats
+per token, `bytes_sent_per_region` counts what one region has sent by that step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.events import AppliedSync
+
+Record = dict[str, Any]
+
+
+class Records:
+    """Makes the records, and keeps the sums that they are made of."""
+
+    def __init__(
+        self,
+        write: Callable[[Record], None],
+        log_every: int,
+        tokens_at: Callable[[int], int],
+    ):
+        """Begins with nothing.
+
+        Args:
+          write: takes each record.
+          log_every: steps that one training record averages over.
+          tokens_at: tokens that all regions have trained on by a step.
+        """
+        self._write = write
+        self._log_every = log_every
+        self._tokens_at = tokens_at
+        self._window: list[np.ndarray] = []
+        self._ratios: list[float] = []
+        self.last_eval: Record | None = None
+
+    @property
+    def correction_ratio(self) -> float | None:
+        """Mean over all syncs; None where nothing is compensated."""
+        return float(np.mean(self._ratios)) if self._ratios else None
+
+    def progress(self) -> dict:
+        """Return the sums, for a checkpoint; plain values."""
+        return {
+            "window": [x.tolist() for x in self._window],
+            "ratios": self._ratios,
+            "last_eval": self.last_eval,
+        }
+
+    def continue_from(self, progress: dict) -> None:
+        """Take up the sums that `progress` gave."""
+        self._window = [np.array(x, np.float32) for x in progress["window"]]
+        self._ratios = list(progress["ratios"])
+        self.last_eval = progress["last_eval"]
+
+    def step(self, step: int, loss: np.ndarray, bytes_sent: int) -> None:
+        """Count one step in, and write a record where one is due.
+
+        Args:
+          step: inner steps done.
+          loss: float32 `[R]`.
+          bytes_sent: by one region, events of this step included.
+        """
+        self._window.append(loss)
+        if step % self._log_every:
+            return
+        regions = np.mean(np.stack(self._window), axis=0, dtype=np.float64)
+        self._window = []
+        self._write(
+            {
+                "kind": "train",
+                "step": step,
+                "tokens": self._tokens_at(step),
+                "loss": float(regions.mean()),
+                "loss_regions": regions.tolist(),
+                "bytes_sent_per_region": bytes_sent,
+            }
+        )
+
+    def sync(self, sync: AppliedSync) -> None:
+        """Write the record of an applied sync; waits for its numbers."""
+        ratio = None
+        if "correction_ratio" in sync.metrics:
+            ratios = transfer.local_rows(sync.metrics["correction_ratio"])
+            ratio = float(ratios.mean(dtype=np.float64))
+            self._ratios.append(ratio)
+        self._write(
+            {
+                "kind": "sync",
+                "step": sync.apply_step,
+                "fragment": sync.fragment_id,
+                "start_step": sync.start_step,
+                "apply_step": sync.apply_step,
+                "bytes": sync.num_bytes,
+                "pseudo_gradient_norm": float(sync.norm),
+                "correction_ratio": ratio,
+            }
+        )
+
+    def evaluation(
+        self, step: int, bytes_sent: int, loss: float, loss_outer: float, drift: float
+    ) -> None:
+        """Write the record of an evaluation: of the mean and of the outer model.
+
+        `drift` is the RMS distance of the regions from their mean over its length.
+        """
+        self.last_eval = {
+            "kind": "eval",
+            "step": step,
+            "tokens": self._tokens_at(step),
+            "bytes_sent_per_region": bytes_sent,
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(min(loss, 700.0)),
+            "eval_loss_outer": loss_outer,
+            "region_drift": drift,
+        }
+        self._write(self.last_eval)

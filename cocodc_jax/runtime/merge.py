@@ -1,0 +1,151 @@
+"""What regions do with an arriving fragment, and how far they have drifted by then.
+
+Programs over the inner mesh: the merge rule of `sync/merge.py` mapped over regions,
+with whatever else it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices.local_regions import where_participating
+from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.outer import RegionalOuter
+
+PyTree = Any
+
+
+def make_merge(setting: Setting, fragment_id: int) -> Callable:
+    """Make the program that merges one fragment into the regions.
+
+    Args:
+      setting: of the run.
+      fragment_id: which fragment.
+
+    Returns:
+      `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
+      delay_steps) -> (params, metrics)`: `params` of the regions, which may be donated;
+      `opt_state` and `keys` theirs, each None unless the rule needs it; `kept` the
+      copies that the rule needs; `batch` `[R, ...]`, the last one trained on, and
+      `learning_rate` a float32 scalar, each None unless the rule needs it;
+      `participating` bool `[R]`, the regions that merge, or None for all; `delay_steps`
+      an int32 scalar, at least 1, or None where the schedule says it. Metrics are
+      float32 `[R]`.
+    """
+    sync, fragments, rule = setting.sync, setting.fragments, setting.sync.merge
+    fixed_delay = None if sync.schedule.is_measured else sync.schedule.delay_steps
+    is_regional = isinstance(sync.outer, RegionalOuter)
+
+    def one_region(local, kept, outer, moments, params, batch, key_data, told):
+        learning_rate, delay_steps = told
+        key = None
+        if key_data is not None:
+            # A key of its own: 0 and 1 would give the two that the next step splits.
+            key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)
+        steps = delay_steps if fixed_delay is None else fixed_delay
+        seen = needs.Seen(
+            local=local,
+            outer=outer,
+            kept=kept,
+            delay_steps=steps,
+            regional=moments,
+            learning_rate=learning_rate,
+            batch=batch,
+            key=key,
+            whole=functools.partial(fragments.put, params, fragment_id),
+            loss_fn=setting.loss_fn,
+            supplies=setting.supplies,
+        )
+        staged = kept.get(needs.STAGED)
+        extra = needs.arguments(rule.needs, seen)
+        return rule.apply(local, staged, outer, delay_steps=steps, **extra)
+
+    def merge(
+        params, opt_state, keys, kept, outer, batch, rate, participating, delay_steps
+    ):
+        moments = {
+            name: fragments.take(tree, fragment_id, lead=1)
+            for name, tree in needs.regional(
+                rule.needs, opt_state, setting.supplies
+            ).items()
+        }
+        told = (rate, delay_steps)
+        shared = told if is_regional else (outer, told)
+        shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
+        outer, told = (outer, shared) if is_regional else shared
+        local = fragments.take(params, fragment_id, lead=1)
+        axes = (0, 0, 0 if is_regional else None, 0, 0, 0, 0, None)
+        merged, metrics = setting.local.map(one_region, axes)(
+            local,
+            kept,
+            outer,
+            moments,
+            params if batch is not None else None,
+            batch,
+            keys,
+            told,
+        )
+        if participating is not None:
+            merged = where_participating(participating, merged, local)
+        return fragments.put(params, fragment_id, merged, lead=1), metrics
+
+    of_outer = P(REGION) if is_regional else P()
+    return region_shard_map(
+        merge,
+        setting.mesh,
+        in_specs=(*(P(REGION),) * 4, of_outer, P(REGION), P(), P(REGION), P()),
+        out_specs=(P(REGION), P(REGION)),
+    )
+
+
+def make_drift(setting: Setting) -> Callable:
+    """Make `drift(params [R, ...], outer fragments) -> [K]`, summed over the regions.
+
+    Mean |theta^g - theta^m| per parameter of each fragment: CoCoDC's change rate,
+    measured now, at the price of a reduction of K scalars.
+    """
+    fragments = setting.fragments
+
+    def drift(params: PyTree, outer: tuple[Fragment, ...]):
+        sums = []
+        for k, part in enumerate(outer):
+            local = fragments.take(params, k, lead=1)
+            gaps = jax.tree.map(
+                lambda o, x: jnp.abs(o[None] - x.astype(o.dtype)).sum(), part, local
+            )
+            sums.append(sum(jax.tree.leaves(gaps)) / fragments.num_params[k])
+        return psum_over_regions(jnp.stack(sums))
+
+    return region_shard_map(
+        drift, setting.mesh, in_specs=(P(REGION), P()), out_specs=P()
+    )
+
+
+def region_drift(params: PyTree) -> jax.Array:
+    """Tell how far regions are apart: RMS distance to their mean over its length.
+
+    Args:
+      params: of the regions, leaves `[R, ...]`.
+
+    Returns:
+      Float32 scalar, 0 where all are equal.
+    """
+
+    def squares(x):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = x.mean(0)
+        return jnp.square(x - mean[None]).sum() / x.shape[0], jnp.square(mean).sum()
+
+    each = [squares(x) for x in jax.tree.leaves(params)]
+    apart, length = (sum(column) for column in zip(*each, strict=True))
+    return jnp.sqrt(apart / length).astype(jnp.float32)

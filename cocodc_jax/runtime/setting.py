@@ -1,0 +1,79 @@
+"""What every program of a run is made from, gathered once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.shardings import Shardings
+from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.method import Sync
+from cocodc_jax.sync.needs import LossFn, Supplies
+from cocodc_jax.sync.regions import Regions
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A sync, the model and regions it is for, and where they lie.
+
+    Attributes:
+      sync: bound to the regions.
+      regions: all of them.
+      fragments: the cut of the parameters.
+      shardings: where everything lies.
+      params: shapes of one region's parameters.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      supplies: what only the user knows.
+    """
+
+    sync: Sync
+    regions: Regions
+    fragments: Fragments
+    shardings: Shardings
+    params: PyTree
+    loss_fn: LossFn
+    supplies: Supplies
+
+    @property
+    def mesh(self) -> Mesh:
+        """The inner mesh."""
+        return self.shardings.mesh
+
+    @property
+    def local(self) -> LocalRegions:
+        """The regions that a device holds."""
+        return LocalRegions.of(self.mesh, self.regions.num)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether what regions measure goes with their messages."""
+        return self.sync.schedule.is_measured
+
+    @functools.cached_property
+    def outer_shapes(self) -> tuple[Fragment, ...]:
+        """Shapes of the outer fragments."""
+        return jax.eval_shape(lambda x: outer_parts(self.fragments, x), self.params)
+
+
+def outer_dtype(dtype: Any) -> Any:
+    """Return the dtype of an outer parameter: its own, but at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
+    """Copy one region's parameters as the outer fragments that a run begins with."""
+    return tuple(
+        jax.tree.map(
+            lambda x: jnp.array(x, outer_dtype(x.dtype), copy=True),
+            fragments.take(params, k),
+        )
+        for k in range(len(fragments))
+    )

@@ -1,0 +1,149 @@
+"""Inner steps: every region trains alone, in one `lax.scan` under `shard_map`.
+
+The program is manual over the region axis. Parameters enter varying over it, so the
+gradient of a region is its own: of *replicated* parameters it would silently become
+the sum over regions, since JAX inserts an all-reduce for what is the same everywhere.
+The only collective here is that of methods which exchange something at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices.local_regions import (
+    LocalRegions,
+    for_all_regions,
+    where_participating,
+)
+from cocodc_jax.runtime.devices.mesh import REGION, wants_flat_buffer
+from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.exchange.per_step import gather_all, mean_for_all
+from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync.needs import LossFn
+from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.transforms.numerics import vary_like
+
+PyTree = Any
+
+
+def make_steps(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    num_regions: int,
+    per_step: PerStep | None = None,
+    all_reduce: str = "direct",
+) -> Callable:
+    """Make T inner steps of all regions, one program over the mesh (not yet jitted).
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      optimizer: the inner optimizer.
+      mesh: the inner mesh.
+      num_regions: M.
+      per_step: what regions exchange at every step, if anything.
+      all_reduce: how that crosses where it does as a flat buffer.
+
+    Returns:
+      `steps(state, batches, participating) -> (state, (losses, aux))` with batches
+      `[T, R, ...]`, participating bool `[T, R]` (who has a step to do) or None, losses
+      float32 `[T, R]`, and aux a dict of the same shape.
+    """
+    local = LocalRegions.of(mesh, num_regions)
+    kind = all_reduce if wants_flat_buffer(mesh) else None
+    step = make_step(loss_fn, optimizer, local, per_step, kind)
+
+    def steps(state: RegionState, batches: PyTree, participating: jax.Array | None):
+        return jax.lax.scan(step, state, (batches, participating))
+
+    return region_shard_map(
+        steps,
+        mesh,
+        in_specs=(P(REGION), P(None, REGION), P(None, REGION)),
+        out_specs=(P(REGION), P(None, REGION)),
+    )
+
+
+def make_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    local: LocalRegions,
+    per_step: PerStep | None = None,
+    all_reduce: str | None = None,
+) -> Callable:
+    """Make one inner step of the regions of a shard, a `lax.scan` body.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      optimizer: the inner optimizer.
+      local: the regions a device holds.
+      per_step: what regions exchange at every step, if anything.
+      all_reduce: see `exchange.per_step`.
+
+    Returns:
+      `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf
+      `[block, ...]`; `participating` is bool `[block]`, or None if every region steps.
+    """
+
+    def gradient(params, batch, key_data):
+        key, use = jax.random.split(jax.random.wrap_key_data(key_data))
+        out, grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, use)
+        return out, grads, jax.random.key_data(key)
+
+    def update(grads, opt_state, params):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def step(state: RegionState, xs: tuple[PyTree, jax.Array | None]):
+        batch, participating = xs
+        out, grads, key = local.map(gradient)(state.params, batch, state.key)
+        kept = state.per_step
+        if per_step is not None:
+            grads, kept = _exchange(per_step, local, grads, state, all_reduce)
+        params, opt_state = local.map(update)(grads, state.opt_state, state.params)
+        # Adafactor puts constants into its state: they too are a region's own.
+        opt_state = vary_like(opt_state, state.opt_state)
+        new = RegionState(params, opt_state, key, kept)
+        if participating is not None:
+            new = where_participating(participating, new, state)
+        return new, out
+
+    return step
+
+
+def _exchange(
+    per_step: PerStep,
+    local: LocalRegions,
+    grads: PyTree,
+    state: RegionState,
+    all_reduce: str | None,
+):
+    """Send every region's gradient; give each what it makes of all messages."""
+
+    def send(grads, kept, key_data):
+        # A key of its own: 0 and 1 are the two that the step splits.
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 3)
+        return per_step.send(grads, kept, key)
+
+    message, kept = local.map(send)(grads, state.per_step, state.key)
+    kept = vary_like(kept, state.per_step)
+    if per_step.receive is None:
+        made = mean_for_all(message, all_reduce)
+    else:
+        made = per_step.receive(gather_all(message, all_reduce))
+    return for_all_regions(made, local.size), kept
+
+
+def are_finite(tree: PyTree) -> jax.Array:
+    """Tell whether every number of a region is finite, bool `[R]`."""
+    each = [
+        jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)
+    ]
+    return jnp.stack(each).all(axis=0)

@@ -1,1 +1,0 @@
-"""The methods, by what they have in common; `sync/methods.py` lists them."""

@@ -1,0 +1,334 @@
+"""What the parts of a method may need to know, by name: one table, `NEEDS`.
+
+A merge rule, a curvature, an outer optimizer and a schedule each say by name what they
+need, in a frozenset called `needs`, and get it under that name:
+
+- a merge (and the curvature in it) as extra arguments of its `apply`;
+- an outer optimizer as extra arguments of its `update`;
+- a schedule by `observe`: of updates that were applied, or measured on demand.
+
+A new need is an entry of the table, and nothing else. What an entry says is pure; the
+runtime keeps the copies, hands the arrays to the program of a merge, and tells the
+schedule what was seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cocodc_jax.transforms import low_rank
+
+PyTree = Any
+Fragment = dict[str, jax.Array]
+LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+
+# Copies that can be kept of a fragment while it is in flight.
+STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
+
+
+@dataclasses.dataclass(frozen=True)
+class Supplies:
+    """What only the user knows, and some merges need; see `RegionProgram`.
+
+    Attributes:
+      learning_rate: of the inner optimizer, a constant or a schedule of the step.
+      second_moment: takes the regional inner optimizer state, every leaf `[R, ...]`, to
+        a tree like the parameters; see `adam_second_moment`.
+      outputs: the loss in two parts, `model(params, batch) -> outputs` and
+        `loss(outputs, batch) -> scalar`.
+    """
+
+    learning_rate: float | Callable[[int], Any] | None = None
+    second_moment: Callable[[PyTree], PyTree] | None = None
+    outputs: tuple[Callable, Callable] | None = None
+
+    def rate(self, step: int) -> jax.Array:
+        """Return the learning rate of the inner step that led to `step`."""
+        rate = self.learning_rate
+        value = rate(max(step - 1, 0)) if callable(rate) else rate
+        return jnp.asarray(value, float)
+
+
+class Seen(NamedTuple):
+    """What one region has at hand when a fragment arrives; no leaf has a region axis.
+
+    Attributes:
+      local: its own fragment now.
+      outer: the outer fragment.
+      kept: copies by name: `STAGED` as the sync started, `HALFWAY` `delay_steps // 2`
+        steps later; None where nobody needs them.
+      delay_steps: tau, an int or an int32 scalar.
+      regional: what `Need.of_regions` gave, by need.
+      learning_rate: float32 scalar, or None.
+      batch: the last one trained on, or None.
+      key: PRNG key, or None.
+      whole: puts a fragment into the region's parameters.
+      loss_fn: `(params, batch, key) -> (loss, aux)`.
+      supplies: of the user.
+    """
+
+    local: Fragment
+    outer: Fragment
+    kept: Mapping[str, Fragment | None]
+    delay_steps: int | jax.Array
+    regional: Mapping[str, Fragment]
+    learning_rate: jax.Array | None
+    batch: PyTree
+    key: jax.Array | None
+    whole: Callable[[Fragment], PyTree]
+    loss_fn: LossFn
+    supplies: Supplies
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """One thing that may be needed.
+
+    Attributes:
+      about: what it is.
+      keeps: copies that must be kept of a fragment in flight.
+      given_by: field of `Supplies` that it comes from, and how to fill it.
+      wants_batch: whether it is made of the last batch; it then gets a key too.
+      wants_key: whether it is made of a PRNG key.
+      of_regions: `(optimizer state, supplies) -> tree` like the parameters, both with
+        regions in front; the fragment of it is `Seen.regional`.
+      of_region: what a merge is given, made of `Seen`; None where a merge has it
+        without asking.
+      of_mean: what is seen of an applied mean pseudo-gradient, made where that lies.
+    """
+
+    about: str
+    keeps: tuple[str, ...] = ()
+    given_by: tuple[str, str] | None = None
+    wants_batch: bool = False
+    wants_key: bool = False
+    of_regions: Callable[[PyTree, Supplies], PyTree] | None = None
+    of_region: Callable[[Seen], Any] | None = None
+    of_mean: Callable[[Fragment], jax.Array] | None = None
+
+
+def effective_rank(tree: PyTree) -> jax.Array:
+    """Count the singular values of a tensor that matter, averaged over all parameters.
+
+    A tensor counts as often as it has parameters: stacked norms, which no factors make
+    smaller, hardly do. See `low_rank.effective_rank` for one. The weights are ours.
+
+    Args:
+      tree: a mean pseudo-gradient.
+
+    Returns:
+      float32 scalar, at least 1.
+    """
+    leaves = jax.tree.leaves(tree)
+    total = sum(x.size for x in leaves)
+    each = [x.size / total * low_rank.effective_rank(x) for x in leaves]
+    return jnp.sum(jnp.stack(each))
+
+
+def later_gradient(
+    staged: PyTree, midway: PyTree, local: PyTree, delay_steps: int
+) -> PyTree:
+    """Return what a region saw in the two halves of the overlap, for `secant`.
+
+    Args:
+      staged: the fragment when its sync started.
+      midway: `delay_steps // 2` steps later.
+      local: `delay_steps` steps later.
+      delay_steps: tau, at least 2.
+
+    Returns:
+      The per-step pseudo-gradient of the whole overlap plus its change from the first
+      half to the second. `secant` takes the whole overlap's away again.
+    """
+    first, rest = delay_steps // 2, delay_steps - delay_steps // 2
+
+    def later(staged, middle, local):
+        whole = (staged - local) / delay_steps
+        return whole + (middle - local) / rest - (staged - middle) / first
+
+    return jax.tree.map(later, staged, midway, local)
+
+
+def _gradient_fn(seen: Seen) -> Callable:
+    def loss(part: Fragment) -> jax.Array:
+        assert seen.key is not None
+        return seen.loss_fn(seen.whole(part), seen.batch, seen.key)[0]
+
+    return jax.grad(loss)
+
+
+def _second_moment(opt_state: PyTree, supplies: Supplies) -> PyTree:
+    assert supplies.second_moment is not None
+    return supplies.second_moment(opt_state)
+
+
+def _outputs(seen: Seen) -> tuple[Callable, Callable]:
+    assert seen.supplies.outputs is not None
+    return seen.supplies.outputs
+
+
+def _model_fn(seen: Seen) -> Callable:
+    return lambda part: _outputs(seen)[0](seen.whole(part), seen.batch)
+
+
+def _output_loss_fn(seen: Seen) -> Callable:
+    return lambda outputs: _outputs(seen)[1](outputs, seen.batch)
+
+
+def _later_gradient(seen: Seen) -> Fragment:
+    steps = seen.delay_steps
+    assert isinstance(steps, int)
+    return later_gradient(seen.kept[STAGED], seen.kept[HALFWAY], seen.local, steps)
+
+
+_RATE = ("learning_rate", "learning_rate=, the inner optimizer's")
+_MOMENT = (
+    "second_moment",
+    "second_moment=adam_second_moment(b2) with the optimizer's b2",
+)
+_OUTPUTS = ("outputs", "outputs=(model, loss)")
+
+NEEDS: dict[str, Need] = {
+    # Of a merge.
+    "staged": Need("The region's fragment when its sync started.", keeps=(STAGED,)),
+    "learning_rate": Need(
+        "The inner optimizer's, of the step just done; float32 scalar.",
+        given_by=_RATE,
+        of_region=lambda seen: seen.learning_rate,
+    ),
+    "second_moment": Need(
+        "The inner Adam's second moment of the fragment, bias-corrected.",
+        given_by=_MOMENT,
+        of_regions=_second_moment,
+        of_region=lambda seen: seen.regional["second_moment"],
+    ),
+    "key": Need(
+        "A PRNG key of the region's own.",
+        wants_key=True,
+        of_region=lambda seen: seen.key,
+    ),
+    "gradient_fn": Need(
+        "A fragment to its gradient on the last batch.",
+        wants_batch=True,
+        of_region=_gradient_fn,
+    ),
+    "model_fn": Need(
+        "A fragment to the model's outputs on the last batch.",
+        given_by=_OUTPUTS,
+        wants_batch=True,
+        of_region=_model_fn,
+    ),
+    "output_loss_fn": Need(
+        "Outputs to their loss on the last batch.",
+        given_by=_OUTPUTS,
+        wants_batch=True,
+        of_region=_output_loss_fn,
+    ),
+    "later_params": Need(
+        "The region's fragment halfway to the merge.",
+        keeps=(STAGED, HALFWAY),
+        of_region=lambda seen: seen.kept[HALFWAY],
+    ),
+    "later_gradient": Need(
+        "The pseudo-gradient per step, extrapolated by the change from the first half "
+        "of the overlap to the second.",
+        keeps=(STAGED, HALFWAY),
+        of_region=_later_gradient,
+    ),
+    # Of an outer optimizer.
+    "stale_params": Need(
+        "The outer fragment that the pseudo-gradients were measured from.",
+        keeps=(STALE,),
+    ),
+    # Of a schedule.
+    "norm": Need(
+        "L2 norm of an applied mean pseudo-gradient; the outer step tells it."
+    ),
+    "effective_rank": Need(
+        "Effective rank of an applied mean pseudo-gradient.", of_mean=effective_rank
+    ),
+    "drift": Need(
+        "Mean |outer - local| per parameter of each fragment, summed over regions; "
+        "measured when it is asked for."
+    ),
+    "times": Need(
+        "Seconds of an inner step and of a sync as each region had measured them, "
+        "`[R, 2]`; they travel with the message."
+    ),
+}
+
+
+def check_known(needs: Iterable[str], who: str) -> None:
+    """Refuse needs that are not in the table.
+
+    Args:
+      needs: names.
+      who: whose they are, for the message.
+
+    Raises:
+      ValueError: naming them and what is known.
+    """
+    unknown = sorted(set(needs) - set(NEEDS))
+    if unknown:
+        raise ValueError(
+            f"{who} needs {unknown}, which nothing here can give; known are "
+            f"{sorted(NEEDS)}"
+        )
+
+
+def check(needs: Iterable[str], supplies: Supplies, who: str) -> None:
+    """Refuse needs that nobody can satisfy.
+
+    Args:
+      needs: names.
+      supplies: of the user.
+      who: whose they are, for the message.
+
+    Raises:
+      ValueError: naming the need and what to pass.
+    """
+    check_known(needs, who)
+    for name in sorted(needs):
+        source = NEEDS[name].given_by
+        if source and getattr(supplies, source[0]) is None:
+            raise ValueError(f"{who} needs {name!r}: pass Supplies({source[1]})")
+
+
+def copies(needs: Iterable[str]) -> frozenset[str]:
+    """Return the copies that `needs` have kept of a fragment in flight."""
+    return frozenset(copy for name in needs for copy in NEEDS[name].keeps)
+
+
+def wants_batch(needs: Iterable[str]) -> bool:
+    """Tell whether the last batch is needed."""
+    return any(NEEDS[name].wants_batch for name in needs)
+
+
+def wants_key(needs: Iterable[str]) -> bool:
+    """Tell whether a key is needed."""
+    return any(NEEDS[name].wants_batch or NEEDS[name].wants_key for name in needs)
+
+
+def regional(
+    needs: Iterable[str], opt_state: PyTree, supplies: Supplies
+) -> dict[str, PyTree]:
+    """Return what is made of all regions at once, like the parameters, by need."""
+    makers = {name: NEEDS[name].of_regions for name in sorted(needs)}
+    return {name: make(opt_state, supplies) for name, make in makers.items() if make}
+
+
+def arguments(needs: Iterable[str], seen: Seen) -> dict[str, Any]:
+    """Return the extra arguments of one region's merge, by need."""
+    makers = {name: NEEDS[name].of_region for name in sorted(needs)}
+    return {name: make(seen) for name, make in makers.items() if make}
+
+
+def of_mean(needs: Iterable[str], mean: Fragment) -> dict[str, jax.Array]:
+    """Return what is seen of a mean pseudo-gradient, by need."""
+    makers = {name: NEEDS[name].of_mean for name in sorted(needs)}
+    return {name: make(mean) for name, make in makers.items() if make}

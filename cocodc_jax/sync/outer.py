@@ -1,0 +1,178 @@
+"""Outer optimizers: one model for all regions, or one of each region's own.
+
+With one outer model (`SharedOuter`) a region sends its pseudo-gradient only, and the
+mean of them is the gradient of an Optax optimizer. Where regions are never made equal
+(NoLoCo, decoupled momentum), or correct the mean by what they alone know (eager
+updates), outer parameters and optimizer state are *regional* (`RegionalOuter`):
+
+    message_m, state_m = send(params_m, state_m, local_m)
+    params_m, state_m = receive(params_m, state_m, arrived_m)
+
+where `arrived_m` is the mean of what the messages of the region's group decode to.
+Each is a pure function of one region's fragment; the runtime maps it over regions.
+Pseudo-gradients are old minus new, everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from cocodc_jax.transforms.compressor import Compressor
+
+PyTree = Any
+
+GROUPS = ("all", "pairs")
+PLACEMENTS = ("host", "divided")
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedOuter:
+    """An outer optimizer of parameters that all regions share.
+
+    Attributes:
+      optimizer: takes the mean pseudo-gradient as its gradient; one independent state a
+        fragment.
+      placement: "host" keeps its state on a host device, "divided" divides it over the
+        devices of each region, as ZeRO does.
+      needs: the extra arguments of its `update`, see `sync.needs`.
+    """
+
+    optimizer: optax.GradientTransformation
+    placement: str = "host"
+    needs: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        """Check the placement.
+
+        Raises:
+          ValueError: if it is none of `PLACEMENTS`.
+        """
+        if self.placement not in PLACEMENTS:
+            raise ValueError(
+                f"outer_placement={self.placement!r} is unknown; use one of "
+                f"{PLACEMENTS}"
+            )
+
+    @property
+    def only_in_program(self) -> str | None:
+        """Why messages can cross in a compiled program only; None if they need not."""
+        if self.placement == "divided":
+            return "its outer state is divided over the inner mesh"
+        return None
+
+    def placed(self, placement: str) -> SharedOuter:
+        """Return the same with its state elsewhere."""
+        return dataclasses.replace(self, placement=placement)
+
+    def check(self, sync: Any) -> None:
+        """Go with any schedule, message and weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionalOuter:
+    """An outer optimizer of regional parameters.
+
+    Attributes:
+      name: for records and error messages.
+      init: `init(params, compressor) -> state` of one region's fragment.
+      send: `send(params, state, local, compressor, key) -> (message, state)`: `params`
+        the region's outer fragment, `local` its own; pseudo-gradients are old minus
+        new, `params - local`. The message is what `compressor.encode` gives.
+      receive: `receive(params, state, arrived, num_regions) -> (params, state)`.
+      group: whose messages a region gets the mean of: "all", or "pairs" (itself and a
+        partner, drawn anew for every sync).
+      seed: of the draw of pairs, the same on every region.
+    """
+
+    name: str
+    init: Callable[[PyTree, Compressor], PyTree]
+    send: Callable[..., tuple[PyTree, PyTree]]
+    receive: Callable[..., tuple[PyTree, PyTree]]
+    group: str = "all"
+    seed: int = 0
+
+    needs = frozenset()
+    only_in_program = "its outer parameters lie in the regions"
+
+    def __post_init__(self):
+        """Check the group.
+
+        Raises:
+          ValueError: if it is none of `GROUPS`.
+        """
+        if self.group not in GROUPS:
+            raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
+
+    def placed(self, placement: str) -> RegionalOuter:
+        """Refuse to be anywhere else.
+
+        Raises:
+          ValueError: for any placement but "host", which stands for leaving it.
+        """
+        if placement == "host":
+            return self
+        raise ValueError("it has no one outer model to divide")
+
+    def check(self, sync: Any) -> None:
+        """Refuse parts that take one outer model.
+
+        Args:
+          sync: the `method.Sync` that this is part of.
+
+        Raises:
+          ValueError: if regions come alone or are weighed, or a message is summed.
+        """
+        if sync.schedule.is_by_region or sync.weigh is not None:
+            raise ValueError(
+                "it has outer parameters in every region, and can neither weigh "
+                "regions nor take them in alone"
+            )
+        if sync.message.only_in_program:
+            raise ValueError(
+                f"{type(sync.message).__name__} sums pseudo-gradients on their way, "
+                "for one outer model, but it has outer parameters in every region"
+            )
+
+
+Outer = SharedOuter | RegionalOuter
+
+
+def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
+    """Make outer Nesterov: m <- mu m + Delta; theta^g <- theta^g - eta (Delta + mu m).
+
+    Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code.
+
+    Args:
+      outer_lr: eta, positive.
+      outer_momentum: mu, in [0, 1).
+
+    Raises:
+      ValueError: if one is out of range.
+    """
+    return SharedOuter(nesterov_sgd(outer_lr, outer_momentum))
+
+
+def nesterov_sgd(
+    outer_lr: float, outer_momentum: float
+) -> optax.GradientTransformation:
+    """Make the optimizer of `nesterov` by itself."""
+    if outer_lr <= 0:
+        raise ValueError(f"outer_lr={outer_lr} must be positive")
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
+    return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)
+
+
+def pseudo_gradient(params: PyTree, local: PyTree) -> PyTree:
+    """Return `params - local`, old minus new, in the outer dtype.
+
+    Args:
+      params: an outer fragment.
+      local: a region's own.
+    """
+    return jax.tree.map(lambda o, x: o - x.astype(o.dtype), params, local)

@@ -1,0 +1,90 @@
+"""What regions exchange at every inner step, in place of their own gradient.
+
+Every region turns its gradient into a message; from all regions' messages each makes
+the same gradient and gives it to its inner optimizer. Data parallelism is the case in
+which the message is the gradient and what is made of the messages is their mean:
+
+    message_m, state_m = send(gradient_m, state_m);    gradient = receive(messages)
+
+Each is a pure function of one region's tree; the runtime maps `send` over regions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cocodc_jax.sync.messages import mean_of_decoded
+from cocodc_jax.transforms.compressor import Compressor, message_bytes
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PerStep:
+    """One way to exchange something at every step.
+
+    Attributes:
+      name: for records and error messages.
+      init: `init(params) -> state` of one region.
+      send: `send(gradient, state, key) -> (message, state)`.
+      receive: `receive(messages) -> gradient`, every leaf of `messages` with the
+        regions in front, `[M, ...]`. None: the message is a tree like the gradient, and
+        its mean is wanted, which needs no gathering.
+      compressed_by: `compressed_by(compressor) -> PerStep`, the same with its messages
+        compressed; None where that cannot be.
+      why_uncompressed: why it cannot be, if so.
+    """
+
+    name: str
+    init: Callable[[PyTree], PyTree]
+    send: Callable[..., tuple[PyTree, PyTree]]
+    receive: Callable[[PyTree], PyTree] | None = None
+    compressed_by: Callable[[Compressor], PerStep] | None = None
+    why_uncompressed: str = "its messages cannot be encoded further"
+
+    def compressed(self, compressor: Compressor) -> PerStep:
+        """Return the same with its messages compressed.
+
+        Raises:
+          ValueError: saying why they cannot be.
+        """
+        if self.compressed_by is None:
+            raise ValueError(self.why_uncompressed)
+        return self.compressed_by(compressor)
+
+    def num_bytes(self, params: PyTree) -> int:
+        """Return the bytes that one region sends a step.
+
+        Args:
+          params: shapes of one region's parameters.
+        """
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        message, _ = jax.eval_shape(
+            lambda g, key: self.send(g, self.init(g), key), params, key
+        )
+        return message_bytes(message)
+
+
+def mean_gradients() -> PerStep:
+    """Average the gradients as they are: data parallelism."""
+    return PerStep(
+        "mean_gradients",
+        lambda params: (),
+        lambda gradient, state, key: (gradient, state),
+        compressed_by=compressed_gradients,
+    )
+
+
+def compressed_gradients(compressor: Compressor) -> PerStep:
+    """Average the compressed gradients, decoded by everyone."""
+    return PerStep(
+        "compressed_gradients",
+        compressor.init,
+        lambda gradient, state, key: compressor.encode(gradient, state, key),
+        lambda messages: mean_of_decoded(messages, compressor),
+        compressed_gradients,
+    )

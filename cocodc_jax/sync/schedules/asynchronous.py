@@ -1,0 +1,126 @@
+"""Regions that come and go one by one, each on its own clock.
+
+There is no round: a region sends its pseudo-gradient when it has done its steps, the
+outer optimizer takes it at once, and the region goes on from what comes out. While it
+trained, the outer parameters moved on under it, the more the slower it is.
+
+With *dynamic local updates* a region of step time s does floor(H / s) steps (at least
+one) between two arrivals instead of H, so that all come about equally often.
+
+Source: asynchronous local SGD (Liu et al., arXiv 2401.09135), read from its code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.base import (
+    FINISH,
+    START,
+    Observe,
+    Pending,
+    Schedule,
+    ScheduleState,
+    check_at_least,
+    nothing,
+    replaced,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous(Schedule):
+    """A schedule of one fragment (the whole model) whose events each name a region.
+
+    In its state `last_start` has an entry a region.
+
+    Attributes:
+      sync_interval: H, inner steps of the fastest region between two arrivals.
+      is_dynamic: whether slower regions do fewer steps between arrivals.
+      step_times: ticks of one inner step of each region, see `Regions`.
+    """
+
+    sync_interval: int
+    is_dynamic: bool = True
+    step_times: tuple[float, ...] = ()
+
+    num_fragments = 1
+    delay_steps = 0
+    is_by_region = True
+
+    def __post_init__(self):
+        """Check the interval.
+
+        Raises:
+          ValueError: if it is below 1.
+        """
+        check_at_least("sync_interval", self.sync_interval, 1)
+
+    def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:
+        """Return the schedule for these regions; see `Schedule.bind`."""
+        super().bind(regions, looks_midway)
+        return dataclasses.replace(self, step_times=regions.step_times)
+
+    def local_steps(self, region: int) -> int:
+        """Return the inner steps that `region` does between two arrivals."""
+        if not self.is_dynamic:
+            return self.sync_interval
+        return max(1, math.floor(self.sync_interval / self.step_times[region] + 1e-9))
+
+    def arrival(self, region: int, after: int) -> int:
+        """Return the first tick after `after` at which `region` comes."""
+        period = self.local_steps(region) * self.step_times[region]
+        # The small number undoes the rounding of a product that is whole.
+        count = math.floor(after / period + 1e-9)
+        tick = after
+        while tick <= after:
+            count += 1
+            tick = math.ceil(count * period - 1e-9)
+        return tick
+
+    def init(self) -> ScheduleState:
+        """Return the state before the first step."""
+        return ScheduleState(0, (), (-1,) * len(self.step_times))
+
+    def restore(self, value: dict) -> ScheduleState:
+        """Return the state that `to_json` was called on."""
+        return ScheduleState.from_json(value)
+
+    def next_step(self, state: ScheduleState) -> int:
+        """Return the next tick at which some region comes."""
+        return min(self.arrival(m, state.step) for m in range(len(self.step_times)))
+
+    def next_event(self, state, step, observe: Observe = nothing):
+        """Return a region's start, then at once its finish, in ascending order."""
+        del observe
+        if state.in_flight:
+            (pending,) = state.in_flight
+            return dataclasses.replace(state, in_flight=()), pending.event(FINISH)
+        for region, last in enumerate(state.last_start):
+            if last < step and self._comes(region, step):
+                pending = Pending(0, step, step, participating=(region,))
+                state = dataclasses.replace(
+                    state,
+                    step=step,
+                    in_flight=(pending,),
+                    last_start=replaced(state.last_start, region, step),
+                )
+                return state, pending.event(START)._replace(since_step=max(last, 0))
+        return dataclasses.replace(state, step=step), None
+
+    def _comes(self, region: int, step: int) -> bool:
+        return step > 0 and self.arrival(region, step - 1) == step
+
+
+def asynchronous(sync_interval: int, is_dynamic: bool = True) -> Asynchronous:
+    """Let every region come alone after `sync_interval` steps, or fewer.
+
+    Args:
+      sync_interval: H, inner steps of the fastest region between two arrivals.
+      is_dynamic: whether a slower region does fewer.
+
+    Raises:
+      ValueError: if `sync_interval` is below 1.
+    """
+    return Asynchronous(sync_interval, is_dynamic)

@@ -1,0 +1,264 @@
+"""What every schedule is: asked what comes next, it answers with events.
+
+A schedule is a value; what it remembers is a state of its own class, of plain values
+that JSON can hold. Whoever carries out its events (devices, an ablation, a simulated
+network) runs the same loop, `events_at`:
+
+    while (step := schedule.next_step(state)) <= end:
+        for state, event in events_at(schedule, state, step, observe):
+            ...
+
+The order of events at a step is the schedule's alone, and a contract: all regions must
+come to the same order, or their collectives would pair with the wrong ones and hang.
+So a schedule chooses from reduced values only, which it gets by `observe`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from cocodc_jax.sync.regions import Regions
+
+START, MIDWAY, FINISH = "start", "midway", "finish"
+
+
+class Event(NamedTuple):
+    """Something that happens to one sync of a fragment.
+
+    Attributes:
+      kind: `START` (its message leaves), `MIDWAY` (half of its delay is over; only
+        where someone needs a copy then) or `FINISH` (outer step and merge).
+      fragment_id: which fragment.
+      start_step: the step at which this sync starts or started.
+      since_step: the step of the start before, from which on its progress counts.
+      participating: the regions that take part, ascending; None is all of them.
+      rank: of the message, where the schedule sets one, else 0.
+    """
+
+    kind: str
+    fragment_id: int
+    start_step: int
+    since_step: int = 0
+    participating: tuple[int, ...] | None = None
+    rank: int = 0
+
+
+class Pending(NamedTuple):
+    """A sync that has started and is not yet applied.
+
+    Attributes:
+      fragment_id: which fragment.
+      start_step: when it started.
+      apply_step: when it is applied.
+      midway_step: when someone needs a copy of the regions' fragments; None is never,
+        or no longer.
+      participating: as of its `Event`.
+      rank: as of its `Event`.
+    """
+
+    fragment_id: int
+    start_step: int
+    apply_step: int
+    midway_step: int | None = None
+    participating: tuple[int, ...] | None = None
+    rank: int = 0
+
+    @property
+    def sync_id(self) -> tuple[int, int]:
+        """What tells a sync from all others: its fragment and its start."""
+        return self.fragment_id, self.start_step
+
+    def event(self, kind: str) -> Event:
+        """Return an event of this sync after its start."""
+        return Event(
+            kind, self.fragment_id, self.start_step, 0, self.participating, self.rank
+        )
+
+
+class Applied(NamedTuple):
+    """What was seen of a mean pseudo-gradient that has been applied.
+
+    Attributes:
+      fragment_id: whose it was.
+      num_params: parameters in the fragment.
+      seen: value by the name of a need, the same on every region.
+    """
+
+    fragment_id: int
+    num_params: int
+    seen: Mapping[str, Any]
+
+
+# `observe(name)`: "applied" gives a list of `Applied` that were not given before, the
+# name of a need that is measured on demand its value, such as "drift".
+Observe = Callable[[str], Any]
+
+
+def nothing(name: str) -> list:
+    """Observe nothing: for schedules without needs.
+
+    Raises:
+      ValueError: for anything but "applied".
+    """
+    if name != "applied":
+        raise ValueError(f"the schedule needs {name!r}, which nobody measures here")
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleState:
+    """What every schedule remembers.
+
+    Attributes:
+      step: the step up to which events were given out.
+      in_flight: syncs not yet applied, oldest first.
+      last_start: step of the last start of each fragment, -1 for never.
+    """
+
+    step: int
+    in_flight: tuple[Pending, ...]
+    last_start: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """Of the messages sent now; 0 where the schedule sets none."""
+        return 0
+
+    def to_json(self) -> dict:
+        """Return plain values, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict) -> Any:
+        """Undo `to_json`, also after a trip through JSON text."""
+        fields = {k: _tuples(v) for k, v in value.items()}
+        fields["in_flight"] = tuple(Pending(*p) for p in fields["in_flight"])
+        return cls(**fields)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+class Schedule(abc.ABC):
+    """When each fragment's sync starts and when it is applied.
+
+    Attributes:
+      num_fragments: K.
+      sync_interval: H, inner steps within which every fragment starts at least once.
+      delay_steps: tau, inner steps from a start to its application, the most if they
+        differ.
+      needs: names of what it wants to know, see `sync.needs`.
+      is_by_region: whether each event is of one region alone, which sends and takes
+        when the event says so.
+    """
+
+    num_fragments: int
+    sync_interval: int
+    delay_steps: int
+    needs: frozenset[str] = frozenset()
+    is_by_region: bool = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its numbers follow what syncs take."""
+        return "times" in self.needs
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps after which every program it calls for has run at least once."""
+        return 2 * self.sync_interval + self.delay_steps
+
+    @abc.abstractmethod
+    def init(self) -> Any:
+        """Return the state before the first step."""
+
+    @abc.abstractmethod
+    def next_step(self, state: Any) -> int:
+        """Return the first step after `state.step` at which something happens."""
+
+    @abc.abstractmethod
+    def next_event(
+        self, state: Any, step: int, observe: Observe = nothing
+    ) -> tuple[Any, Event | None]:
+        """Return what happens next at `step`, and the state after it.
+
+        Args:
+          state: up to `step`.
+          step: inner steps done.
+          observe: gives what the schedule needs to know, when it needs it.
+
+        Returns:
+          The new state, and the event; None when nothing more happens at this step,
+          also when asked again.
+        """
+
+    def learn(self, state: Any, applied: Applied) -> Any:
+        """Return the state that knows of an update that was applied."""
+        del applied
+        return state
+
+    def landed(self, state: Any) -> Any:
+        """Return the state with nothing in flight."""
+        return dataclasses.replace(state, in_flight=())
+
+    @abc.abstractmethod
+    def restore(self, value: dict) -> Any:
+        """Return the state that `to_json` was called on."""
+
+    def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
+        """Return the schedule for these regions.
+
+        Args:
+          regions: whose clocks it may go by.
+          looks_midway: whether `MIDWAY` events are wanted.
+
+        Raises:
+          ValueError: naming what does not fit.
+        """
+        del regions
+        if looks_midway:
+            raise ValueError(
+                f"delay_steps={self.delay_steps} has no two halves to compare in "
+                f"{type(self).__name__}; use another merge"
+            )
+        return self
+
+
+def events_at(
+    schedule: Schedule, state: Any, step: int, observe: Observe = nothing
+) -> Iterator[tuple[Any, Event | None]]:
+    """Yield everything that happens at `step`, in order.
+
+    Args:
+      schedule: any.
+      state: its state, up to `step`.
+      step: inner steps done.
+      observe: see `Schedule.next_event`.
+
+    Yields:
+      The state after an event, and the event; the last one is None.
+    """
+    while True:
+        state, event = schedule.next_event(state, step, observe)
+        yield state, event
+        if event is None:
+            return
+
+
+def replaced(values: tuple, index: int, value: Any) -> tuple:
+    """Return `values` with one of them replaced."""
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def check_at_least(name: str, value: float, least: float) -> None:
+    """Refuse a number below `least`.
+
+    Raises:
+      ValueError: naming the argument and its value.
+    """
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")

@@ -1,0 +1,335 @@
+"""Schedules whose numbers follow the network, as it is measured while a run goes on.
+
+Two numbers of a schedule depend on the network:
+
+- *delay*: a sync is merged once it has arrived. With T_c the seconds of an inner step
+  and T_s those of a sync,
+
+      tau = ceil(T_s / T_c), at least 1 and at most `delay_steps`
+
+- *slots*: as many syncs start in an interval as the network carries (CoCoDC, arXiv
+  2504.17672, section 3.2; `adaptive.syncs_that_fit`),
+
+      N = max(K, floor(gamma H T_c / T_s)) ;  h = floor(H / N)
+
+All regions must come to the same numbers, so what each has measured travels with its
+messages, and the schedule learns of it as a sync is applied. T_c is the slowest
+region's. T_s is the shortest of any region: it is the last one to send that waits for
+nothing but the network. Over the last few syncs the median of T_c counts, and for the
+delay the longest T_s (a sync that comes late holds everybody up, one that comes early
+nobody), for the slots the median.
+
+A delay is chosen as its sync starts. To see the arrivals themselves first, regions
+would have to talk beside their messages, a round trip of the network for each.
+
+When h changes between two slots, the next may come sooner than h after the last, so
+that all deadlines can still be kept: with d_0 <= d_1 <= ... the last steps by which the
+fragments must have started, the next slot after step t is at most
+min_i floor((d_i - t) / (i + 1)) steps away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
+from cocodc_jax.sync.schedules.adaptive import adaptive as plain_adaptive
+from cocodc_jax.sync.schedules.base import (
+    Applied,
+    Observe,
+    Pending,
+    Schedule,
+    ScheduleState,
+    nothing,
+)
+from cocodc_jax.sync.schedules.fixed import Staggered
+from cocodc_jax.sync.schedules.fixed import staggered as plain_staggered
+from cocodc_jax.sync.schedules.slotted import Slotted, ahead
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredState:
+    """What a measured schedule remembers.
+
+    Attributes:
+      base: of the schedule that chooses what starts.
+      next_slot: step of the next slot, where slots are measured, else 0.
+      step_times: seconds of an inner step as the last messages told, newest last.
+      sync_times: seconds of a sync, likewise.
+    """
+
+    base: Any
+    next_slot: int = 0
+    step_times: tuple[float, ...] = ()
+    sync_times: tuple[float, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The step up to which events were given out."""
+        return self.base.step
+
+    @property
+    def in_flight(self) -> tuple[Pending, ...]:
+        """Syncs not yet applied, oldest first."""
+        return self.base.in_flight
+
+    @property
+    def rank(self) -> int:
+        """Of the messages sent now; no measured schedule sets one."""
+        return 0
+
+    def to_json(self) -> dict:
+        """Return plain values, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured(Schedule):
+    """A schedule whose delay, or slots, or both, follow the network.
+
+    Attributes:
+      base: chooses what starts; its `slot_steps` are those of the first slots.
+      delay_steps: the longest delay; the delay, where that is not measured.
+      measures_delay: whether the delay follows the network.
+      network_share: gamma in (0, 1], the share of the network that may be used, where
+        the slots follow it; None keeps them.
+      window: how many syncs count.
+    """
+
+    base: Slotted
+    delay_steps: int
+    measures_delay: bool = True
+    network_share: float | None = None
+    window: int = 5
+
+    def __post_init__(self):
+        """Check that every fragment can be on time.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        # Slots that move can wait for a fragment, up to its deadline.
+        fixed = self.network_share is None
+        longest = self.base.longest_delay if fixed else self.sync_interval
+        if self.measures_delay and not 1 <= self.delay_steps <= longest:
+            raise ValueError(
+                f"max_delay_steps={self.delay_steps} must be at least 1 and at most "
+                f"{longest}: a fragment must arrive before it starts again"
+            )
+        if not 0 <= self.delay_steps <= longest:
+            raise ValueError(
+                f"delay_steps={self.delay_steps} is longer than sync_interval="
+                f"{self.sync_interval} allows; a fragment must arrive before it "
+                f"starts again: use at most {longest}"
+            )
+        if self.network_share is not None:  # Checks it.
+            syncs_that_fit(1, 1, 1.0, 1.0, self.network_share)
+
+    @property
+    def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """K."""
+        return self.base.num_fragments
+
+    @property
+    def sync_interval(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """H."""
+        return self.base.sync_interval
+
+    @property
+    def slot_steps(self) -> int:
+        """h, of the first slots."""
+        return self.base.slot_steps
+
+    @property
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What syncs take, and what the choice goes by."""
+        return self.base.needs | {"times"}
+
+    def init(self) -> MeasuredState:
+        """Return the state before the first step."""
+        return MeasuredState(self.base.init(), next_slot=self.slot_steps)
+
+    def restore(self, value: dict) -> MeasuredState:
+        """Return the state that `to_json` was called on."""
+        times = {k: tuple(value[k]) for k in ("step_times", "sync_times")}
+        base = self.base.restore(value["base"])
+        return MeasuredState(base, value["next_slot"], **times)
+
+    def landed(self, state: MeasuredState) -> MeasuredState:
+        """Return the state with nothing in flight."""
+        return dataclasses.replace(state, base=self.base.landed(state.base))
+
+    def bind(self, regions: Regions, looks_midway: bool = False) -> Measured:
+        """Return the schedule for these regions; see `Schedule.bind`."""
+        if looks_midway:
+            raise ValueError(
+                f"delay_steps={AUTO!r} is not possible where a merge compares the two "
+                "halves of the delay; use a number"
+            )
+        return dataclasses.replace(self, base=self.base.bind(regions))
+
+    def next_step(self, state: MeasuredState) -> int:
+        """Return the first step after `state.step` at which something happens."""
+        return min([self._next_slot(state), *ahead(state.base)])
+
+    def next_event(self, state, step, observe: Observe = nothing):
+        """Return what arrives, then what leaves; see `Schedule.next_event`."""
+        # Slots are told from the state before its step moves on.
+        is_slot = step > 0 and step == self._next_slot(state, step - 1)
+        base, event = self.base.arrive(state.base, step)
+        state = dataclasses.replace(state, base=base)
+        if event is not None or not is_slot or step in base.last_start:
+            return state, event
+        for applied in observe("applied"):
+            state = self.learn(state, applied)
+        slot_steps = self._slot_steps(state)
+        base, event = self.base.leave(
+            state.base, step, _seen_already(observe), self._delay(state), slot_steps
+        )
+        state = dataclasses.replace(state, base=base)
+        if self.network_share is not None:
+            slot = step + self._steps_to_slot(base, step, slot_steps)
+            state = dataclasses.replace(state, next_slot=slot)
+        return state, event
+
+    def learn(self, state: MeasuredState, applied: Applied) -> MeasuredState:
+        """Return the state that knows T_c and T_s of every region, and the update."""
+        base = self.base.learn(state.base, applied)
+        state = dataclasses.replace(state, base=base)
+        times = applied.seen.get("times")
+        if times is None or min(min(pair) for pair in times) <= 0:  # Not known yet.
+            return state
+        step_time = max(step for step, _ in times)
+        sync_time = min(sync for _, sync in times)
+        return dataclasses.replace(
+            state,
+            step_times=(*state.step_times, step_time)[-self.window :],
+            sync_times=(*state.sync_times, sync_time)[-self.window :],
+        )
+
+    def _next_slot(self, state: MeasuredState, after: int | None = None) -> int:
+        if self.network_share is not None:
+            return state.next_slot
+        after = state.step if after is None else after
+        return (after // self.slot_steps + 1) * self.slot_steps
+
+    def _delay(self, state: MeasuredState) -> int:
+        if not self.measures_delay:
+            return self.delay_steps
+        wanted = self.slot_steps  # One fragment on its way, until something is known.
+        if state.sync_times:
+            step_time = statistics.median(state.step_times)
+            wanted = math.ceil(max(state.sync_times) / step_time)
+        return max(1, min(wanted, self.delay_steps))
+
+    def _slot_steps(self, state: MeasuredState) -> int:
+        if self.network_share is None or not state.sync_times:
+            return self.slot_steps
+        num_syncs = syncs_that_fit(
+            self.sync_interval,
+            self.num_fragments,
+            statistics.median(state.step_times),
+            statistics.median(state.sync_times),
+            self.network_share,
+        )
+        return self.sync_interval // num_syncs
+
+    def _steps_to_slot(self, base: ScheduleState, step: int, slot_steps: int) -> int:
+        last = sorted(max(start, 0) + self.sync_interval for start in base.last_start)
+        in_time = [(deadline - step) // (i + 1) for i, deadline in enumerate(last)]
+        return max(1, min(slot_steps, *in_time))
+
+
+def _seen_already(observe: Observe) -> Observe:
+    """Answer for what the choice itself asks: updates have been told already."""
+    return lambda name: [] if name == "applied" else observe(name)
+
+
+def staggered(
+    sync_interval: int,
+    num_fragments: int = 1,
+    delay_steps: int | str = 0,
+    max_delay_steps: int | None = None,
+) -> Staggered | Measured:
+    """Make a `fixed.staggered` schedule, with a delay that may be measured.
+
+    Args:
+      sync_interval: H.
+      num_fragments: K.
+      delay_steps: tau, or "auto".
+      max_delay_steps: the longest that "auto" may choose, at most H; None is H.
+
+    Raises:
+      ValueError: naming the argument, its value and what would be right.
+    """
+    _check_delay(delay_steps, max_delay_steps)
+    if isinstance(delay_steps, int):
+        return plain_staggered(sync_interval, num_fragments, delay_steps)
+    base = plain_staggered(sync_interval, num_fragments)
+    longest = sync_interval if max_delay_steps is None else max_delay_steps
+    return Measured(base, longest)
+
+
+def adaptive(
+    sync_interval: int,
+    num_fragments: int,
+    delay_steps: int | str,
+    syncs_per_interval: int | str,
+    score: str = "pseudo_gradient",
+    max_delay_steps: int | None = None,
+    network_share: float | None = None,
+) -> Adaptive | Measured:
+    """Make an adaptive schedule, with a delay and slots that may be measured.
+
+    Args:
+      sync_interval: H.
+      num_fragments: K.
+      delay_steps: tau, or "auto".
+      syncs_per_interval: N, or "auto", which begins with K.
+      score: see `schedules.adaptive`.
+      max_delay_steps: the longest that "auto" may choose; None is the longest there
+        can be, about H.
+      network_share: gamma in (0, 1] of an automatic N; None is 0.4.
+
+    Raises:
+      ValueError: naming the argument, its value and what would be right.
+    """
+    _check_delay(delay_steps, max_delay_steps)
+    _check_count_or_auto("syncs_per_interval", syncs_per_interval)
+    share = None
+    if not isinstance(syncs_per_interval, int):
+        share = 0.4 if network_share is None else network_share
+    elif network_share is not None:
+        raise ValueError(
+            f"network_share={network_share} has no meaning with syncs_per_interval="
+            f"{syncs_per_interval}; leave it out, or use syncs_per_interval={AUTO!r}"
+        )
+    first = num_fragments if share is not None else syncs_per_interval
+    base = plain_adaptive(sync_interval, num_fragments, 0, int(first), score)
+    if isinstance(delay_steps, int):
+        if share is None:
+            return dataclasses.replace(base, delay_steps=delay_steps)
+        return Measured(base, delay_steps, False, share)
+    longest = base.longest_delay if share is None else sync_interval
+    longest = longest if max_delay_steps is None else max_delay_steps
+    return Measured(base, longest, True, share)
+
+
+def _check_delay(delay_steps: int | str, max_delay_steps: int | None) -> None:
+    _check_count_or_auto("delay_steps", delay_steps)
+    if isinstance(delay_steps, int) and max_delay_steps is not None:
+        raise ValueError(
+            f"max_delay_steps={max_delay_steps} has no meaning with delay_steps="
+            f"{delay_steps}; leave it out, or use delay_steps={AUTO!r}"
+        )
+
+
+def _check_count_or_auto(name: str, value: int | str) -> None:
+    if not isinstance(value, int) and value != AUTO:
+        raise ValueError(f"{name}={value!r} must be a whole number or {AUTO!r}")

@@ -1,0 +1,165 @@
+"""Rounds whose length follows the rank of the messages that they hide.
+
+A round is as long as its message is on its way. A message of rank r is r / r_1 as long
+as one of rank r_1, so it needs that part of the steps; and the rank is what the
+updates of late turned out to need:
+
+    r_t = the smallest bucket that holds mean(effective ranks of the last five means)
+    H_t = ceil(H_1 r_t / r_1)
+
+The message that leaves at the start of round t has rank r_t, and is applied H_t steps
+later, as the next one leaves (`fixed.one_step_stale`). A mean is measured when it is
+applied and looked at when the next message leaves, so nothing waits for it. Ranks come
+in buckets, as every rank has programs of its own.
+
+Every region must choose alike: an effective rank is that of a reduced mean.
+
+Source: DiLoCoX (arXiv 2506.21263), from memory. The buckets and their rounding upwards
+are ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+from cocodc_jax.sync.schedules.base import (
+    FINISH,
+    START,
+    Applied,
+    Observe,
+    Pending,
+    Schedule,
+    ScheduleState,
+    check_at_least,
+    nothing,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedState(ScheduleState):
+    """What ranked rounds remember.
+
+    Attributes:
+      sent_rank: of the messages sent now.
+      round_steps: steps of the round that goes on.
+      effective_ranks: of the last means applied, newest last.
+    """
+
+    sent_rank: int
+    round_steps: int
+    effective_ranks: tuple[float, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Of the messages sent now."""
+        return self.sent_rank
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedRounds(Schedule):
+    """A schedule of the whole model, one round late, see `ranked_rounds`.
+
+    Attributes:
+      sync_interval: H_1, steps of a round at the first rank.
+      ranks: the buckets, descending; the first is r_1.
+      window: over how many means effective ranks are averaged.
+    """
+
+    sync_interval: int
+    ranks: tuple[int, ...] = (1,)
+    window: int = 5
+
+    num_fragments = 1
+    needs = frozenset({"effective_rank"})
+
+    def __post_init__(self):
+        """Check the interval.
+
+        Raises:
+          ValueError: if it is below 1.
+        """
+        check_at_least("sync_interval", self.sync_interval, 1)
+
+    @property
+    def delay_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """tau, the longest."""
+        return self.sync_interval
+
+    def init(self) -> RankedState:
+        """Return the state before the first step: a message of zero is on its way."""
+        first, steps = self.ranks[0], self.sync_interval
+        return RankedState(0, (Pending(0, 0, steps, rank=first),), (-1,), first, steps)
+
+    def restore(self, value: dict) -> RankedState:
+        """Return the state that `to_json` was called on."""
+        return RankedState.from_json(value)
+
+    def steps_of(self, rank: int) -> int:
+        """Return H_t, the steps of a round that hides a message of this rank."""
+        return -(-self.sync_interval * rank // self.ranks[0])
+
+    def next_step(self, state: RankedState) -> int:
+        """Return the end of the round that goes on."""
+        return max(state.last_start[0], 0) + state.round_steps
+
+    def next_event(self, state, step, observe: Observe = nothing):
+        """Return the next round's start, then what arrives; see `Schedule`."""
+        if step == self.next_step(state):
+            for applied in observe("applied"):
+                state = self.learn(state, applied)
+            rank = self._choose_rank(state.effective_ranks)
+            steps = self.steps_of(rank)
+            pending = Pending(0, step, step + steps, rank=rank)
+            event = pending.event(START)._replace(since_step=step - state.round_steps)
+            state = dataclasses.replace(
+                state,
+                step=step,
+                in_flight=(*state.in_flight, pending),
+                last_start=(step,),
+                sent_rank=rank,
+                round_steps=steps,
+            )
+            return state, event
+        state = dataclasses.replace(state, step=step)
+        due = [p for p in state.in_flight if p.apply_step <= step]
+        if not due:
+            return state, None
+        rest = tuple(p for p in state.in_flight if p is not due[0])
+        return dataclasses.replace(state, in_flight=rest), due[0].event(FINISH)
+
+    def learn(self, state: RankedState, applied: Applied) -> RankedState:
+        """Return the state that knows the effective rank of an applied mean."""
+        newest = (*state.effective_ranks, applied.seen["effective_rank"])
+        return dataclasses.replace(state, effective_ranks=newest[-self.window :])
+
+    def _choose_rank(self, effective_ranks: tuple[float, ...]) -> int:
+        if not effective_ranks:
+            return self.ranks[0]
+        wanted = statistics.fmean(effective_ranks)
+        enough = [rank for rank in self.ranks if rank >= wanted]
+        return min(enough, default=self.ranks[0])
+
+
+def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
+    """Make rounds of `sync_interval` steps at `rank`, and of fewer below.
+
+    Args:
+      sync_interval: H_1.
+      rank: r_1, the largest.
+      min_rank: the smallest. Between the two every bucket is half of the one above.
+
+    Raises:
+      ValueError: naming the argument, its value and what would be right.
+
+    >>> ranked_rounds(125, 64, 4).ranks
+    (64, 32, 16, 8, 4)
+    """
+    if not 1 <= min_rank <= rank:
+        raise ValueError(
+            f"min_rank={min_rank} must be at least 1 and at most rank={rank}"
+        )
+    ranks = [rank]
+    while ranks[-1] > min_rank:
+        ranks.append(max(ranks[-1] // 2, min_rank))
+    return RankedRounds(sync_interval, tuple(ranks))

@@ -1,0 +1,183 @@
+"""Schedules whose fragments start at slots, `slot_steps` inner steps apart.
+
+What a slot serves is left to `Slotted.serve`: a fixed order (`fixed.py`), or a choice
+(`adaptive.py`); `measured.py` moves the slots themselves.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.base import (
+    FINISH,
+    MIDWAY,
+    START,
+    Event,
+    Observe,
+    Pending,
+    Schedule,
+    ScheduleState,
+    check_at_least,
+    nothing,
+    replaced,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slotted(Schedule):
+    """A schedule whose fragments start at slots; what a slot serves is left open.
+
+    Attributes:
+      num_fragments: K.
+      sync_interval: H.
+      delay_steps: tau.
+      slot_steps: h, inner steps between two slots.
+      participating: the regions whose messages count, ascending; None is all of them.
+      looks_midway: whether there are `MIDWAY` events.
+    """
+
+    num_fragments: int
+    sync_interval: int
+    delay_steps: int
+    slot_steps: int
+    participating: tuple[int, ...] | None = None
+    looks_midway: bool = False
+
+    def __post_init__(self):
+        """Check that every fragment can be on time.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        check_at_least("num_fragments", self.num_fragments, 1)
+        check_at_least("sync_interval", self.sync_interval, 1)
+        check_at_least("delay_steps", self.delay_steps, 0)
+        check_at_least("slot_steps", self.slot_steps, 1)
+        slots = self.sync_interval // self.slot_steps
+        if slots < self.num_fragments:
+            raise ValueError(
+                f"slot_steps={self.slot_steps} gives {slots} starts in sync_interval="
+                f"{self.sync_interval}, too few for num_fragments="
+                f"{self.num_fragments}; lower slot_steps or raise sync_interval"
+            )
+        if self.delay_steps > self.longest_delay:
+            raise ValueError(
+                f"delay_steps={self.delay_steps} is longer than sync_interval="
+                f"{self.sync_interval} allows; a fragment must arrive before it "
+                f"starts again: use at most {self.longest_delay}"
+            )
+
+    @property
+    def longest_delay(self) -> int:
+        """A fragment must be back before the slot that is its deadline."""
+        return self.sync_interval // self.slot_steps * self.slot_steps
+
+    def bind(self, regions: Regions, looks_midway: bool = False) -> Slotted:
+        """Return the schedule for these regions; see `Schedule.bind`."""
+        if self.participating and max(self.participating) >= regions.num:
+            raise ValueError(
+                f"participating={self.participating} names a region that is none of "
+                f"the {regions.num}; regions are counted from 0"
+            )
+        if looks_midway and self.delay_steps < 2:
+            raise ValueError(
+                f"delay_steps={self.delay_steps} must be at least 2 where a merge "
+                "compares the two halves of it"
+            )
+        if looks_midway == self.looks_midway:
+            return self
+        return dataclasses.replace(self, looks_midway=looks_midway)
+
+    @abc.abstractmethod
+    def serve(
+        self, state: Any, step: int, observe: Observe, slot_steps: int
+    ) -> tuple[Any, int | None]:
+        """Return what a slot at `step` serves, and the state after the choice.
+
+        Args:
+          state: after what arrives at `step`.
+          step: of the slot.
+          observe: see `Schedule.next_event`.
+          slot_steps: steps to the slots after it.
+
+        Returns:
+          The state and the fragment; None where each that might be is in flight.
+        """
+
+    def next_step(self, state: ScheduleState) -> int:
+        """Return the first step after `state.step` at which something happens."""
+        next_slot = (state.step // self.slot_steps + 1) * self.slot_steps
+        return min([next_slot, *ahead(state)])
+
+    def next_event(self, state, step, observe: Observe = nothing):
+        """Return what arrives, then what leaves; see `Schedule.next_event`."""
+        state, event = self.arrive(state, step)
+        if event is not None or step % self.slot_steps or step <= 0:
+            return state, event
+        return self.leave(state, step, observe, self.delay_steps, self.slot_steps)
+
+    def arrive(self, state: Any, step: int) -> tuple[Any, Event | None]:
+        """Return the next `MIDWAY` or `FINISH` of `step`, if any."""
+        state = dataclasses.replace(state, step=step)
+        for pending in state.in_flight:
+            if pending.midway_step == step:
+                looked = pending._replace(midway_step=None)
+                flying = tuple(looked if p is pending else p for p in state.in_flight)
+                state = dataclasses.replace(state, in_flight=flying)
+                return state, pending.event(MIDWAY)
+        for pending in state.in_flight:
+            if pending.apply_step <= step:
+                flying = tuple(p for p in state.in_flight if p is not pending)
+                state = dataclasses.replace(state, in_flight=flying)
+                return state, pending.event(FINISH)
+        return state, None
+
+    def leave(
+        self, state: Any, step: int, observe: Observe, delay_steps: int, slot_steps: int
+    ) -> tuple[Any, Event | None]:
+        """Return the start that a slot at `step` makes, if any.
+
+        Args:
+          state: after what arrives at `step`.
+          step: of the slot.
+          observe: see `Schedule.next_event`.
+          delay_steps: of the sync that starts.
+          slot_steps: to the slots after it.
+        """
+        if step in state.last_start:
+            return state, None
+        state, k = self.serve(state, step, observe, slot_steps)
+        if k is None:
+            return state, None
+        since = max(state.last_start[k], 0)
+        pending = Pending(
+            k,
+            step,
+            step + delay_steps,
+            step + delay_steps // 2 if self.looks_midway else None,
+            self.participating,
+        )
+        state = dataclasses.replace(
+            state,
+            step=step,
+            in_flight=(*state.in_flight, pending),
+            last_start=replaced(state.last_start, k, step),
+        )
+        return state, pending.event(START)._replace(since_step=since)
+
+
+def ahead(state: ScheduleState) -> Iterator[int]:
+    """Yield the steps at which something happens to what is in flight."""
+    each = ((p.midway_step, p.apply_step) for p in state.in_flight)
+    return (step for step in itertools.chain(*each) if step is not None)
+
+
+def free_fragments(schedule: Schedule, state: ScheduleState) -> list[int]:
+    """List the fragments that are not in flight."""
+    flying = {p.fragment_id for p in state.in_flight}
+    return [k for k in range(schedule.num_fragments) if k not in flying]

@@ -1,0 +1,49 @@
+"""The inner Adam's second moment, which some curvatures take as a Fisher diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+
+
+def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
+    """Find Adam's second moment in an optimizer state, and corrects its bias.
+
+    Args:
+      b2: the decay the inner optimizer was made with.
+
+    Returns:
+      A function of a regional optimizer state, every leaf `[R, ...]`, that gives a
+      tree like the parameters, nu / (1 - b2^count).
+    """
+
+    def second_moment(opt_state: PyTree) -> PyTree:
+        adam = [
+            state
+            for state in jax.tree.leaves(opt_state, is_leaf=_is_adam)
+            if _is_adam(state)
+        ]
+        if len(adam) != 1:
+            raise ValueError(
+                f"the merge needs the inner Adam's second moment, but the optimizer's "
+                f"state holds {len(adam)} Adam states; pass `second_moment`"
+            )
+
+        def correct(nu):
+            wide = jnp.promote_types(nu.dtype, jnp.float32)
+            scale = 1 - b2 ** adam[0].count.astype(wide)
+            return nu / scale.reshape(-1, *(1,) * (nu.ndim - 1)).astype(nu.dtype)
+
+        return jax.tree.map(correct, adam[0].nu)
+
+    return second_moment
+
+
+def _is_adam(state: Any) -> bool:
+    return isinstance(state, optax.ScaleByAdamState)

@@ -1,1 +1,0 @@
-"""The network lab: an emulated wide-area network under unmodified programs."""

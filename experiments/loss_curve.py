@@ -1,0 +1,36 @@
+"""Loss curves from files: what a simulation reads to tell seconds to a loss."""
+
+import itertools
+import json
+import pathlib
+
+
+def read_curve(
+    path: str | pathlib.Path, key: str = "eval_loss"
+) -> list[tuple[float, float]]:
+    """Read (step, loss) pairs from JSON lines or from a JSON list of pairs.
+
+    Args:
+      path: a file of one JSON table a line, as metrics.jsonl, or of one JSON list.
+      key: entry of a line that holds the loss; lines without it are skipped.
+
+    Raises:
+      ValueError: naming the file, if it holds no such pair or steps do not increase.
+      OSError: if the file cannot be read.
+    """
+    text = pathlib.Path(path).read_text()
+    try:
+        if text.lstrip().startswith("["):
+            pairs = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            pairs = [(row["step"], row[key]) for row in rows if key in row]
+        curve = [(float(step), float(loss)) for step, loss in pairs]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no loss curve: {error!r}") from error
+    if not curve:
+        raise ValueError(f"{path} has no line with both 'step' and {key!r}")
+    steps = [step for step, _ in curve]
+    if any(later <= step for step, later in itertools.pairwise(steps)):
+        raise ValueError(f"{path}: loss curve steps must increase, got {steps}")
+    return curve

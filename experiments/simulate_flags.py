@@ -1,0 +1,224 @@
+"""Flags of `experiments.simulate`, and what they describe: a network, a method, a job.
+
+A method takes its arguments under the names that training has for them; of those, the
+ones that decide when something is sent, and how much.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from absl import flags
+
+from cocodc_jax import methods
+from cocodc_jax.methods import METHODS, Method
+from cocodc_jax.network import exchanges, world
+from cocodc_jax.network.channel import SHARINGS
+from cocodc_jax.network.collectives import COLLECTIVES
+from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.network.workload import Workload
+
+Value = TypeVar("Value")
+
+AUTO = "auto"
+
+# Arguments of methods: what they are.
+COUNTS = {
+    "sync_interval": "H, steps",
+    "num_fragments": "K",
+    "max_delay_steps": "the longest that --delay_steps=auto may choose",
+    "rank": "first rank of low-rank messages",
+    "min_rank": "smallest rank",
+    "quorum": "answers that are waited for",
+    "num_rings": "rings at once",
+}
+STEPS = {"grace_steps": "steps waited for more answers than the quorum"}
+COUNTS_OR_AUTO = {
+    "delay_steps": "tau, or 'auto'",
+    "syncs_per_interval": "N, or 'auto'",
+}
+TEXTS = {
+    "answer_steps": "steps each region's answer takes, as 1,1,2,9",
+    "compress": "compressor of the messages, as int8 or ef+topk:0.1",
+}
+ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
+
+# What is simulated where nothing is said, so that methods can be laid side by side.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "diloco": {"sync_interval": 100},
+    "streaming_diloco": {"delay_steps": 5},
+}
+
+
+def define_flags() -> flags.FlagValues:
+    """Return this program's flags, apart from those of other programs."""
+    values = flags.FlagValues()
+    boolean = functools.partial(flags.DEFINE_bool, flag_values=values)
+    boolean("help", False, "print this and exit")
+    boolean("plan", False, "choose K, H, N and tau for the network and say why")
+    boolean("table", False, "compare with published numbers")
+    flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
+    _define_network(values)
+    _define_method(values)
+    _define_job(values)
+    return values
+
+
+def _define_network(values: flags.FlagValues) -> None:
+    number = functools.partial(flags.DEFINE_float, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_integer("regions", 4, "regions", lower_bound=1, flag_values=values)
+    number("bandwidth_gbps", 1.0, "Gbit/s of each ordered pair of regions")
+    number("latency_ms", 50.0, "milliseconds one way", lower_bound=0)
+    number("jitter_ms", 0.0, "milliseconds, either way", lower_bound=0)
+    number("loss", 0.0, "share of packets lost, in [0, 1)", lower_bound=0)
+    known = ", ".join(world.world_regions())
+    text("world", None, f"cloud regions by name, with commas: {known}")
+    text("links", None, "YAML file with regions, links, changes")
+    choice(
+        "collective",
+        None,
+        sorted(COLLECTIVES),
+        "how messages cross regions; default ring, or gather for encoded ones",
+    )
+    choice("sharing", "fair", SHARINGS, "how syncs under way share the links")
+
+
+def _define_method(values: flags.FlagValues) -> None:
+    count = functools.partial(flags.DEFINE_integer, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_enum(
+        "method", "streaming_diloco", sorted(METHODS), "to simulate", flag_values=values
+    )
+    for name, note in COUNTS.items():
+        count(name, None, note, lower_bound=1)
+    for name, note in STEPS.items():
+        count(name, None, note, lower_bound=0)
+    for name, note in (COUNTS_OR_AUTO | TEXTS).items():
+        text(name, None, note)
+    note = "gamma, the share of the network for --plan (default 0.4) and N 'auto'"
+    flags.DEFINE_float("network_share", None, note, flag_values=values)
+    note = "of the means, for methods whose rank follows it; default: above --rank"
+    flags.DEFINE_float("effective_rank", None, note, flag_values=values)
+
+
+def _define_job(values: flags.FlagValues) -> None:
+    number = functools.partial(flags.DEFINE_float, flag_values=values)
+    count = functools.partial(flags.DEFINE_integer, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    number("params", 1e9, "parameters of the model")
+    number("bits_per_param", 32.0, "bits of each parameter, before a method's encoding")
+    text("step_time_s", "0.1", "seconds of a step: one number or one per region")
+    number(
+        "host_mb_per_s", math.inf, "10^6 bytes of messages that hosts prepare a second"
+    )
+    count("num_layers", 1, "above 1, each layer is sent when ready", lower_bound=1)
+    count("steps", None, "inner steps to simulate; default 3 H", lower_bound=1)
+    text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
+    text("loss_key", "eval_loss", "entry of metrics.jsonl to read")
+    number("target_loss", None, "report the seconds until this loss")
+    count("max_fragments", 32, "K that --plan may choose", lower_bound=1)
+    count("stages", 1, "pipeline stages that --plan puts on sites", lower_bound=1)
+    number("activation_mb", None, "10^6 bytes a stage hands on in a step, for --stages")
+
+
+def build_topology(values: flags.FlagValues) -> Topology:
+    """Return the network the flags describe."""
+    if values.links and values.world:
+        raise ValueError(f"--links={values.links} and --world exclude each other")
+    if values.links:
+        return named("links", values.links, world.load_topology)
+    if values.world:
+        try:
+            return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
+        except ValueError as error:
+            raise ValueError(f"--world={values.world}: {error}") from error
+    link = Link(
+        values.bandwidth_gbps,
+        values.latency_ms / 1000,
+        values.jitter_ms / 1000,
+        values.loss,
+    )
+    return uniform(values.regions, link)
+
+
+def build_method(values: flags.FlagValues) -> Method:
+    """Return the method the flags describe.
+
+    Raises:
+      ValueError: for an argument that it does not take, or refuses.
+    """
+    name = values.method
+    taken = methods.defaults(name)
+    given = dict(DEFAULTS.get(name, {}))
+    for argument in ARGUMENTS:
+        value = getattr(values, argument)
+        if value is None:
+            continue
+        if argument not in taken:
+            raise ValueError(
+                f"{argument}={value} has no meaning for {name}; leave it out"
+            )
+        given[argument] = value
+        if argument in COUNTS_OR_AUTO:
+            given[argument] = _count_or_auto(argument, value)
+    return methods.get(name, **given)
+
+
+def _count_or_auto(name: str, text: str) -> int | str:
+    if text != AUTO and not text.isdecimal():
+        raise ValueError(f"--{name}={text} must be a whole number or {AUTO!r}")
+    return text if text == AUTO else int(text)
+
+
+def build_workload(
+    values: flags.FlagValues, method: Method, num_regions: int
+) -> Workload:
+    """Return bytes and step times, fragments of equal bytes."""
+    times = step_times(values)
+    if len(times) not in (1, num_regions):
+        raise ValueError(
+            f"--step_time_s={values.step_time_s} must be one number or one for each of "
+            f"{num_regions} regions"
+        )
+    num, share = method.num_fragments, exchanges.message_share(method)
+    size = model_bytes(values) * share / num
+    steps_s = times * num_regions if len(times) == 1 else times
+    host = values.host_mb_per_s
+    if not host > 0:
+        raise ValueError(f"--host_mb_per_s={host} must be positive")
+    return Workload((size,) * num, steps_s, values.num_layers, host * 1e6, 1 / share)
+
+
+def model_bytes(values: flags.FlagValues) -> float:
+    """Return the bytes of all parameters, before a method's encoding."""
+    for name in ("params", "bits_per_param"):
+        value = getattr(values, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name}={value} must be positive")
+    return values.params * values.bits_per_param / 8
+
+
+def step_times(values: flags.FlagValues) -> tuple[float, ...]:
+    """Return the seconds of a step that were given, one number or several."""
+    try:
+        times = tuple(float(text) for text in values.step_time_s.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"--step_time_s={values.step_time_s} must be numbers"
+        ) from error
+    if not all(0 < time < math.inf for time in times):
+        raise ValueError(f"--step_time_s={values.step_time_s} must be positive")
+    return times
+
+
+def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
+    """Return read(path); an error of the file system names the flag."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"--{flag}={path}: {error.strerror}") from error

@@ -1,0 +1,92 @@
+"""CoCoDC: what its curvatures need, its own numbers, and the published rule."""
+
+import numpy as np
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.sync.schedules import Measured, adaptive
+from cocodc_jax.transforms import curvature
+
+
+def test_syncs_per_interval_is_twice_k_where_the_interval_allows():
+    made = methods.get("cocodc", sync_interval=5, num_fragments=3, delay_steps=0)
+    assert made.schedule == adaptive(5, 3, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "needs"),
+    [
+        ({}, set()),
+        ({"curvature": "outer_product"}, set()),
+        (
+            {"curvature": "outer_product", "curvature_units": "gradient"},
+            {"learning_rate"},
+        ),
+        ({"curvature": "none"}, set()),
+        ({"curvature": "isotropic"}, set()),
+        ({"curvature": "adam_second_moment"}, {"learning_rate", "second_moment"}),
+        (
+            {"curvature": "hessian_vector"},
+            {"gradient_fn", "learning_rate", "second_moment"},
+        ),
+        (
+            {"curvature": "hessian_vector", "curvature_units": "parameter"},
+            {"gradient_fn", "learning_rate"},
+        ),
+        (
+            {"curvature": curvature.hessian_vector("parameter")},
+            {"gradient_fn", "learning_rate"},
+        ),
+    ],
+)
+def test_curvature_tells_the_runtime_what_it_needs(options, needs):
+    assert methods.get("cocodc", **options).sync.merge.needs == needs | {"staged"}
+
+
+def test_the_papers_curvature_is_divided_by_the_interval():
+    """g = 1, D = 2, lambda 0.5, H 10: g~ = 1 + 0.5 * 1 * 2 / 10 = 1.1; 2 - 1.1."""
+    made = methods.get("cocodc_paper", sync_interval=10, num_fragments=1, delay_steps=1)
+    one = lambda x: {"w": np.full(1, x, np.float32)}  # noqa: E731
+    merged, _ = made.sync.merge.apply(one(-1.0), one(0.0), one(2.0), delay_steps=1)
+    np.testing.assert_allclose(merged["w"], [0.9], rtol=1e-6)
+
+
+def test_of_two_halves_it_keeps_copies():
+    made = methods.get("cocodc", curvature="secant")
+    assert made.sync.merge.needs == {"staged", "later_gradient", "later_params"}
+    assert made.sync.copies == {"staged", "midway"}
+
+
+def test_numbers_that_follow_the_network():
+    made = methods.get("cocodc", delay_steps="auto", syncs_per_interval="auto")
+    assert isinstance(made.schedule, Measured)
+    assert made.schedule.network_share == 0.4
+    assert made.needs == {"staged", "norm", "times"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "cocodc",
+            {"curvature": "none", "curvature_units": "adam"},
+            "curvature_units='adam' was given, but curvature='none' has no choice",
+        ),
+        (
+            "cocodc",
+            {"curvature": "outer_product", "curvature_units": "furlong"},
+            "units='furlong' is unknown; use one of",
+        ),
+        (
+            "cocodc",
+            {
+                "curvature": curvature.outer_product(units="gradient"),
+                "curvature_units": "parameter",
+            },
+            "curvature_units='parameter' was given, but .*'outer_product' is made",
+        ),
+    ],
+)
+def test_errors_name_the_argument_and_the_repair(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.get(name, **options)

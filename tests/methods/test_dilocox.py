@@ -1,0 +1,41 @@
+"""DiLoCoX: a rank that adapts, or stays."""
+
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.sync.messages import Compressed, Ranked
+from cocodc_jax.sync.schedules import one_step_stale, ranked_rounds
+
+
+def test_the_adaptive_rank_has_its_parts():
+    method = methods.get("dilocox", sync_interval=10, rank=8, min_rank=2)
+    assert method.schedule == ranked_rounds(10, 8, 2)
+    assert isinstance(method.sync.message, Ranked)
+    compressor = method.sync.message.compressor(2)
+    assert compressor.name == "error_feedback(low_rank(int4))"
+
+
+def test_a_fixed_rank_is_one_round_late():
+    method = methods.get("dilocox", sync_interval=10, adaptive_rank=False)
+    assert method.schedule == one_step_stale(10)
+    assert isinstance(method.sync.message, Compressed)
+
+
+def test_an_adaptive_rank_keeps_its_compressor():
+    with pytest.raises(
+        ValueError, match="compress='int8'.*'dilocox'.*adaptive_rank=False"
+    ):
+        methods.get("dilocox", compress="int8")
+    fixed = methods.get("dilocox", compress="int8", adaptive_rank=False)
+    assert fixed.sync.message.by.name == "int8"
+
+
+@pytest.mark.parametrize(("rank", "min_rank"), [(4, 0), (4, 5)])
+def test_a_smallest_rank_out_of_range(rank, min_rank):
+    with pytest.raises(ValueError, match=f"min_rank={min_rank} must be .* rank={rank}"):
+        methods.get("dilocox", rank=rank, min_rank=min_rank)
+
+
+def test_its_outer_state_may_be_divided():
+    divided = methods.get("dilocox", outer_placement="divided")
+    assert divided.sync.outer.placement == "divided"

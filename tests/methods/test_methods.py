@@ -1,0 +1,198 @@
+"""The table of methods: what each is composed of, and how it is asked for."""
+
+import sys
+
+import numpy as np
+import optax
+import pytest
+
+import cocodc_jax
+from cocodc_jax import methods
+from cocodc_jax.methods import METHODS, Method, Sync
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules import adaptive, staggered
+
+
+def outer_steps(optimizer, gradients):
+    """Outer values from 0 after each mean pseudo-gradient."""
+    x, state, out = np.float32(0), optimizer.init(np.float32(0)), []
+    for g in gradients:
+        update, state = optimizer.update(np.float32(g), state, x)
+        x = optax.apply_updates(x, update)
+        out.append(float(x))
+    return out
+
+
+def test_defaults_are_the_papers():
+    assert cocodc_jax.methods is methods
+    assert methods.defaults("data_parallel") == methods.COMMON
+    assert methods.defaults("diloco") == methods.COMMON | {
+        "sync_interval": 500,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    }
+    streaming = methods.defaults("streaming_diloco")
+    assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)
+    cocodc = methods.defaults("cocodc")
+    assert (cocodc["curvature"], cocodc["compensation_strength"]) == ("isotropic", 0.3)
+    paper = methods.defaults("cocodc_paper")
+    assert paper["compensation_strength"] == 0.5
+    assert methods.get("cocodc_paper").schedule == adaptive(100, 4, 5, 8)
+    assert methods.get("cocodc").schedule == adaptive(100, 4, 5, 8)
+
+
+def test_each_method_has_its_parts():
+    parallel = methods.get("data_parallel")
+    assert parallel.per_step.name == "mean_gradients"
+    assert parallel.schedule is None
+    assert parallel.num_fragments == 1
+    diloco = methods.get("diloco", sync_interval=30)
+    assert diloco.schedule == staggered(30, 1, 0)
+    assert diloco.sync.merge.name == "replace"
+    streaming = methods.get("streaming_diloco", sync_interval=30, num_fragments=3)
+    assert streaming.schedule == staggered(30, 3, 1)
+    assert streaming.sync.merge.name == "mix(0.5)"
+    assert streaming.sync.fragment_strategy == "strided"
+    cocodc = methods.get(
+        "cocodc", sync_interval=30, num_fragments=3, delay_steps=2,
+        syncs_per_interval=5, transmission_score="aged", fragment_strategy="balanced",
+    )  # fmt: skip
+    assert cocodc.schedule == adaptive(30, 3, 2, 5, "aged")
+    assert cocodc.sync.fragment_strategy == "balanced"
+    assert cocodc.num_fragments == 3
+    assert "staged" in cocodc.sync.merge.needs
+    assert not any(m.per_step for m in (diloco, streaming, cocodc))
+    assert not any("staged" in m.needs for m in (parallel, diloco, streaming))
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "cocodc"])
+def test_the_outer_optimizer_is_nesterov(name):
+    """m <- mu m + D; x <- x - eta (D + mu m): with D = 1, 1, eta 0.5, mu 0.5.
+
+    First m = 1, x = -0.75; then m = 1.5, x = -0.75 - 0.5 * 1.75.
+    """
+    made = methods.get(name, outer_lr=0.5, outer_momentum=0.5)
+    assert outer_steps(made.sync.outer.optimizer, [1, 1]) == [-0.75, -1.625]
+    plain = methods.get(name, outer_lr=0.5, outer_momentum=0.0)
+    assert outer_steps(plain.sync.outer.optimizer, [1, 1]) == [-0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "adaloco",
+            {},
+            r"method='adaloco' is unknown; use one of \['apart',",
+        ),
+        ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes c"),
+        (
+            "diloco",
+            {"num_fragments": 2},
+            "method='diloco' has no argument 'num_fragments'; it takes sync_interval, ",
+        ),
+        ("diloco", {"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
+        ("cocodc", {"outer_momentum": 1.0}, r"outer_momentum=1.0 must be in \[0, 1\)"),
+        ("diloco", {"outer_momentum": -0.1}, "outer_momentum=-0.1 must be in"),
+        ("streaming_diloco", {"mixing_alpha": 2}, "mixing_alpha=2 must be in"),
+        ("streaming_diloco", {"num_fragments": 3}, "sync_interval=100 is not a mult"),
+        ("cocodc", {"num_fragments": 0}, "num_fragments=0 must be at least 1"),
+        ("cocodc", {"syncs_per_interval": 3}, "syncs_per_interval=3 must be at least"),
+        ("cocodc", {"delay_steps": 101}, "delay_steps=101 is longer than"),
+        ("cocodc", {"transmission_score": "x"}, "score='x' is unknown; use one of"),
+        ("cocodc", {"curvature": "flat"}, "curvature='flat' is unknown; use one of"),
+    ],
+)
+def test_errors_name_the_argument_and_the_repair(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.get(name, **options)
+
+
+def test_defaults_of_an_unknown_method():
+    with pytest.raises(ValueError, match="method='adaloco' is unknown; use one of"):
+        methods.defaults("adaloco")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sparseloco", {"compress": "zip"}, "compress='zip': 'zip' is not one of"),
+        ("diloco", {"outer_placement": "attic"}, "outer_placement='attic' is unknown"),
+        ("co2", {"momentum_clip": 0.0}, "max_abs=0.0 must be positive"),
+    ],
+)
+def test_a_methods_own_numbers(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.get(name, **options)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_built_from_its_defaults(name):
+    method = methods.get(name)
+    assert method.name == name
+    assert (method.sync is None) or (method.per_step is None)
+    own = {k: v for k, v in methods.defaults(name).items() if v is not None}
+    if name not in ("apart", "distributed_lion", "snoo"):
+        assert methods.get(name, **own).name == name
+    assert set(methods.COMMON) <= set(methods.defaults(name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_argument_is_explained(name):
+    """What follows `Args:` becomes the help of flags."""
+    text = METHODS[name].__doc__
+    for argument in set(methods.defaults(name)) - set(methods.COMMON):
+        assert f"\n      {argument}: " in text, argument
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_file_of_a_method_is_its_algorithm(name):
+    """Source, certainty and measurements stand where the method is made."""
+    module = sys.modules[METHODS[name].__module__]
+    assert name in (module.__name__.split(".")[-1], "cocodc_paper")
+    text = module.__doc__ or ""
+    assert 14 <= text.count("\n") <= 46
+    for heading in ("Source:", "Defaults:", "Measured here:"):
+        assert heading in text, heading
+    assert f"`{name}`" in text
+
+
+def test_the_table_of_the_package_names_every_method():
+    for name in METHODS:
+        assert f"\n{name} " in methods.__doc__, name
+
+
+def test_a_new_method_touches_two_files(monkeypatch):
+    """Its own, and the table: by its name it is built, with an argument of its own."""
+
+    def patient(sync_interval: int = 20, patience: float = 0.25) -> Method:
+        """Wait.
+
+        Args:
+          sync_interval: H, inner steps.
+          patience: share of its own fragment that a region keeps.
+        """
+        return Method(
+            name="patient",
+            sync=Sync(
+                schedule=staggered(sync_interval, 2, 3),
+                outer=nesterov(1.0, 0.0),
+                merge=merge.mix(patience),
+            ),
+        )
+
+    monkeypatch.setitem(METHODS, "patient", patient)
+    assert methods.defaults("patient") == {
+        "sync_interval": 20,
+        "patience": 0.25,
+        **methods.COMMON,
+    }
+    method = methods.get("patient", patience=0.75, compress="int8")
+    assert method.sync.merge.name == "mix(0.75)"
+    assert method.sync.message.by.name == "int8"
+    assert method.schedule == staggered(20, 2, 3)
+    with pytest.raises(
+        ValueError, match="patient.* no argument 'haste'; it takes sync"
+    ):
+        methods.get("patient", haste=1)

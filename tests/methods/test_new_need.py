@@ -1,0 +1,110 @@
+"""A merge that needs something new gets it in a run: one entry of the table."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax.methods import Method, Sync
+from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.sync.merge import Merge
+from cocodc_jax.sync.needs import NEEDS, STAGED, Need
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules import staggered
+
+GRADIENTS = (1.0, 3.0)
+
+
+def merged_by(rule):
+    """The two regions' parameter after step 6, and the metrics of its merge.
+
+    From 0, steps of 0.5 times the gradient: -2 and -6 at step 4, when the sync starts;
+    the outer parameter is then 0 - (2 + 6) / 2 = -4; and -3 and -9 at its merge.
+    """
+    method = Method(
+        name="mine",
+        sync=Sync(schedule=staggered(4, 1, 2), outer=nesterov(1.0, 0.0), merge=rule),
+    )
+    program = RegionProgram(
+        lambda params, batch, key: (jnp.sum(params["w"]) * batch.mean(), {}),
+        optax.sgd(0.5, 0.0),  # With a trace, which is the gradient.
+        method,
+        {"w": np.zeros(1, np.float32)},
+        2,
+    )
+    state = program.init({"w": np.zeros(1, np.float32)}, jax.random.key(0))
+    batches = itertools.repeat(np.array(GRADIENTS, np.float32)[:, None])
+    *_, (state, output) = run(program, state, batches, 6)
+    return np.asarray(state.region.params["w"]).ravel().tolist(), output
+
+
+def test_the_numbers_without_anything_new():
+    take = Merge("take", lambda local, staged, outer, **extra: (outer, {}))
+    assert merged_by(take)[0] == [-4, -4]
+    stay = Merge("stay", lambda local, staged, outer, **extra: (local, {}))
+    assert merged_by(stay)[0] == [-3, -9]
+
+
+def test_of_what_a_region_has_at_hand(monkeypatch):
+    """How far it went on during the delay, as a share: 1 / 2 and 3 / 6."""
+    progress = Need(
+        "The region's way since its sync started, over the way before.",
+        keeps=(STAGED,),
+        of_region=lambda seen: (
+            jnp.abs(seen.local["w"] - seen.kept[STAGED]["w"])
+            / jnp.abs(seen.kept[STAGED]["w"])
+        ),
+    )
+    monkeypatch.setitem(NEEDS, "progress", progress)
+
+    def apply(local, staged, outer, *, progress, **extra):
+        share = progress
+        mixed = share * local["w"] + (1 - share) * outer["w"]
+        return {"w": mixed}, {"share": share.mean()}
+
+    regions, output = merged_by(Merge("patient", apply, frozenset({"progress"})))
+    assert regions == [-3.5, -6.5]
+    (sync,) = output.syncs
+    assert np.asarray(sync.metrics["share"]).tolist() == [0.5, 0.5]
+
+
+def test_of_the_optimizers_states_of_all_regions(monkeypatch):
+    trace = Need(
+        "The inner optimizer's trace of the fragment.",
+        of_regions=lambda opt_state, supplies: optax.tree_utils.tree_get(
+            opt_state, "trace"
+        ),
+        of_region=lambda seen: seen.regional["trace"],
+    )
+    monkeypatch.setitem(NEEDS, "trace", trace)
+
+    def apply(local, staged, outer, *, trace, **extra):
+        return {"w": outer["w"] - trace["w"]}, {}
+
+    assert merged_by(Merge("ahead", apply, frozenset({"trace"})))[0] == [-5, -7]
+
+
+def test_of_the_last_batch(monkeypatch):
+    batch = Need(
+        "The mean of the last batch.",
+        wants_batch=True,
+        of_region=lambda seen: seen.batch.mean(),
+    )
+    monkeypatch.setitem(NEEDS, "batch_mean", batch)
+
+    def apply(local, staged, outer, *, batch_mean, **extra):
+        return {"w": outer["w"] + batch_mean}, {}
+
+    rule = Merge("by batch", apply, frozenset({"batch_mean"}))
+    assert merged_by(rule)[0] == [-3, -1]
+
+
+def test_what_nobody_knows_is_refused_before_anything_compiles():
+    rule = Merge("odd", lambda *parts, **extra: None, frozenset({"luck"}))
+    with pytest.raises(
+        ValueError, match=r"method='mine' needs \['luck'\], which nothing here can give"
+    ):
+        merged_by(rule)

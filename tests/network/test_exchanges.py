@@ -1,0 +1,109 @@
+"""Every method over a simulated network, read off the method itself."""
+
+import numpy as np
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.network import crossings, exchanges
+from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.exchanges import simulate_method
+from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.network.world import world
+
+LINK = Link(bandwidth_gbps=8.0, latency_s=0.05)
+
+
+def simulated(name, num_steps=None, step_time_s=None, **arguments):
+    method = methods.get(name, **arguments)
+    num_regions = method.num_regions or 4
+    num = method.num_fragments
+    share = exchanges.message_share(method)
+    work = Workload(
+        (4e9 / num * share,) * num,
+        step_time_s or (1.0,) * num_regions,
+        answer_share=1 / share,
+    )
+    schedule = exchanges.schedule_of(method)
+    steps = num_steps or (3 * schedule.sync_interval if schedule else 10)
+    return simulate_method(uniform(num_regions, LINK), work, method, steps)
+
+
+@pytest.mark.parametrize("slowest_s", [1.0, 2.5])
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_is_simulated(name, slowest_s):
+    num_regions = methods.get(name).num_regions or 4
+    steps_s = (1.0, slowest_s, 1.5, 1.0)[:num_regions]
+    timeline = simulated(name, step_time_s=steps_s)
+    ends = timeline.num_steps * np.array(timeline.step_time_s) + timeline.stall_s
+    np.testing.assert_allclose(timeline.times_s(timeline.num_steps), ends)
+    sends = name not in ("apart", "snoo")
+    assert (max(timeline.bytes_sent) > 0) == sends
+    assert bool(timeline.syncs) == (name != "apart")
+    for sync in timeline.syncs:
+        assert sync.start_s <= sync.arrival_s <= sync.merge_s + 1e-9
+
+
+def test_what_is_exchanged_at_every_step_blocks_every_step():
+    timeline = simulated("data_parallel", 5)
+    cost = collective_cost(uniform(4, LINK).at(), "ring", 4e9)
+    assert timeline.sim_s == pytest.approx(5 * (1 + cost.seconds))
+
+
+def test_messages_in_bytes_of_parameters():
+    share = {n: exchanges.message_share(methods.get(n)) for n in methods.METHODS}
+    assert share["data_parallel"] == share["cocodc"] == share["heloco"] == 1
+    assert share["noloco"] == 2  # Parameters and pseudo-gradients.
+    assert share["distributed_lion"] == pytest.approx(1 / 32, rel=1e-3)  # One bit.
+    int8 = exchanges.message_share(methods.get("diloco", compress="int8"))
+    assert int8 == pytest.approx(1 / 4 + 4 / 1024)  # A scale for 256 numbers
+    assert share["sparseloco"] < 0.02
+
+
+def test_encoded_messages_are_gathered_and_others_summed():
+    gathered = {n for n in methods.METHODS if exchanges.is_gathered(methods.get(n))}
+    assert gathered == {"sparseloco", "muloco", "local_training_ef", "dilocox", "demo",
+                        "diloco_demo", "distributed_lion", "dct_threshold"}  # fmt: skip
+    assert exchanges.crossing(methods.get("diloco")) == "ring"
+    assert exchanges.crossing(methods.get("sparseloco")) == "gather"
+    assert exchanges.crossing(methods.get("sparseloco"), "tree") == "tree"
+
+
+def test_pairs_cost_one_message_there_and_one_back_at_once():
+    state = uniform(4, LINK).at()
+    cost = crossings.in_pairs(state, 1e9)
+    assert cost.seconds == pytest.approx(1.05)
+    assert cost.bytes_sent == (1e9,) * 4
+    # Of three regions one stays alone, each as often as the others.
+    odd = crossings.in_pairs(uniform(3, LINK).at(), 3e9)
+    assert odd.bytes_sent == pytest.approx((2e9,) * 3)
+    assert crossings.in_pairs(uniform(1, LINK).at(), 1e9).seconds == 0
+
+
+def test_one_ring_is_a_ring_and_a_line_bounds_many():
+    state = uniform(5, LINK).at()
+    ring = collective_cost(state, "ring", 5e9)
+    one, two = crossings.by_rings(1)(state, 5e9), crossings.by_rings(2)(state, 5e9)
+    assert one.seconds == pytest.approx(ring.seconds)
+    assert one.bytes_sent == ring.bytes_sent
+    # Each link carries half, but the line of a region all of it.
+    assert two.seconds == pytest.approx(ring.seconds)
+    assert two.bytes_sent == pytest.approx(ring.bytes_sent)
+    wide = world(("us-east", "us-west", "asia-south", "europe-west"), 8.0).at()
+    assert crossings.by_rings(2)(wide, 4e9).transfer_s < ring.transfer_s
+
+
+def test_nobody_waits_for_a_slow_region_that_comes_alone():
+    timeline = simulated("delayed_nesterov", 200, (1.0, 1.0, 1.0, 4.0))
+    assert timeline.stall_s[0] == 0
+    # There and back 2 (4 + 0.05) s, after 50 steps of the fastest each.
+    assert timeline.stall_s[1:] == pytest.approx((4 * 8.1, 4 * 8.1, 4 * 8.1))
+
+
+def test_a_method_that_leaves_no_choice_refuses_one():
+    for name in ("noloco", "multi_ring", "heloco"):
+        with pytest.raises(ValueError, match=f"collective='tree' .*'{name}'"):
+            exchanges.crossing(methods.get(name), "tree")
+    work = Workload((1.0,), (1.0, 1.0))
+    with pytest.raises(ValueError, match="regions=2 must be 1 for method='snoo'"):
+        simulate_method(uniform(2, LINK), work, methods.get("snoo"), 20)

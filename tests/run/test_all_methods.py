@@ -1,0 +1,68 @@
+"""Every entry of the method table on the smoke preset: it learns, and goes on."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.session import prepare
+
+STEPS, CUT = 32, 16
+
+
+def configuration(method):
+    """Two rounds of sixteen steps; regions of unequal speed where that is the point."""
+    leaves = {
+        "method": method, "steps": STEPS, "checkpoint_every": CUT, "eval_every": CUT,
+        "eval_batches": 4, "warmup_steps": 4,
+    }  # fmt: skip
+    if method == "snoo":
+        leaves["regions"] = 1
+    if method in ("delayed_nesterov", "heloco", "decoupled_diloco"):
+        leaves["step_times"] = "1,1,2,4"
+    if cc.methods.defaults(method).get("sync_interval"):
+        leaves["sync_interval"] = 8
+    return PRESETS["smoke"].replace(**leaves)
+
+
+def records(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", cc.methods.METHODS)
+def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    config = configuration(method)
+    session = prepare(config, whole)
+    summary = session.train()
+    found = records(whole)
+    losses = [r["loss"] for r in found if r["kind"] == "train"]
+    assert losses[-1] < 0.95 * losses[0]
+    # As if it had been killed between the two checkpoints.
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / str(STEPS))
+    (cut / "summary.json").unlink()
+    again = prepare(config, cut, earlier=[session]).train()
+    assert (cut / "metrics.jsonl").read_bytes() == (
+        whole / "metrics.jsonl"
+    ).read_bytes()
+    assert again["eval_loss"] == summary["eval_loss"]
+    # What was sent is what the syncs that were applied say, and what is on its way.
+    synced = sum(r["bytes"] for r in found if r["kind"] == "sync")
+    every_step = STEPS * session.program.bytes_per_step
+    sent = summary["bytes_sent_per_region"]
+    if session.program.method.is_asynchronous:  # Each counts for one of M regions.
+        assert sent == pytest.approx(synced / 4, abs=STEPS)
+        return
+    largest = max((r["bytes"] for r in found if r["kind"] == "sync"), default=0)
+    assert (
+        0
+        <= sent - synced - every_step
+        <= largest * session.program.method.num_fragments
+    )
+    assert np.isfinite(summary["eval_loss_outer"])

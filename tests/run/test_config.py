@@ -1,0 +1,184 @@
+"""The configuration: one leaf a flag, round trips, and what it refuses."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig, dumps
+from cocodc_jax.run.leaves import COUNT_OR_WORD
+from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
+from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.run_config import RunConfig
+
+SMOKE = PRESETS["smoke"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_json(name):
+    config = PRESETS[name]
+    assert config.preset == name
+    assert TrainConfig.from_json(json.loads(dumps(config.to_json()))) == config
+
+
+def test_from_json_refuses_unknown_keys_and_sections_that_are_missing():
+    value = SMOKE.to_json()
+    value["run"]["stepz"] = 3
+    with pytest.raises(ValueError, match=r"section 'run'.*stepz"):
+        TrainConfig.from_json(value)
+    value = SMOKE.to_json()
+    del value["model"]["width"]
+    with pytest.raises(ValueError, match=r"section 'model'.*width"):
+        TrainConfig.from_json(value)
+    value = SMOKE.to_json()
+    del value["data"]
+    with pytest.raises(ValueError, match="section 'data' is None"):
+        TrainConfig.from_json(value)
+    with pytest.raises(ValueError, match="expected"):
+        TrainConfig.from_json({**SMOKE.to_json(), "more": {}})
+
+
+def test_a_field_that_an_older_file_lacks_takes_its_default():
+    value = SMOKE.resolve().to_json()
+    del value["run"]["step_seconds"], value["method"]["outer_lr"]
+    assert TrainConfig.from_json(value).resolve() == SMOKE.resolve()
+    del value["run"]["log_every"]  # A preset's own number is lost with its entry.
+    assert TrainConfig.from_json(value).run.log_every == RunConfig().log_every
+
+
+def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
+    fields = {
+        field.name for cls in SECTIONS.values() for field in dataclasses.fields(cls)
+    }
+    assert fields - set(LEAVES) == {"vocab_size", "arguments", "where_taken"}
+    assert set(LEAVES) - fields == set(ARGUMENTS)
+    assert all(len(leaf.help) > 5 and "\n" not in leaf.help for leaf in LEAVES.values())
+    assert LEAVES["sync_interval"].type is int
+    assert LEAVES["delay_steps"].type == COUNT_OR_WORD
+    assert LEAVES["outer_lr"].type is float
+    assert LEAVES["qk_norm"].type is bool
+    assert LEAVES["dataset"].type is str
+
+
+def test_replace_finds_the_section_and_seeds_the_data_too():
+    config = SMOKE.replace(width=64, outer_lr=0.3, seed=7, method="diloco")
+    assert config.model.width == 64
+    assert config.method.given["outer_lr"] == 0.3
+    assert (config.run.seed, config.data.seed) == (7, 7)
+    assert sorted(SMOKE.differences(config)) == [
+        "method: cocodc, not diloco",
+        "outer_lr: None, not 0.3",
+        "seed: 0, not 7",
+        "seed: 0, not 7",
+        "width: 32, not 64",
+    ]
+    with pytest.raises(ValueError, match="'widht' is no field"):
+        SMOKE.replace(widht=3)
+
+
+def test_every_argument_of_a_method_has_a_flag_and_every_flag_a_method():
+    taken = set().union(*map(cc.methods.defaults, cc.methods.METHODS))
+    flags = {name for name, leaf in LEAVES.items() if leaf.section == "method"}
+    assert flags == taken | {"method"}
+
+
+def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
+    assert MethodConfig("diloco", where_taken={"num_fragments": 4}).values == {
+        **cc.methods.COMMON,
+        "sync_interval": 500,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    }
+    streaming = MethodConfig("streaming_diloco", {"outer_lr": 0.2}).resolve()
+    assert streaming.given["outer_lr"] == 0.2
+    assert streaming.given["mixing_alpha"] == 0.5
+    assert "curvature" not in streaming.given
+    assert streaming.build().schedule == streaming.resolve().build().schedule
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RunConfig(steps=0), "steps=0 must be at least 1"),
+        (lambda: RunConfig(regions=3, eval_batches=8), "multiple of regions=3"),
+        (lambda: RunConfig(log_every=0), "log_every=0"),
+        (lambda: RunConfig(stages=0), "stages=0 must be at least 1"),
+        (lambda: RunConfig(outer_channels=0), "outer_channels=0 must be at least 1"),
+        (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be a time"),
+        (lambda: RunConfig(step_seconds=float("nan")), "step_seconds=nan must be"),
+        (lambda: RunConfig(step_seconds=1.0, data_axis=2), "one device a region"),
+        (lambda: RunConfig(step_times="1,2"), "step_times='1,2' must be 4 numbers"),
+        (lambda: RunConfig(step_times="1,1,2,x"), "step_times='1,1,2,x' must be 4"),
+        (lambda: RunConfig(step_times="2,2,2,2"), "1 for the fastest"),
+        (lambda: RunConfig(batch_sizes="1,1,1,0"), "batch_sizes=.* must be at least 1"),
+        (lambda: SMOKE.replace(batch_sizes="4,4,4,3"), "divisors of batch_per_region"),
+        (lambda: OptimizerConfig(inner_optimizer="lion"), "inner_optimizer='lion' is"),
+        (lambda: OptimizerConfig(sign_lr_fraction=0), "sign_lr_fraction=0 must be po"),
+        (lambda: RunConfig(eval_every=-1), "eval_every=-1"),
+        (lambda: MethodConfig("dilocoo"), "method='dilocoo' is unknown"),
+        (
+            lambda: MethodConfig("cocodc", {"delay_steps": 101}),
+            "delay_steps=101 is longer",
+        ),
+        (
+            lambda: MethodConfig("cocodc", {"outer_lr": -1.0}),
+            "outer_lr=-1.0 must be positive",
+        ),
+        (lambda: OptimizerConfig(inner_lr=0.0), "inner_lr=0.0 must be positive"),
+        (lambda: OptimizerConfig(beta2=1.0), r"beta2=1.0 must be in \[0, 1\)"),
+        (lambda: OptimizerConfig(final_lr_fraction=2.0), "final_lr_fraction=2.0"),
+        (lambda: SMOKE.replace(warmup_steps=48), "warmup_steps=48 must be less"),
+        (lambda: SMOKE.replace(data_axis=3), "batch_per_region=4 must be a multiple"),
+    ],
+)
+def test_what_it_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_method_that_steps_by_signs_has_no_moments_and_a_smaller_step():
+    """0.1 * 0.2 times -(sign + 0.5 * parameter) at the peak; nothing is clipped."""
+    config = OptimizerConfig(
+        inner_lr=0.1, sign_lr_fraction=0.2, weight_decay=0.5, warmup_steps=0
+    )
+    optimizer = config.build(10, cc.methods.get("demo"))
+    params = jnp.array([2.0, -2.0])
+    step, _ = optimizer.update(jnp.array([1.0, 1.0]), optimizer.init(params), params)
+    np.testing.assert_allclose(step, [-0.04, 0.0], atol=1e-7)
+
+
+def test_muloco_trains_with_muon_and_any_method_does_on_demand():
+    params = {"blocks": {"w": jnp.ones((2, 3, 4))}, "head": jnp.ones((4, 2))}
+
+    def step(config, method):
+        optimizer = config.build(10, cc.methods.get(method))
+        grads = jax.tree.map(lambda x: 2.0**-7 * x, params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]["blocks"]["w"]
+
+    plain = OptimizerConfig(warmup_steps=0)
+    muon = dataclasses.replace(plain, inner_optimizer="muon")
+    np.testing.assert_array_equal(step(plain, "muloco"), step(muon, "diloco"))
+    # A matrix of rank one becomes its singular vectors: far from AdamW's equal steps.
+    assert not np.allclose(step(plain, "diloco"), step(muon, "diloco"), rtol=0.1)
+
+
+def test_inner_optimizer_is_clipped_adamw_with_warmup_and_cosine():
+    config = OptimizerConfig(
+        inner_lr=0.1, warmup_steps=2, final_lr_fraction=0.1, grad_clip=1.0
+    )
+    rate = config.learning_rate(10)
+    expected = [0.0, 0.05, 0.1]
+    expected += [0.01 + 0.09 * (1 + np.cos(np.pi * k / 8)) / 2 for k in range(1, 9)]
+    np.testing.assert_allclose([rate(i) for i in range(11)], expected, rtol=1e-5)
+
+    # A gradient of norm 10 is clipped to 1, so Adam's first moment sees that.
+    optimizer = config.build(10)
+    state = optimizer.init(jnp.zeros(4))
+    _, state = optimizer.update(jnp.full(4, 5.0), state, jnp.zeros(4))
+    first_moment = next(x for x in jax.tree.leaves(state) if x.shape == (4,))
+    np.testing.assert_allclose(first_moment, 0.1 * np.full(4, 0.5), rtol=1e-5)

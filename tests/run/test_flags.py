@@ -1,0 +1,119 @@
+"""Flags of a program: what they build, and how a wrong one is answered."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cocodc_jax.run import flags
+from cocodc_jax.run.messages import one_line
+
+PROGRAM = """
+from cocodc_jax.run import flags
+flags.define()
+def main():
+    with flags.usage_errors():
+        config = flags.config()
+    print(config.method.method, config.model.width, config.run.seed, config.data.seed)
+flags.run_main(main)
+"""
+
+
+class Program:
+    """The same, for `call`."""
+
+    define = staticmethod(flags.define)
+
+    @staticmethod
+    def main():
+        with flags.usage_errors():
+            config = flags.config()
+        numbers = config.model.width, config.run.seed, config.data.seed
+        print(config.method.method, *numbers)
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_run_is_its_preset_with_the_flags_given(call):
+    done = call(Program, "--preset=smoke", "--method=diloco", "--width=64", "--seed=3")
+    assert done[:2] == (0, "diloco 64 3 3\n")
+
+
+def test_help_explains_every_flag():
+    text = command("--help").stdout
+    for name in ("delay_steps", "outer_lr", "inner_lr", "regions", "workdir", "width"):
+        assert f"--{name}" in text or f"--[no]{name}" in text
+    text = " ".join(text.split())
+    assert "inner steps between a sync's start" in text
+    # A method's argument tells whose it is; a flag of all runs, whose its default is.
+    assert "For cocodc (0.3), cocodc_paper (0.5). Default: the preset's, else" in text
+    assert "--regions: Regions that train, M. Default: the preset's." in text
+
+
+WRONG = [
+    (["--preset=tinny"], "error: --preset='tinny' is unknown"),
+    (["--method=dilocoo"], "error: --method='dilocoo' is unknown"),
+    (["--delay_step=3"], "error: Unknown command line flag 'delay_step'. Did you"),
+    (["--steps=many"], "error: flag --steps=many"),
+    (["train"], "error: unexpected argument 'train'"),
+    (
+        ["--method=diloco", "--mixing_alpha=0.5"],
+        "error: --mixing_alpha=0.5 has no meaning for diloco, which takes sync_interv",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), WRONG)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(arguments, line, call):
+    code, _, error = call(Program, *arguments)
+    assert code == 2
+    assert error.startswith(line)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "line"), WRONG[2:5:2])
+def test_so_it_is_of_a_command(arguments, line):
+    """Where absl reads the flags, and what is none."""
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+
+
+def test_only_the_flags_of_other_methods_are_refused_for_several(call):
+    assert call(Program, "--preset=smoke", "--mixing_alpha=0.5", "--width=64")[0] == 2
+    flags.check_methods(["diloco", "streaming_diloco"])
+    with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco,"):
+        flags.check_methods(["diloco", "cocodc"])
+    config = flags.config(methods=["diloco", "streaming_diloco"])
+    assert config.model.width == 64
+    assert dict(config.method.where_taken)["mixing_alpha"] == 0.5
+    with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco,"):
+        flags.config(methods=["diloco"])
+
+
+def test_the_package_knows_runs_without_flags():
+    """From anywhere; who does not ask for a part of it does not load that either."""
+    program = """
+import sys
+from cocodc_jax import run
+assert not {"jax", "absl"} & set(sys.modules)
+assert run.TrainConfig and run.PRESETS["smoke"] and run.prepare and run.Session
+assert all(hasattr(run, name) for name in run.__all__)
+assert "cocodc_jax.run.flags" not in sys.modules
+assert "experiments" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_message_begins_with_the_flag_as_it_is_typed():
+    assert one_line("steps=0 is\n  wrong", ["steps"]) == "--steps=0 is wrong"
+    assert one_line("step=0 is wrong", ["steps"]) == "step=0 is wrong"

@@ -1,0 +1,158 @@
+"""Which method and its numbers: what is taken, what is refused, files old and new."""
+
+import json
+import typing
+
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type, notes_of
+from cocodc_jax.run.method_arguments import check_taken, method_leaves
+from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
+from cocodc_jax.run.presets import PRESETS
+
+
+def test_an_argument_that_the_method_does_not_take_is_refused():
+    with pytest.raises(
+        ValueError,
+        match="mixing_alpha=0.5 has no meaning for diloco, which takes sync_interval, "
+        "outer_lr, outer_momentum, compress, .*; leave it out",
+    ):
+        MethodConfig("diloco", {"mixing_alpha": 0.5})
+    with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco"):
+        MethodConfig("streaming_diloco", {"mixing_alpha": 0.5}).replace("diloco")
+    with pytest.raises(ValueError, match="ranck=4 is no argument of any method"):
+        MethodConfig("diloco", where_taken={"ranck": 4})
+
+
+def test_several_methods_refuse_together_what_none_of_them_takes():
+    check_taken({"mixing_alpha": 0.5}, ["diloco", "streaming_diloco"])
+    with pytest.raises(
+        ValueError, match="rank=8 has no meaning for diloco, cocodc, which take sync_"
+    ):
+        check_taken({"rank": 8}, ["diloco", "cocodc"])
+
+
+def test_where_taken_holds_for_whichever_method_takes_it_and_yields_to_arguments():
+    both = {"num_fragments": 2, "outer_lr": 0.1}
+    config = MethodConfig("diloco", {"outer_lr": 0.3}, both)
+    assert config.values["outer_lr"] == 0.3
+    assert "num_fragments" not in config.values
+    streaming = config.replace("streaming_diloco")
+    assert streaming.build().num_fragments == 2
+    assert streaming.values["outer_lr"] == 0.3
+    assert config.where(outer_momentum=0.5).values["outer_momentum"] == 0.5
+
+
+def test_equal_configurations_are_equal_and_hash_alike():
+    one = MethodConfig(
+        "diloco", {"outer_lr": 0.3, "sync_interval": 9, "compress": None}
+    )
+    other = MethodConfig("diloco", (("sync_interval", 9), ("outer_lr", 0.3)))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.resolve() == one.resolve().resolve() != one
+    assert one.resolve().values == one.values
+
+
+def test_a_preset_gives_its_own_method_nothing_else():
+    """But for `rank`, which is for small models in whichever method has one."""
+    for preset in PRESETS.values():
+        given = {name for name, _ in preset.method.where_taken}
+        assert given - set(preset.method.values) <= {"rank"}
+        assert not preset.method.given
+
+
+@pytest.mark.parametrize("method", cc.methods.METHODS)
+def test_a_run_s_file_is_flat_and_reads_again(method):
+    leaves = {"regions": 1} if method == "snoo" else {}
+    config = PRESETS["smoke"].replace(method=method, **leaves).method.resolve()
+    value = json.loads(json.dumps(config.to_json()))
+    assert value["method"] == method
+    assert value.keys() - {"method"} <= set(cc.methods.defaults(method))
+    assert MethodConfig.from_json(value).resolve() == config
+
+
+def test_a_file_of_an_earlier_version_reads():
+    """It has every argument of every method: null, the preset's, or the method's."""
+    old = dict.fromkeys(ARGUMENTS) | {
+        "method": "diloco", "sync_interval": 16, "num_fragments": 4, "delay_steps": 2,
+        "rank": 8, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_placement": "host",
+        "an_argument_that_is_gone": None,
+    }  # fmt: skip
+    config = PRESETS["smoke"].replace(method="diloco").method
+    assert MethodConfig.from_json(old).resolve() == config.resolve()
+    with pytest.raises(ValueError, match=r"section 'method'.*'an_argument_that_is_g"):
+        MethodConfig.from_json(old | {"an_argument_that_is_gone": 3})
+
+
+def mine(sync_interval: int = 10, boldness: "float | None" = None):
+    """A method that somebody adds.
+
+    Args:
+      sync_interval: H.
+      boldness: how far a region goes, from 0 to 1; None is 0.5, which
+        did best.
+
+    Returns:
+      The method.
+    """
+    return cc.methods.get("diloco", sync_interval=sync_interval)
+
+
+def test_a_new_method_s_arguments_are_known_from_its_function():
+    leaves = method_leaves({**cc.methods.METHODS, "mine": mine})
+    assert leaves.keys() - ARGUMENTS.keys() == {"boldness"}
+    leaf = leaves["boldness"]
+    assert leaf.type is float
+    assert leaf.help == (
+        "how far a region goes, from 0 to 1; None is 0.5, which did best. For mine."
+    )
+
+
+def test_help_names_the_methods_where_they_are_few():
+    assert "For cocodc (0.3), cocodc_paper (0.5)." in (
+        ARGUMENTS["compensation_strength"].help
+    )
+    assert ARGUMENTS["compress"].help.endswith("For all methods.")
+    taking = [m for m in cc.methods.METHODS if "outer_lr" in cc.methods.defaults(m)]
+    assert ARGUMENTS["outer_lr"].help.endswith(f"For {len(taking)} methods.")
+    assert ARGUMENTS["outer_placement"].type is str
+
+
+def test_an_argument_that_nobody_explains_is_refused():
+    def silent(zeal: int = 1):
+        """A method."""
+
+    with pytest.raises(ValueError, match="'zeal' of method 'silent' is not explained"):
+        method_leaves({"silent": silent})
+
+
+def test_an_argument_without_a_type_is_refused():
+    def untyped(zeal=1):
+        """A method.
+
+        Args:
+          zeal: of it.
+        """
+
+    with pytest.raises(ValueError, match="'zeal' of method 'untyped' has no type"):
+        method_leaves({"untyped": untyped})
+
+
+def test_types_of_leaves():
+    assert leaf_type(int, int | None) is int
+    assert leaf_type(int | str | None) == leaf_type(str, int) == COUNT_OR_WORD
+    assert leaf_type(typing.Literal["a", "b"]) is str
+    assert leaf_type(str | cc.methods.Method) is str
+    for wrong in ((int, float), (list,), (bool, str)):
+        with pytest.raises(ValueError, match="no flag can be made for"):
+            leaf_type(*wrong)
+
+
+def test_notes_end_where_the_next_section_begins():
+    assert notes_of(mine, "Args") == {
+        "sync_interval": "H.",
+        "boldness": "how far a region goes, from 0 to 1; None is 0.5, which did best.",
+    }
+    assert notes_of(mine, "Attributes") == {}

@@ -1,0 +1,137 @@
+"""How processes meet and what they agree on, as far as one process can tell."""
+
+import socket
+
+import numpy as np
+import pytest
+
+from cocodc_jax.run import agreement, processes, resume
+from cocodc_jax.run.agreement import check_alike
+from cocodc_jax.run.processes import Processes, check_shares
+
+
+def test_a_port_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        told = Processes(address, 2, 0)
+        with pytest.raises(ValueError, match=f"{address}': process 0 cannot listen on"):
+            told.start(num_regions=4)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"num_processes": -1}, "num_processes=-1 must be at least 1, or 0"),
+        ({"num_processes": 2}, "coordinator_address='' must be host:port"),
+        (
+            {"num_processes": 2, "coordinator_address": "here", "process_id": 0},
+            "coordinator_address='here' must be host:port",
+        ),
+        (
+            {"num_processes": 2, "coordinator_address": "here:1", "process_id": 2},
+            "process_id=2 must be 0 to 1",
+        ),
+        (
+            {"num_processes": 2, "coordinator_address": "here:1"},
+            "process_id=-1 must be 0 to 1",
+        ),
+        (
+            {"coordinator_address": "here:1"},
+            "coordinator_address='here:1' was given, but num_processes is 1; say how",
+        ),
+        ({"process_id": 1}, "process_id=1 was given, but num_processes is 1; say how"),
+        (
+            {"num_processes": 0, "process_id": 1},
+            "process_id=1 was given, but num_processes is 0; leave it out",
+        ),
+        ({"start_timeout_s": 0}, "start_timeout_s=0 must be at least 1"),
+        ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s=-1 must be at least 1"),
+    ],
+)
+def test_what_can_be_refused_alone_is(told, message):
+    with pytest.raises(ValueError, match=message):
+        Processes(**told)
+
+
+def test_regions_are_shared_out_whole():
+    check_shares(4, 2)
+    with pytest.raises(ValueError, match="num_processes=3 must divide regions=4"):
+        check_shares(4, 3)
+    with pytest.raises(ValueError, match="num_processes=6 must divide regions=4, so"):
+        Processes("127.0.0.1:1", 6, 1).start(num_regions=4)
+
+
+def test_processes_share_a_region_out_evenly():
+    check_shares(2, 4, devices_per_region=6)
+    with pytest.raises(
+        ValueError,
+        match=r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
+        r"data_axis \* model_axis = 3 devices; .*multiple of 2, as with data_axis=2, "
+        "or use num_processes=4",
+    ):
+        check_shares(4, 8, devices_per_region=3)
+    with pytest.raises(ValueError, match="model_axis = 1 devices; .*num_processes=4"):
+        Processes("127.0.0.1:1", 8, 1).start(num_regions=4)
+
+
+@pytest.mark.parametrize(
+    ("process", "count", "regions", "window", "ratios"),
+    [
+        (1, 2, (2, 3), [[5, 6], [7, 8]], [0.75]),
+        (0, 1, (0, 1, 2, 3), [[1, 2, 5, 6], [3, 4, 7, 8]], [0.5]),
+        (3, 8, (1,), [[2], [4]], [0.5]),
+    ],
+    ids=["the same", "one", "two to a region"],
+)
+def test_losses_go_on_where_their_regions_are(
+    monkeypatch, process, count, regions, window, ratios
+):
+    saved = [
+        {
+            "progress": {"window": [[1.0, 2.0], [3.0, 4.0]], "ratios": [0.5]},
+            "stream": {"regions": {"0": {}, "1": {}}},
+        },
+        {
+            "progress": {"window": [[5.0, 6.0], [7.0, 8.0]], "ratios": [0.75]},
+            "stream": {"regions": {"2": {}, "3": {}}},
+        },
+    ]
+    monkeypatch.setattr(resume.jax, "process_index", lambda: process)
+    monkeypatch.setattr(resume.jax, "process_count", lambda: count)
+    found = resume.progress(saved, regions)
+    assert np.array(found["window"]).tolist() == window
+    assert found["ratios"] == ratios
+    for each in saved:
+        each["progress"]["window"] = []
+    assert resume.progress(saved, regions)["window"] == []
+
+
+def test_a_launcher_tells_by_the_environment(monkeypatch):
+    monkeypatch.setenv(processes.ADDRESS, "10.0.0.1:80")
+    monkeypatch.setenv(processes.ID, "0")
+    monkeypatch.setenv(processes.COUNT, "1")  # As the lab does with one region.
+    assert Processes.from_environment() == Processes()
+    monkeypatch.setenv(processes.COUNT, "3")
+    assert Processes.from_environment() == Processes("10.0.0.1:80", 3, 0)
+    found = Processes.from_environment(process_id=2, heartbeat_timeout_s=7)
+    assert found == Processes("10.0.0.1:80", 3, 2, heartbeat_timeout_s=7)
+    monkeypatch.setenv(processes.COUNT, "many")
+    with pytest.raises(ValueError, match="COCODC_NUM_PROCESSES='many'.*whole number"):
+        Processes.from_environment()
+
+
+def test_versions_of_the_code_are_told_apart(monkeypatch, tmp_path):
+    def from_another_checkout(value):
+        return [value, value, {**value, "code": "0123456789ab"}]
+
+    monkeypatch.setattr(agreement, "gather", from_another_checkout)
+    digest = agreement.code_digest()
+    with pytest.raises(ValueError, match=f"code is '{digest}' in process 0, '0123456"):
+        check_alike({"run": {"steps": 3}})
+    monkeypatch.setattr(agreement, "gather", lambda value: [value, value])
+    check_alike({"run": {"steps": 3}})
+    (tmp_path / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr(agreement.cc, "__file__", str(tmp_path / "__init__.py"))
+    first = agreement.code_digest()
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert len({digest, first, agreement.code_digest()}) == 3

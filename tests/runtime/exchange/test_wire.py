@@ -1,0 +1,164 @@
+"""What crosses the regions in a compiled program: the message's bytes and no more.
+
+The collectives are read from what XLA compiled for four regions on four devices.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.runtime import step
+from cocodc_jax.runtime.devices.mesh import make_mesh, regional
+from cocodc_jax.runtime.devices.shardings import Shardings
+from cocodc_jax.runtime.exchange.in_program import make_decoded, make_summed
+from cocodc_jax.runtime.exchange.regional import make_regional_send
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync.fragments import cut
+from cocodc_jax.sync.messages import AsIs, Compressed
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.compressor import identity, message_bytes
+
+PARAMS = {"a": np.ones((40, 16), np.float32), "b": np.ones(30, np.float32)}
+NUM_VALUES, NUM_REGIONS = 670, 4
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
+)  # fmt: skip
+
+
+def collectives(program, *args):
+    """Bytes that a device gives to each kind of collective, in all: `{kind: bytes}`."""
+    text = jax.jit(program).lower(*args).compile().as_text()
+    found = {}
+    for line in text.splitlines():
+        made = re.match(r"\s*(?:ROOT )?%\S+ = (.*?) ([a-z\-]+?)(?:-start)?\(", line)
+        if not made or made[2] not in COLLECTIVES:
+            continue
+        num_bytes = sum(
+            BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", made[1])
+        )
+        if made[2] == "all-gather":  # Its result is of all four.
+            num_bytes //= NUM_REGIONS
+        found[made[2]] = found.get(made[2], 0) + num_bytes
+    return found
+
+
+def of_regions(mesh, tree):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (NUM_REGIONS, *x.shape), x.dtype, sharding=regional(mesh)
+        ),
+        tree,
+    )
+
+
+def of_all(mesh, tree):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, P())
+        ),
+        tree,
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(NUM_REGIONS)
+
+
+def make_setting(mesh, sync):
+    """Of the whole model as one fragment."""
+    fragments = cut(PARAMS, 1)
+    shapes = jax.eval_shape(lambda x: x, PARAMS)
+    shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, None)
+    regions = Regions.alike(NUM_REGIONS)
+    return Setting(sync, regions, fragments, shardings, shapes, loss_fn, Supplies())
+
+
+def sent(mesh, compressor):
+    """The collectives of one sync of the whole model."""
+    message = Compressed(compressor) if compressor else AsIs()
+    method = methods.get("diloco").with_sync(message=message)
+    setting = make_setting(mesh, method.sync)
+    part = setting.fragments.take(PARAMS, 0)
+    state = jax.eval_shape(compressor.init, part) if compressor else ()
+    send = (make_decoded if compressor else make_summed)(setting, 0, 0)
+    each = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
+    params, state, weights, keys = each
+    found = collectives(send, params, of_all(mesh, part), state, weights, keys)
+    if compressor is None:
+        return found, message_bytes(part)
+    message, _ = jax.jit(compressor.encode)(part, compressor.init(part))
+    return found, sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+
+
+@pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
+def test_a_compressed_message_stays_compressed(mesh, name):
+    """What is gathered is the message, and each region's weight, a float32."""
+    found, num_bytes = sent(mesh, compression.parse(name))
+    assert found == {"all-gather": num_bytes + 4}
+    assert num_bytes < 4 * NUM_VALUES / 3
+
+
+def test_an_uncompressed_one_is_summed(mesh):
+    found, num_bytes = sent(mesh, None)
+    assert found == {"all-reduce": num_bytes}
+    assert num_bytes == 4 * NUM_VALUES
+
+
+def test_a_pair_exchanges_between_two(mesh):
+    """Parameters and pseudo-gradient, in each of the three matchings it may be."""
+    setting = make_setting(mesh, methods.get("noloco").sync)
+    outer, part = setting.sync.outer, setting.fragments.take(PARAMS, 0)
+    send = make_regional_send(setting, outer, identity(), matchings(NUM_REGIONS), 0)
+    state = jax.eval_shape(lambda p: outer.init(p, identity()), part)
+    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
+    found = collectives(send, *each, of_all(mesh, np.int32(0)))
+    assert found == {"collective-permute": 3 * 2 * 4 * NUM_VALUES}
+
+
+def loss_fn(params, batch, key):
+    return jnp.sum(params["a"] * batch) + jnp.sum(params["b"]) * batch, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("data_parallel", {}, "all-reduce"),
+        ("data_parallel", {"compress": "fp4"}, "all-gather"),
+        ("demo", {"compress": "dct:8"}, "all-gather"),
+        ("distributed_lion", {}, "all-gather"),
+        ("apart", {}, None),
+        ("diloco", {}, None),
+    ],
+)
+def test_every_step(mesh, name, options, kind):
+    method = methods.get(name, **options)
+    made = method.per_step
+    state, num_bytes = (), 0
+    if made is not None:
+        memory = made.init(PARAMS)
+        state = jax.eval_shape(lambda: memory)
+        message, _ = made.send(PARAMS, memory, jax.random.key(0))
+        num_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+    steps = step.make_steps(loss_fn, optax.sgd(0.1), mesh, NUM_REGIONS, made)
+    region = RegionState(PARAMS, optax.sgd(0.1).init(PARAMS), None, state)
+    region = of_regions(mesh, region._replace(key=np.ones(2, np.uint32)))
+    batches = jax.ShapeDtypeStruct(
+        (3, NUM_REGIONS), np.float32, sharding=NamedSharding(mesh, P(None, "region"))
+    )
+    found = collectives(steps, region, batches, None)
+    assert found == ({kind: num_bytes} if kind else {})

@@ -1,0 +1,123 @@
+"""Regions that come one by one: when, in which order, and after how many steps."""
+
+import dataclasses
+import json
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import FINISH, START, Event, asynchronous
+from tests.sync.schedules import walks
+
+TENTHS = st.lists(st.integers(10, 45), min_size=1, max_size=4).map(lambda x: [10, *x])
+
+
+def made(step_times, sync_interval, is_dynamic=True):
+    regions = Regions(tuple(step_times), (1,) * len(step_times))
+    return asynchronous(sync_interval, is_dynamic).bind(regions)
+
+
+def walk(schedule, state, end):
+    """`(tick, regions)` as a runtime would get them: each is answered at once."""
+    came = []
+    for step, after, events in walks.walk(schedule, state, end):
+        state = after
+        now = [event.participating[0] for event in events[::2]]
+        for start, finish in zip(events[::2], events[1::2], strict=True):
+            assert (start.kind, finish.kind) == (START, FINISH)
+            assert start.participating == finish.participating
+            assert (finish.fragment_id, finish.start_step) == (0, step)
+        came.append((step, now))
+    return state, came
+
+
+def ticks_of(came, region):
+    return [step for step, now in came if region in now]
+
+
+def test_by_hand():
+    """Step times 1, 2 and 1.5, H = 4: after 4 steps, 2 steps of 2, 2 steps of 1.5."""
+    schedule = made([1.0, 2.0, 1.5], 4)
+    assert [schedule.local_steps(m) for m in range(3)] == [4, 2, 2]
+    _, came = walk(schedule, schedule.init(), 12)
+    assert came == [(3, [2]), (4, [0, 1]), (6, [2]), (8, [0, 1]), (9, [2]),
+                    (12, [0, 1, 2])]  # fmt: skip
+
+
+def test_of_equal_steps():
+    schedule = made([1.0, 2.0, 1.5], 4, is_dynamic=False)
+    _, came = walk(schedule, schedule.init(), 12)
+    assert came == [(4, [0]), (6, [2]), (8, [0, 1]), (12, [0, 2])]
+
+
+def test_a_step_that_ends_between_two_ticks_counts_at_the_later():
+    """2.5 ticks a step, one step between two arrivals: 2.5, 5, 7.5 and 10."""
+    schedule = made([1.0, 2.5], 2)
+    _, came = walk(schedule, schedule.init(), 10)
+    assert ticks_of(came, 1) == [3, 5, 8, 10]
+
+
+def test_an_event_names_the_region():
+    schedule = made([1.0, 1.0], 3)
+    state, event = schedule.next_event(schedule.init(), 3)
+    assert event == Event(START, 0, 3, 0, (0,))
+    state, event = schedule.next_event(state, 3)
+    assert event == Event(FINISH, 0, 3, 0, (0,))
+    state, event = schedule.next_event(state, 3)
+    assert event == Event(START, 0, 3, 0, (1,))
+    state, event = schedule.next_event(state, 3)
+    assert event == Event(FINISH, 0, 3, 0, (1,))
+    assert schedule.next_event(state, 3) == (state, None)
+    assert state.last_start == (3, 3)
+    _, event = schedule.next_event(state, 6)
+    assert event.since_step == 3
+    assert schedule.next_event(schedule.init(), 2)[1] is None
+
+
+@given(TENTHS, st.integers(1, 9), st.booleans())
+def test_each_region_keeps_its_own_time(tenths, interval, is_dynamic):
+    schedule = made([k / 10 for k in tenths], interval, is_dynamic)
+    regions = Regions(schedule.step_times, (1,) * len(tenths))
+    start = schedule.init()
+    _, came = walk(schedule, start, 60)
+    steps = [step for step, _ in came]
+    assert steps == sorted(set(steps))
+    assert steps == [t for t in range(61) if schedule.next_event(start, t)[1]]
+    assert all(now == sorted(set(now)) for _, now in came)
+    for m, k in enumerate(tenths):
+        count = max(1, math.floor(Fraction(10 * interval, k)))
+        count = count if is_dynamic else interval
+        period = Fraction(count * k, 10)
+        ticks = [math.ceil(i * period) for i in range(1, math.floor(60 / period) + 1)]
+        assert ticks_of(came, m) == ticks
+        # It has done just so many steps since it came before.
+        done = [regions.steps_done(t)[m] for t in ticks]
+        assert done == [count * i for i in range(1, len(ticks) + 1)]
+
+
+@given(TENTHS, st.integers(1, 5), st.integers(1, 40))
+def test_a_state_goes_through_json(tenths, interval, cut):
+    schedule = made([k / 10 for k in tenths], interval)
+    whole, came = walk(schedule, schedule.init(), 60)
+    state, before = walk(schedule, schedule.init(), cut)
+    state = schedule.restore(json.loads(json.dumps(state.to_json())))
+    state, after = walk(schedule, state, 60)
+    assert before + after == came
+    assert state == whole
+
+
+def test_a_run_may_be_asked_between_arrivals():
+    schedule = made([1.0, 2.0], 4)
+    state, none = schedule.next_event(schedule.init(), 3)
+    assert none is None
+    assert schedule.next_step(state) == 4
+    assert schedule.next_step(dataclasses.replace(state, step=4)) == 8
+
+
+def test_error():
+    with pytest.raises(ValueError, match="sync_interval=0 must be at least 1"):
+        asynchronous(0)

@@ -1,0 +1,233 @@
+"""What holds for every schedule, whatever it learns of updates and of the network."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import (
+    FINISH,
+    MIDWAY,
+    START,
+    Asynchronous,
+    adaptive,
+    asynchronous,
+    measured,
+    one_step_stale,
+    ranked_rounds,
+    staggered,
+)
+from cocodc_jax.sync.schedules.base import nothing
+from tests.sync.schedules.walks import walk
+
+EVEN = Regions.alike(3)
+SCHEDULES = {
+    "whole": staggered(7),
+    "staggered": staggered(12, 3, 5),
+    "longest delay": staggered(12, 3, 12),
+    "midway": staggered(12, 3, 5).bind(EVEN, looks_midway=True),
+    "quorum": dataclasses.replace(staggered(12, 3, 5), participating=(0, 2)),
+    "one step stale": one_step_stale(7),
+    "one step stale, fragments": one_step_stale(12, 3),
+    "one step stale, midway": one_step_stale(12, 3).bind(EVEN, looks_midway=True),
+    "pseudo_gradient": adaptive(20, 3, 4, 5),
+    "aged": adaptive(20, 3, 0, 5, "aged"),
+    "drift": adaptive(20, 3, 4, 5, "drift"),
+    "adaptive, midway": adaptive(20, 3, 4, 5).bind(EVEN, looks_midway=True),
+    "measured delay": measured.staggered(12, 3, "auto").bind(EVEN),
+    "measured delay of what changes": measured.adaptive(20, 3, "auto", 5, "aged"),
+    "measured slots": measured.adaptive(20, 3, 4, "auto", network_share=0.9),
+    "measured": measured.adaptive(20, 3, "auto", "auto", "drift"),
+    "ranked": ranked_rounds(9, 8, 1),
+    "by region": asynchronous(5).bind(Regions((1.0, 2.5, 1.3), (1, 1, 1))),
+    "by region, equal steps": asynchronous(5, False).bind(
+        Regions((1.0, 2.5, 1.3), (1, 1, 1))
+    ),
+}
+every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+some = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+class World:
+    """What is seen, drawn anew at every step and alike for all who ask."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def number(self, *of):
+        return 10.0 ** (hash((self.seed, *of)) % 7 - 3)
+
+    def see(self, step, event):
+        k, start = event.fragment_id, event.start_step
+        return 1 + hash((self.seed, k)) % 100, {
+            "norm": self.number(k, start),
+            "effective_rank": 1 + hash((self.seed, step)) % 9,
+            "times": [(1.0, self.number(step)), (0.5, 1 + self.number(step))],
+        }
+
+    def drift(self, step):
+        return [self.number(k, step) for k in range(3)]
+
+    def walk(self, schedule, state, end, **options):
+        return walk(schedule, state, end, self.see, self.drift, **options)
+
+
+def through_json(schedule, state):
+    return schedule.restore(json.loads(json.dumps(state.to_json())))
+
+
+@every_schedule
+def test_its_first_state_goes_through_json(name):
+    schedule = SCHEDULES[name]
+    assert through_json(schedule, schedule.init()) == schedule.init()
+
+
+@every_schedule
+@some
+@given(st.integers(0, 2**30), st.integers(1, 60))
+def test_a_state_from_json_has_the_same_future(name, seed, stop):
+    """So have two regions that were told the same reduced values."""
+    schedule, world = SCHEDULES[name], World(seed)
+    whole = list(world.walk(schedule, schedule.init(), stop + 60, learns=True))
+    states = [schedule.init(), *(state for step, state, _ in whole if step <= stop)]
+    restored = through_json(schedule, states[-1])
+    assert restored == states[-1]
+    rest = list(world.walk(schedule, restored, stop + 60, learns=True))
+    assert rest == [x for x in whole if x[0] > restored.step]
+
+
+@every_schedule
+@some
+@given(st.integers(0, 2**30))
+def test_learning_at_once_or_when_it_asks_makes_the_same_events(name, seed):
+    schedule, world = SCHEDULES[name], World(seed)
+    later, at_once = (
+        [(step, events) for step, _, events in world.walk(schedule, start, 90, **how)]
+        for start, how in ((schedule.init(), {}), (schedule.init(), {"learns": True}))
+    )
+    assert later == at_once
+
+
+@every_schedule
+@some
+@given(st.integers(0, 2**30))
+def test_asking_between_events_changes_nothing(name, seed):
+    """As evaluation and checkpoints do, which may come at any step."""
+    schedule, world = SCHEDULES[name], World(seed)
+    state = schedule.init()
+    for step, after, _ in world.walk(schedule, schedule.init(), 60, learns=True):
+        asked = state
+        for between in range(state.step, step):
+            asked, event = schedule.next_event(asked, between)
+            assert event is None
+            assert schedule.next_step(asked) == step
+        assert dataclasses.replace(state, **_stepped(asked)) == asked
+        state = after
+
+
+def _stepped(state):
+    """The fields that asking may move on."""
+    names = {field.name for field in dataclasses.fields(state)}
+    return {name: getattr(state, name) for name in ("step", "base") if name in names}
+
+
+@every_schedule
+@some
+@given(st.integers(0, 2**30))
+def test_every_fragment_starts_within_h_steps(name, seed):
+    schedule, world = SCHEDULES[name], World(seed)
+    interval, end = schedule.sync_interval, 6 * schedule.sync_interval
+    last = dict.fromkeys(range(schedule.num_fragments), 0)
+    for step, _, events in world.walk(schedule, schedule.init(), end):
+        for event in events:
+            if event.kind == START:
+                k = event.fragment_id
+                assert step == event.start_step
+                assert step - last[k] <= interval
+                last[k] = step
+    assert all(end - step <= interval for step in last.values())
+    assert all(last.values())  # Each was sent, the first time within H (from 0).
+
+
+@every_schedule
+@some
+@given(st.integers(0, 2**30))
+def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
+    schedule, world = SCHEDULES[name], World(seed)
+    state = schedule.init()
+    flying, looked_at = {p.sync_id: p for p in state.in_flight}, set()
+    for step, after, events in world.walk(schedule, state, 90):
+        for event in events:
+            sync = (event.fragment_id, event.start_step)
+            if event.kind == START:
+                assert sync not in flying
+                since = event.since_step
+                assert 0 <= since < step
+                flying[sync] = event
+                continue
+            started = flying[sync]
+            assert event.participating == started.participating
+            assert event.rank == started.rank
+            delay = step - event.start_step
+            if event.kind == MIDWAY:
+                assert delay == schedule.delay_steps // 2
+                looked_at.add(sync)
+            else:
+                assert event.kind == FINISH
+                assert 0 <= delay <= schedule.delay_steps
+                if event.start_step > 0:
+                    assert (sync in looked_at) == ("midway" in name)
+                del flying[sync]
+        assert {p.sync_id for p in after.in_flight} == set(flying)
+        assert after.step == step
+
+
+@every_schedule
+@some
+@given(st.integers(0, 2**30), st.integers(1, 40))
+def test_landed_it_goes_on_with_nothing_in_flight(name, seed, stop):
+    schedule, world = SCHEDULES[name], World(seed)
+    states = [s for _, s, _ in world.walk(schedule, schedule.init(), stop)]
+    state = ([schedule.init(), *states])[-1]
+    landed = schedule.landed(state)
+    assert landed.in_flight == ()
+    assert landed.step == state.step
+    rest = world.walk(schedule, landed, stop + 30)
+    first = next(event for _, _, events in rest for event in events)
+    assert first.kind == START
+
+
+@every_schedule
+def test_warm_up_has_run_every_program(name):
+    """Each fragment has started and finished, in the way in which it always does."""
+    schedule, world = SCHEDULES[name], World(0)
+    seen = set()
+    for _, _, events in world.walk(schedule, schedule.init(), schedule.warm_up_steps):
+        seen |= {(e.kind, e.fragment_id) for e in events}
+    for kind in (START, FINISH):
+        assert {k for what, k in seen if what == kind} == set(
+            range(schedule.num_fragments)
+        )
+
+
+@every_schedule
+def test_what_it_goes_by(name):
+    schedule = SCHEDULES[name]
+    assert schedule.is_measured == ("measured" in name)
+    assert schedule.is_by_region == isinstance(schedule, Asynchronous)
+    assert (schedule.init().rank > 0) == (name == "ranked")
+
+
+@pytest.mark.parametrize("name", ["ranked", "by region"])
+def test_no_two_halves_to_compare(name):
+    with pytest.raises(ValueError, match="delay_steps=.* has no two halves to compare"):
+        SCHEDULES[name].bind(EVEN, looks_midway=True)
+
+
+def test_nobody_measures_what_a_schedule_without_needs_would_not_ask_for():
+    assert nothing("applied") == []
+    with pytest.raises(ValueError, match="the schedule needs 'drift', which nobody"):
+        nothing("drift")

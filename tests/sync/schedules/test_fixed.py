@@ -1,0 +1,181 @@
+"""Fixed orders: tables worked by hand."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import (
+    FINISH,
+    START,
+    Event,
+    OneStepStale,
+    Pending,
+    Staggered,
+    one_step_stale,
+    staggered,
+)
+from tests.sync.schedules.walks import starts, table, walk
+
+# --- Staggered ----------------------------------------------------------------
+
+
+def test_the_whole_model_every_h_steps_is_diloco():
+    assert table(staggered(4), 12) == {4: "+0 -0", 8: "+0 -0", 12: "+0 -0"}
+
+
+def test_staggered_with_a_delay_longer_than_a_slot():
+    """Fragment p starts at p H / K = 2 p, then every 6 steps; each takes 3."""
+    assert table(staggered(6, 3, 3), 14) == {
+        2: "+1",
+        4: "+2",
+        5: "-1",
+        6: "+0",
+        7: "-2",
+        8: "+1",
+        9: "-0",
+        10: "+2",
+        11: "-1",
+        12: "+0",
+        13: "-2",
+        14: "+1",
+    }
+
+
+def test_with_a_delay_of_h_a_fragment_comes_back_and_leaves_in_one_step():
+    assert table(staggered(4, 2, 4), 10) == {
+        2: "+1",
+        4: "+0",
+        6: "-1 +1",
+        8: "-0 +0",
+        10: "-1 +1",
+    }
+
+
+def test_events_tell_when_their_sync_started_and_the_one_before():
+    schedule = staggered(6, 3, 3)
+    steps = {step: events for step, _, events in walk(schedule, schedule.init(), 8)}
+    assert steps[2] == [Event(START, 1, 2, 0)]
+    assert steps[7] == [Event(FINISH, 2, 4)]
+    assert steps[8] == [Event(START, 1, 8, 2)]
+
+
+def test_halfway_is_rounded_down():
+    """Delay 3: a look 1 step after the start; two fragments in flight keep apart."""
+    schedule = staggered(4, 2, 3).bind(Regions.alike(2), looks_midway=True)
+    assert table(schedule, 9) == {
+        2: "+1",
+        3: "/1",
+        4: "+0",
+        5: "/0 -1",
+        6: "+1",
+        7: "/1 -0",
+        8: "+0",
+        9: "/0 -1",
+    }
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_a_staggered_fragment_starts_every_h_steps(k, slot, data):
+    schedule = staggered(k * slot, k, data.draw(st.integers(0, k * slot)))
+    found = starts(schedule, 5 * k * slot)
+    for p in range(k):
+        steps = [step for step, fragment in found if fragment == p]
+        first = p * slot or k * slot
+        assert steps == list(range(first, 5 * k * slot + 1, k * slot))
+
+
+# --- One step stale -------------------------------------------------------------
+
+
+def test_one_step_stale_begins_with_messages_of_zero():
+    """One on its way for every fragment, as if sent a round before its first slot."""
+    assert one_step_stale(4).init().in_flight == (Pending(0, 0, 4),)
+    assert table(one_step_stale(4), 12) == {4: "+0 -0", 8: "+0 -0", 12: "+0 -0"}
+    assert one_step_stale(6, 3).init().in_flight == (
+        Pending(1, -4, 2),
+        Pending(2, -2, 4),
+        Pending(0, 0, 6),
+    )
+    assert table(one_step_stale(6, 3), 8) == {
+        2: "+1 -1",
+        4: "+2 -2",
+        6: "+0 -0",
+        8: "+1 -1",
+    }
+
+
+def test_one_step_stale_a_message_is_applied_a_round_after_it_left():
+    schedule = one_step_stale(6, 3)
+    for step, _, events in walk(schedule, schedule.init(), 30):
+        assert [(e.kind, step - e.start_step) for e in events] == [
+            ("start", 0),
+            ("finish", 6),
+        ]
+
+
+@pytest.mark.parametrize("delay_steps", [0, 3, 5])
+def test_what_is_sent_first_is_one_whole_round_late(delay_steps):
+    with pytest.raises(
+        ValueError, match="delay_steps=.* (must be sync_interval=4|is l)"
+    ):
+        OneStepStale(1, 4, delay_steps, 4)
+
+
+# --- For regions, and errors ----------------------------------------------------
+
+
+def test_events_name_who_takes_part():
+    schedule = dataclasses.replace(staggered(4, 2, 1), participating=(0, 2))
+    events = [e for _, _, now in walk(schedule, schedule.init(), 8) for e in now]
+    assert [e.participating for e in events if e.kind == START] == [(0, 2)] * 4
+    assert [e.participating for e in events if e.kind == FINISH] == [(0, 2)] * 3
+    assert schedule.bind(Regions.alike(3)) is schedule
+    with pytest.raises(
+        ValueError, match=r"participating=\(0, 2\) names a region that is"
+    ):
+        schedule.bind(Regions.alike(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: staggered(100, 3),
+            "sync_interval=100 is not a multiple of num_fragments=3; use 99 or 102",
+        ),
+        (
+            lambda: one_step_stale(100, 3),
+            "sync_interval=100 is not a multiple of num_fragments=3; use 99 or 102",
+        ),
+        (
+            lambda: staggered(2, 4),
+            "sync_interval=2 is not a multiple of num_fragments=4; use 4",
+        ),
+        (lambda: staggered(0), "sync_interval=0 must be at least 1"),
+        (lambda: staggered(4, 0), "num_fragments=0 must be at least 1"),
+        (lambda: staggered(4, 2, -1), "delay_steps=-1 must be at least 0"),
+        (
+            lambda: staggered(4, 2, 5),
+            "delay_steps=5 is longer than sync_interval=4 allows; .* use at most 4",
+        ),
+        (
+            lambda: staggered(4, 2, 1).bind(Regions.alike(2), looks_midway=True),
+            "delay_steps=1 must be at least 2 where a merge compares the two halves",
+        ),
+        (
+            lambda: Staggered(3, 10, 0, 5),
+            "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
+            "num_fragments=3; lower slot_steps or raise sync_interval",
+        ),
+        (lambda: Staggered(3, 10, 0, 0), "slot_steps=0 must be at least 1"),
+        (lambda: Staggered(0, 10, 0, 1), "num_fragments=0 must be at least 1"),
+        (lambda: Staggered(1, 0, 0, 1), "sync_interval=0 must be at least 1"),
+    ],
+)
+def test_errors_name_the_argument_and_the_repair(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

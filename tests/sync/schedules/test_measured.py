@@ -1,0 +1,168 @@
+"""Measured delays and slots: numbers worked by hand, and what holds for any network."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import FINISH, START, Applied, Measured
+from cocodc_jax.sync.schedules.measured import adaptive, staggered
+from tests.sync.schedules import walks
+
+
+def walk(schedule, end, times):
+    """`(step, state, events)` up to `end`, with `times`: step -> (T_c, T_s) each."""
+    seen = lambda step, event: (1, {"norm": 1.0, "times": times(step)})  # noqa: E731
+    return walks.walk(schedule, schedule.init(), end, seen)
+
+
+def delays(schedule, end, times):
+    found = []
+    for step, _, events in walk(schedule, end, times):
+        found += [step - e.start_step for e in events if e.kind == FINISH]
+    return found
+
+
+def test_the_delay_is_the_steps_of_a_sync():
+    schedule = staggered(40, 4, "auto")
+    # One slot while nothing is known; then ceil(0.9 / 0.2) = 5.
+    assert delays(schedule, 60, lambda _: [(0.2, 0.9)] * 2) == [10, 5, 5, 5, 5]
+
+
+def test_the_slowest_region_sets_the_step_and_the_last_to_send_the_sync():
+    times = [(0.1, 3.0), (0.5, 1.2)]  # ceil(1.2 / 0.5), not 3 / 0.1.
+    assert delays(staggered(40, 4, "auto"), 60, lambda _: times)[-1] == 3
+
+
+def test_the_longest_of_the_last_syncs_counts_for_the_delay():
+    sync_s = {20: 1.0, 30: 2.0}
+
+    def times(step):
+        return [(0.25, sync_s.get(step // 10 * 10, 1.0))]
+
+    found = delays(staggered(40, 4, "auto"), 160, times)
+    # Window of five: 2 s at one of them, then forgotten.
+    assert found == [10, 4, 4, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4][: len(found)]
+
+
+def test_a_region_that_knows_nothing_yet_changes_nothing():
+    schedule = staggered(40, 4, "auto")
+    for seen in ({"times": [(0.2, 0.9), (0.2, 0.0)]}, {}):
+        state = schedule.learn(schedule.init(), Applied(0, 1, seen))
+        assert state == schedule.init()
+
+
+def test_the_bound_holds():
+    schedule = staggered(40, 4, "auto", max_delay_steps=6)
+    assert set(delays(schedule, 100, lambda _: [(0.1, 99.0)])) == {6}
+
+
+def test_as_many_slots_as_the_network_carries():
+    schedule = adaptive(40, 4, 2, "auto", network_share=0.5)
+    starts = [
+        step
+        for step, _, events in walk(schedule, 80, lambda _: [(0.1, 0.25)])
+        if any(e.kind == START for e in events)
+    ]
+    # H / K = 10 at first; then N = floor(0.5 * 40 * 0.1 / 0.25) = 8, h = 5. The slot
+    # after step 10 was set at step 10.
+    assert starts == [10, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80]
+
+
+def test_a_slower_network_never_takes_a_fragment_beyond_its_deadline():
+    schedule = adaptive(40, 4, 1, "auto", network_share=1.0)
+
+    def times(step):
+        return [(0.1, 0.1)] if step < 55 else [(0.1, 9.0)]
+
+    assert_on_time(schedule, 200, times)
+
+
+def assert_on_time(schedule, end, times):
+    last = [0] * schedule.num_fragments
+    flying: dict[int, int] = {}
+    for step, _, events in walk(schedule, end, times):
+        for event in events:
+            p = event.fragment_id
+            if event.kind == FINISH:
+                flying.pop(p)
+            else:
+                assert p not in flying, "started while in flight"
+                assert step - last[p] <= schedule.sync_interval
+                last[p] = flying[p] = step
+    assert all(end - t <= schedule.sync_interval for t in last)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_fragment_is_on_time_whatever_the_network_does(data):
+    num = data.draw(st.integers(1, 6), label="K")
+    interval = data.draw(st.integers(num, 40), label="H")
+    share = data.draw(st.sampled_from([0.2, 0.5, 1.0]), label="gamma")
+    bound = data.draw(st.integers(1, interval), label="bound")
+    is_fixed = data.draw(st.booleans(), label="fixed delay")
+    schedule = adaptive(
+        interval,
+        num,
+        bound if is_fixed else "auto",
+        "auto",
+        max_delay_steps=None if is_fixed else bound,
+        network_share=share,
+    )
+    syncs = data.draw(st.lists(st.floats(0.01, 60), min_size=1, max_size=8))
+
+    def times(step):
+        return [(1.0, syncs[step * 7919 % len(syncs)])]
+
+    assert_on_time(schedule, 4 * interval, times)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_state_survives_json_with_fragments_in_flight(data):
+    schedule = adaptive(20, 3, "auto", "auto")
+    end = data.draw(st.integers(7, 50))
+    *_, (_, state, _) = walk(schedule, end, lambda s: [(1.0, 1 + s % 5)])
+    assert schedule.restore(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_numbers_that_are_given_make_the_plain_schedule():
+    assert not isinstance(staggered(40, 4, 5), Measured)
+    assert not isinstance(adaptive(40, 4, 5, 8), Measured)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: staggered(40, 4, "soon"), "delay_steps='soon' must be a whole number"),
+        (lambda: staggered(40, 4, 5, 9), "max_delay_steps=9 has no meaning"),
+        (lambda: staggered(40, 4, "auto", 41), "max_delay_steps=41 must be at least 1"),
+        (lambda: staggered(40, 4, "auto", 0), "max_delay_steps=0 must be at least 1"),
+        (lambda: adaptive(40, 4, 5, "many"), "syncs_per_interval='many' must be"),
+        (lambda: adaptive(40, 4, 5, 8, network_share=0.5), "network_share=0.5 has no"),
+        (
+            lambda: adaptive(40, 4, 41, "auto"),
+            "delay_steps=41 is longer than sync_interval=40 allows; .* at most 40",
+        ),
+        (
+            lambda: staggered(40, 4, "auto").bind(Regions.alike(2), looks_midway=True),
+            "delay_steps='auto' is not possible where a merge compares the two halves",
+        ),
+        (
+            lambda: adaptive(40, 4, 5, "auto", network_share=1.5),
+            r"network_share=1.5 must be in \(0, 1\]",
+        ),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_delays_are_whole_and_at_least_one_step():
+    found = delays(staggered(8, 2, "auto"), 100, lambda _: [(5.0, 0.001)])
+    assert set(found[1:]) == {1}
+    assert all(isinstance(d, int) and math.isfinite(d) for d in found)

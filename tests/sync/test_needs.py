@@ -1,0 +1,217 @@
+"""Needs: what they keep, what they are made of, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cocodc_jax.methods import METHODS
+from cocodc_jax.sync import merge, needs
+from cocodc_jax.sync.needs import HALFWAY, NEEDS, STAGED, STALE, Need, Supplies
+from cocodc_jax.transforms import curvature
+
+
+def seen(**parts):
+    """One region with one parameter, theta^2 times the batch as its loss."""
+    whole = {
+        "local": {"w": jnp.array([1.0])},
+        "outer": {"w": jnp.array([2.0])},
+        "kept": {STAGED: {"w": jnp.array([10.0])}, HALFWAY: {"w": jnp.array([4.0])}},
+        "delay_steps": 5,
+        "regional": {"second_moment": {"w": jnp.array([0.25])}},
+        "learning_rate": jnp.float32(0.5),
+        "batch": jnp.float32(3.0),
+        "key": jax.random.key(7),
+        "whole": lambda part: {"v": jnp.array([0.0]), **part},
+        "loss_fn": lambda p, batch, key: (batch * jnp.sum(p["w"] ** 2), {}),
+        "supplies": Supplies(
+            outputs=(lambda p, batch: p["w"] * batch, lambda out, batch: out.sum())
+        ),
+    }
+    return needs.Seen(**(whole | parts))
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+# --- The table ------------------------------------------------------------------
+
+
+def test_whoever_needs_something_finds_it_in_the_table():
+    named = set().union(*(make().needs for make in METHODS.values()))
+    named |= set().union(*(curvature.get(name).needs for name in curvature.NAMES))
+    named |= merge.curvature_mix(0.5).needs
+    # What `compensate` gives by itself is no need.
+    assert named - {"delay_steps"} <= set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_entry_says_what_it_is(name):
+    need = NEEDS[name]
+    assert need.about.endswith(".")
+    assert set(need.keeps) <= {STAGED, HALFWAY, STALE}
+    if need.given_by:
+        assert hasattr(Supplies(), need.given_by[0])
+    if need.of_regions:
+        assert need.of_region is not None
+
+
+def test_an_unknown_need():
+    with pytest.raises(
+        ValueError,
+        match=r"merge 'odd' needs \['luck'\], which nothing here can give; known are "
+        r"\['drift', ",
+    ):
+        needs.check({"luck", "staged"}, Supplies(), "merge 'odd'")
+
+
+@pytest.mark.parametrize(
+    ("need", "what"),
+    [
+        ("learning_rate", r"Supplies\(learning_rate=, the inner optimizer's\)"),
+        (
+            "second_moment",
+            r"Supplies\(second_moment=adam_second_moment\(b2\) with the",
+        ),
+        ("model_fn", r"Supplies\(outputs=\(model, loss\)\)"),
+        ("output_loss_fn", r"Supplies\(outputs=\(model, loss\)\)"),
+    ],
+)
+def test_a_missing_supply(need, what):
+    with pytest.raises(ValueError, match=f"its merge needs '{need}': pass {what}"):
+        needs.check({need}, Supplies(), "its merge")
+
+
+def test_what_is_supplied_is_enough():
+    everything = Supplies(0.1, lambda state: state, (len, len))
+    needs.check(NEEDS, everything, "all")
+    needs.check((), Supplies(), "nothing")
+
+
+@pytest.mark.parametrize(
+    ("of", "copies", "batch", "key"),
+    [
+        ((), set(), False, False),
+        (("staged", "learning_rate"), {STAGED}, False, False),
+        (("later_params",), {STAGED, HALFWAY}, False, False),
+        (("later_gradient", "key"), {STAGED, HALFWAY}, False, True),
+        (("stale_params",), {STALE}, False, False),
+        (("gradient_fn",), set(), True, True),
+        (("model_fn", "second_moment"), set(), True, True),
+        (("norm", "times", "drift", "effective_rank"), set(), False, False),
+    ],
+)
+def test_what_the_runtime_must_have_ready(of, copies, batch, key):
+    assert needs.copies(of) == copies
+    assert needs.wants_batch(of) == batch
+    assert needs.wants_key(of) == key
+
+
+# --- What a merge is given --------------------------------------------------------
+
+
+def test_what_a_merge_has_without_asking_is_no_argument():
+    assert needs.arguments({"staged"}, seen()) == {}
+
+
+def test_arguments_by_name():
+    of = {"learning_rate", "second_moment", "key", "later_params"}
+    given = needs.arguments(of, seen())
+    assert set(given) == of
+    assert given["learning_rate"] == 0.5
+    assert given["second_moment"]["w"] == 0.25
+    assert given["later_params"]["w"] == 4
+    assert given["key"] == jax.random.key(7)
+
+
+def test_the_loss_as_functions_of_a_fragment():
+    """3 theta^2 has the gradient 6 theta; the model is 3 theta."""
+    given = needs.arguments({"gradient_fn", "model_fn", "output_loss_fn"}, seen())
+    part = {"w": jnp.array([2.0])}
+    close(given["gradient_fn"](part)["w"], [12.0])
+    close(given["model_fn"](part), [6.0])
+    close(given["output_loss_fn"](jnp.array([1.0, 5.0])), 6.0)
+
+
+def test_the_two_halves_of_an_overlap():
+    """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
+    given = needs.arguments({"later_gradient", "later_params"}, seen())
+    # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.
+    close(given["later_gradient"]["w"], [1.8 + 1.0 - 3.0])
+    assert given["later_params"]["w"] == 4.0
+
+
+def test_what_is_made_of_all_regions():
+    supplies = Supplies(second_moment=lambda state: state["nu"])
+    state = {"nu": jnp.ones((2, 3)), "mu": jnp.zeros((2, 3))}
+    made = needs.regional({"second_moment", "staged"}, state, supplies)
+    assert set(made) == {"second_moment"}
+    assert made["second_moment"] is state["nu"]
+
+
+def test_the_rate_is_of_the_step_just_done():
+    assert Supplies(learning_rate=0.5).rate(3) == 0.5
+    assert Supplies(learning_rate=lambda step: 10.0 * step).rate(3) == 20
+    assert Supplies(learning_rate=lambda step: 10.0 * step).rate(0) == 0
+
+
+# --- Of a mean --------------------------------------------------------------------
+
+
+def test_effective_rank_counts_parameters():
+    """exp of the entropy of the singular values, each tensor by its size."""
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.normal(size=(6, 4)), "b": rng.normal(size=8), "c": np.zeros(2)}
+    values = np.linalg.svd(tree["a"], compute_uv=False)
+    p = values / values.sum()
+    expected = (24 * np.exp(-np.sum(p * np.log(p))) + 8 + 2) / 34
+    tree = jax.tree.map(lambda x: x.astype(np.float32), tree)
+    actual = jax.jit(lambda mean: needs.of_mean(NEEDS, mean))(tree)
+    assert set(actual) == {"effective_rank"}
+    # A dozen roundings of float32.
+    np.testing.assert_allclose(actual["effective_rank"], expected, rtol=1e-6)
+
+
+# --- A new one ----------------------------------------------------------------------
+
+
+def test_a_new_need_is_one_entry(monkeypatch):
+    """A merge that stays the nearer to its own fragment, the longer the delay was."""
+    patience = Need(
+        "The share of the region's own fragment that stays.",
+        keeps=(STAGED,),
+        of_region=lambda seen: seen.delay_steps / (seen.delay_steps + 5.0),
+    )
+    monkeypatch.setitem(NEEDS, "patience", patience)
+
+    def apply(local, staged, outer, *, delay_steps, patience, **extra):
+        del staged, delay_steps, extra
+        mixed = jax.tree.map(
+            lambda x, o: patience * x + (1 - patience) * o, local, outer
+        )
+        return mixed, {}
+
+    rule = merge.Merge("patient", apply, frozenset({"patience"}))
+    needs.check(rule.needs, Supplies(), "patient")
+    assert needs.copies(rule.needs) == {STAGED}
+    here = seen()
+    given = needs.arguments(rule.needs, here)
+    merged, _ = rule.apply(
+        here.local, here.kept[STAGED], here.outer, delay_steps=5, **given
+    )
+    close(merged["w"], [1.5])
+
+
+def test_a_new_need_of_a_mean_is_one_entry(monkeypatch):
+    largest = Need("The largest.", of_mean=lambda mean: jnp.max(jnp.abs(mean["w"])))
+    monkeypatch.setitem(NEEDS, "largest", largest)
+    mean = {"w": jnp.array([1.0, -3.0])}
+    assert needs.of_mean({"largest", "norm"}, mean) == {"largest": 3.0}
+
+
+def test_supplies_and_needs_are_values():
+    assert dataclasses.replace(Supplies(), learning_rate=1.0) == Supplies(1.0)
+    assert Need("A.") == Need("A.")

@@ -1,0 +1,107 @@
+"""What the repository says of its own files is true.
+
+- A Markdown file that any text names is in the repository, or a program writes it.
+- So is every path that begins with one of the repository's own top-level folders.
+- Nothing points out of the repository, to a folder beside it.
+"""
+
+import fnmatch
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".sbatch"}
+FOLDERS = ("cocodc_jax", "experiments", "tests", r"\.ci")
+
+# A name without a folder: what comes before must not make it part of a longer path.
+MARKDOWN = re.compile(r"(?<![\w./*{}$-])[\w-]+\.md\b")
+# A path is cut before the full stop, colon or bracket that ends the sentence.
+PATH = re.compile(rf"(?<![\w./{{}}$-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
+# Where a program makes or reads a file of that name, the name stands in quotes alone.
+WRITTEN = re.compile(r"""["']([\w-]+\.md)["']""")
+# Put together, so that this file does not say it.
+OUTSIDE = ".." + "/shared"
+
+
+def tracked_files():
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [name for name in listed.stdout.split("\0") if name]
+
+
+def texts(files):
+    """Return the text of every tracked text file that is there, by name."""
+    is_text = lambda f: pathlib.Path(f).suffix in SUFFIXES or f.startswith(".ci/")  # noqa: E731
+    return {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in files
+        if is_text(name) and (ROOT / name).is_file()
+    }
+
+
+def written_names(text_of):
+    """Return the Markdown names that programs write: `folder / "name"` in Python."""
+    sources = (text for name, text in text_of.items() if name.endswith(".py"))
+    return {name for text in sources for name in WRITTEN.findall(text)}
+
+
+def missing_markdown(text, files, written):
+    """Return the Markdown names of a text that no file and no program has."""
+    known = {pathlib.PurePosixPath(f).name for f in files} | written
+    return sorted({name for name in MARKDOWN.findall(text) if name not in known})
+
+
+def missing_paths(text, files):
+    """Return the paths of a text that are neither file, folder nor pattern of some."""
+    folders = {str(p) for f in files for p in pathlib.PurePosixPath(f).parents}
+    known = {*files, *folders}
+    return sorted(
+        path
+        for path in set(PATH.findall(text))
+        if path.rstrip("/") not in known and not fnmatch.filter(known, path)
+    )
+
+
+FILES = tracked_files()
+TEXTS = texts(FILES)
+WRITTEN_NAMES = written_names(TEXTS)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_names_only_files_that_are_here(name):
+    text = TEXTS[name]
+    missing = missing_markdown(text, FILES, WRITTEN_NAMES)
+    missing += missing_paths(text, FILES)
+    assert not missing, f"{name} names {missing}, which the repository does not have"
+    assert OUTSIDE not in text, f"{name} points out of the repository, to {OUTSIDE}"
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("see {no}.md, section 4.1", ["{no}.md"]),
+        ("see README.md; the run writes made.md", []),
+        ("WORKDIR/{no}.md and {{dir}}/{no}.md are a run's", []),
+        ("`{tests}/{no}.py`.", ["{tests}/{no}.py"]),
+        ("{tests}/data/one.py, ({tests}/data), {tests}/data/one.py:3.", []),
+        ("{tests}/d*, {tests}/**, {tests}/data/", []),
+        ("{tests}/data/{no}_*", ["{tests}/data/{no}_*"]),
+        ("WORKDIR/{tests}/x.py, config.json, ../{tests}/x.py, -m {tests}.data", []),
+    ],
+)
+def test_what_counts_as_missing(text, missing):
+    # Filled in here, so that the test above does not find them in this file.
+    fill = {"no": "lost", "tests": "tests"}
+    files = ["README.md", "{tests}/data/one.py".format(**fill)]
+    text = text.format(**fill)
+    found = missing_markdown(text, files, {"made.md"}) + missing_paths(text, files)
+    assert found == [name.format(**fill) for name in missing]
+
+
+def test_there_is_something_to_read():
+    assert "README.md" in TEXTS
+    assert "tests/test_repository.py" in FILES
