@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import shutil
@@ -85,6 +86,42 @@ def call(monkeypatch, capsys):
         return code, *capsys.readouterr()
 
     return finish
+
+
+@pytest.fixture
+def recorded_sync():
+    """Makes a sync as a process's timeline.json has it."""
+
+    def made(fragment, start, apply, start_s, arrival_s, merge_s, stall_s):
+        return {
+            "fragment": fragment, "start_step": start, "apply_step": apply,
+            "start_s": start_s, "arrival_s": arrival_s, "merge_s": merge_s,
+            "stall_s": stall_s, "num_bytes": 100,
+        }  # fmt: skip
+
+    return made
+
+
+@pytest.fixture
+def recorded_run(tmp_path, recorded_sync):
+    """Two processes: a second a step, the second one half a second behind."""
+    for name, late in (("", 0.0), ("process_1", 0.5)):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        marks = [[step, 10.0 + step + late] for step in (0, 2, 4, 6)]
+        marks[-1][1] += 1.0  # Waited a second before step 6 was done.
+        found = {
+            "marks": marks,
+            "syncs": [
+                recorded_sync(0, 0, 2, 10.0 + late, 11.0, 12.0 + late, 0.0),
+                recorded_sync(1, 2, 4, 12.0 + late, 15.0, 15.0 + late, 1.0),
+                recorded_sync(0, 4, None, 14.0 + late, None, None, None),
+            ],
+        }
+        (folder / "timeline.json").write_text(json.dumps(found))
+    config = {"method": {"method": "diloco", "sync_interval": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
 
 
 def pytest_unconfigure():

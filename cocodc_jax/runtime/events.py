@@ -265,7 +265,7 @@ class SyncPrograms:
         self._turns.wait()
         turn.sync, flight = self._outer.send(departure, turn.region, turn.sync)
         self._turns.took(flight.mean)
-        flights = {**turn.sync.in_flight, (k, event.start_step): flight}
+        flights = {**turn.sync.in_flight, event.sync_id: flight}
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
         # Regions that send at different times count as one of them at each time.
         share = 1 / regions.num if self._schedule.is_by_region else 1
@@ -273,17 +273,16 @@ class SyncPrograms:
 
     def _look_midway(self, turn: _Turn, event: Event) -> None:
         """Keep a copy of a fragment that is halfway to its merge."""
-        sync_id = event.fragment_id, event.start_step
         copy = self._copy[event.fragment_id](turn.region.params)
-        flight = turn.sync.in_flight[sync_id].with_kept(needs.HALFWAY, copy)
-        flights = {**turn.sync.in_flight, sync_id: flight}
+        flight = turn.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
+        flights = {**turn.sync.in_flight, event.sync_id: flight}
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
 
     def _finish(self, turn: _Turn, event: Event) -> None:
         """Take an outer step with what arrived, and merge it into the regions."""
         k, start_step = event.fragment_id, event.start_step
         flights = dict(turn.sync.in_flight)
-        flight = flights.pop((k, start_step))
+        flight = flights.pop(event.sync_id)
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
         if self._outer.steps_on_mesh:
             self._turns.wait()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from cocodc_jax.sync.needs import Fragment
+from cocodc_jax.sync.schedules.base import replaced
 
 PyTree = Any
 SyncId = tuple[int, int]
@@ -147,8 +148,3 @@ class TrainState:
     sync: SyncState | None = None
     step: int = 0
     bytes_sent: int = 0
-
-
-def replaced(entries: tuple, index: int, entry: Any) -> tuple:
-    """Return `entries`, one a fragment, with one of them replaced."""
-    return (*entries[:index], entry, *entries[index + 1 :])

@@ -23,6 +23,7 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.needs import HALFWAY, STAGED, LossFn, Seen, Supplies
+from cocodc_jax.sync.schedules.base import replaced
 
 PyTree = Any
 
@@ -239,12 +240,8 @@ def make_finish(
         return Trials(
             fragments.put(trials.params, k, merged, lead=2),
             trials.opt_state,
-            _set(trials.outer, k, outer),
-            _set(trials.outer_state, k, outer_state),
+            replaced(trials.outer, k, outer),
+            replaced(trials.outer_state, k, outer_state),
         ), ratio.mean(1)
 
     return jax.jit(finish, static_argnums=7)
-
-
-def _set(values: tuple, index: int, value: Any) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])

@@ -3,44 +3,12 @@
 import json
 import math
 
-import pytest
-
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run import timeline
 
 
-def sync(fragment, start, apply, start_s, arrival_s, merge_s, stall_s):
-    return {
-        "fragment": fragment, "start_step": start, "apply_step": apply,
-        "start_s": start_s, "arrival_s": arrival_s, "merge_s": merge_s,
-        "stall_s": stall_s, "num_bytes": 100,
-    }  # fmt: skip
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Two processes: a second a step, the second one half a second behind."""
-    for name, late in (("", 0.0), ("process_1", 0.5)):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        marks = [[step, 10.0 + step + late] for step in (0, 2, 4, 6)]
-        marks[-1][1] += 1.0  # Waited a second before step 6 was done.
-        found = {
-            "marks": marks,
-            "syncs": [
-                sync(0, 0, 2, 10.0 + late, 11.0, 12.0 + late, 0.0),
-                sync(1, 2, 4, 12.0 + late, 15.0, 15.0 + late, 1.0),
-                sync(0, 4, None, 14.0 + late, None, None, None),
-            ],
-        }
-        (folder / "timeline.json").write_text(json.dumps(found))
-    config = {"method": {"method": "diloco", "sync_interval": 1}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-def test_processes_are_laid_side_by_side(run):
-    found = timeline.read(run)
+def test_processes_are_laid_side_by_side(recorded_run):
+    found = timeline.read(recorded_run)
     assert found.regions == ("process 0", "process 1")
     assert found.step_time_s == (1.0, 1.0)
     assert found.marks[-1] == (6, (7.0, 7.5))
@@ -77,38 +45,42 @@ def test_steps_without_a_sync_have_nothing_to_be_held_against():
     assert quiet == 1.0
 
 
-def test_clocks_that_began_at_different_moments_are_laid_over_one_another(run):
-    expected = timeline.read(run)
-    path = run / "process_1" / "timeline.json"
+def test_clocks_that_began_at_different_moments_are_laid_over_one_another(recorded_run):
+    expected = timeline.read(recorded_run)
+    path = recorded_run / "process_1" / "timeline.json"
     found = json.loads(path.read_text())
     found["marks"] = [[step, second - 100] for step, second in found["marks"]]
     for each in found["syncs"]:
         for name in ("start_s", "arrival_s", "merge_s"):
             each[name] = each[name] and each[name] - 100
     path.write_text(json.dumps(found))
-    assert timeline.read(run) == expected
+    assert timeline.read(recorded_run) == expected
 
 
-def test_the_first_steps_can_be_left_out(run):
-    found = timeline.read(run, since_step=2)
+def test_the_first_steps_can_be_left_out(recorded_run):
+    found = timeline.read(recorded_run, since_step=2)
     assert found.num_steps == 4
     assert found.marks[0] == (0, (0.0, 0.5))
     assert [sync.fragments for sync in found.syncs] == [(1,)]
     assert found.syncs[0].start_step == 0
 
 
-def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(run):
+def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(
+    recorded_run, recorded_sync
+):
     """Cut at step 4: what was done after it is done again, later."""
     again = {
         "marks": [[6, 30.0]],
-        "syncs": [sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
+        "syncs": [recorded_sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
     }
-    timeline.save(run, again, first_step=4)
-    found = json.loads((run / "timeline.json").read_text())
+    timeline.save(recorded_run, again, first_step=4)
+    found = json.loads((recorded_run / "timeline.json").read_text())
     assert [mark[0] for mark in found["marks"]] == [0, 2, 4, 6]
     assert found["marks"][-1] == [6, 30.0]
     assert [(s["start_step"], s["apply_step"]) for s in found["syncs"]] == [
         (0, 2), (2, 4), (4, 6),
     ]  # fmt: skip
-    timeline.save(run, again, first_step=0)  # From the beginning: nothing is kept.
-    assert json.loads((run / "timeline.json").read_text()) == again
+    timeline.save(
+        recorded_run, again, first_step=0
+    )  # From the beginning: nothing is kept.
+    assert json.loads((recorded_run / "timeline.json").read_text()) == again

@@ -27,13 +27,12 @@ from cocodc_jax.runtime.state import (
     OuterState,
     RegionState,
     SyncState,
-    replaced,
 )
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.sync.schedules.base import Event, replaced
 
 PyTree = Any
 

@@ -45,6 +45,11 @@ class Event(NamedTuple):
     participating: tuple[int, ...] | None = None
     rank: int = 0
 
+    @property
+    def sync_id(self) -> tuple[int, int]:
+        """What tells a sync from all others: its fragment and its start."""
+        return self.fragment_id, self.start_step
+
 
 class Pending(NamedTuple):
     """A sync that has started and is not yet applied.
