@@ -26,6 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cocodc_jax.files import write_whole
 from cocodc_jax.report.page import describe_machine
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
@@ -157,9 +158,7 @@ def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
         begun = {pool.submit(run_job, settings, *job): job for job in jobs}
         for count, future in enumerate(concurrent.futures.as_completed(begun), 1):
             result, job = future.result(), begun[future]
-            unfinished = _path(parts, job).with_suffix(".tmp")
-            unfinished.write_text(dumps(result))
-            unfinished.rename(_path(parts, job))
+            write_whole(_path(parts, job), dumps(result))
             took = f"{result['seconds']:.0f} s"
             print(f"{count}/{len(jobs)} {job[0]} delay {job[1]}: {took}", flush=True)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
 
@@ -45,18 +46,18 @@ def check_params(params: PyTree) -> None:
     Raises:
       ValueError: for a leaf that is no array, or none of floating-point numbers.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in named_leaves(params):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(
-                f"params has {_name(path)} of type {type(leaf).__name__}, which is no "
-                "array: pass the arrays alone (Equinox: `params, static = "
+                f"params has a leaf {path!r} of type {type(leaf).__name__}, which is "
+                "no array: pass the arrays alone (Equinox: `params, static = "
                 "eqx.partition(model, eqx.is_inexact_array)`), and put the rest back "
                 "in loss_fn"
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"params has {_name(path)} of dtype {leaf.dtype}, which is not trained "
-                "and has no mean over regions: only floating-point leaves are "
+                f"params has a leaf {path!r} of dtype {leaf.dtype}, which is not "
+                "trained and has no mean over regions: only floating-point leaves are "
                 "parameters; keep it out of params, and put it back in loss_fn"
             )
 
@@ -78,15 +79,15 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
             f"params has the structure {given}, but the program was made for {made}"
         )
     pairs = zip(
-        jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda x: x, params)),
+        named_leaves(jax.eval_shape(lambda x: x, params)),
         jax.tree.leaves(shapes),
         strict=True,
     )
     for (path, leaf), like in pairs:
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
-                f"params has {_name(path)} of {leaf.dtype}{list(leaf.shape)}, but the "
-                f"program was made for {like.dtype}{list(like.shape)}"
+                f"params has a leaf {path!r} of {leaf.dtype}{list(leaf.shape)}, but "
+                f"the program was made for {like.dtype}{list(like.shape)}"
             )
 
 
@@ -101,31 +102,15 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
     Raises:
       ValueError: naming the leaf, its shape and what is wanted.
     """
-    leaves = jax.tree.leaves(batches)
-    if not leaves:
+    named = named_leaves(batches)
+    if not named:
         raise ValueError("batches has no arrays; give leaves [T, R, B, ...]")
-    num_steps = np.shape(leaves[0])[:1]
-    for leaf in leaves:
-        shape = np.shape(leaf)
-        rows = num_regions if is_on_mesh(leaf) else own_regions
-        if len(shape) < 2 or shape[1] != rows or shape[:1] != num_steps:
-            _refuse(batches, num_regions, own_regions)
-    return num_steps[0]
-
-
-def is_on_mesh(leaf: Any) -> bool:
-    """Tell whether a leaf lies on devices of several processes already."""
-    return _is_real(leaf) and not leaf.is_fully_addressable
-
-
-def _refuse(batches: PyTree, num_regions: int, own_regions: int) -> None:
-    """Say which leaf is wrong and why; only for batches of which one is."""
-    named = jax.tree_util.tree_leaves_with_path(batches)
-    num_steps = np.shape(named[0][1])[:1]
+    first, leaf = named[0]
+    num_steps = np.shape(leaf)[:1]
     for path, leaf in named:
         shape = np.shape(leaf)
         rows = num_regions if is_on_mesh(leaf) else own_regions
-        who = f"batches has {_name(path)} of shape {shape}"
+        who = f"batches has a leaf {path!r} of shape {shape}"
         if len(shape) < 2:
             raise ValueError(
                 f"{who}, without an axis of regions: leaves are [T, R, B, ...], T "
@@ -145,9 +130,15 @@ def _refuse(batches: PyTree, num_regions: int, own_regions: int) -> None:
             )
         if shape[:1] != num_steps:
             raise ValueError(
-                f"{who}, but {_name(named[0][0])} has {num_steps[0]} steps along the "
+                f"{who}, but a leaf {first!r} has {num_steps[0]} steps along the "
                 "first axis: all leaves have as many"
             )
+    return num_steps[0]
+
+
+def is_on_mesh(leaf: Any) -> bool:
+    """Tell whether a leaf lies on devices of several processes already."""
+    return _is_real(leaf) and not leaf.is_fully_addressable
 
 
 def check_alive(state: TrainState) -> None:
@@ -168,8 +159,3 @@ def check_alive(state: TrainState) -> None:
 def _is_real(leaf: Any) -> bool:
     """Tell whether a leaf is an array on a device, not a trace of one."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-
-
-def _name(path: Any) -> str:
-    """Name a leaf by its path; a tree that is a leaf has none."""
-    return f"a leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r}"

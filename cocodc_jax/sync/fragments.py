@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync import stacks
-from cocodc_jax.sync.stacks import BLOCKS
+from cocodc_jax.transforms.layers import BLOCKS, named_leaves
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors")
 
@@ -202,7 +202,7 @@ def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
       ValueError: if a leaf matches no pattern, or a pattern gets no leaf.
     """
     groups: list[list[LeafSlice]] = [[] for _ in patterns]
-    for index, (path, leaf) in enumerate(_named_leaves(params)):
+    for index, (path, leaf) in enumerate(named_leaves(params)):
         for group, pattern in zip(groups, patterns, strict=True):
             if re.search(pattern, path):
                 group.append(_slice(path, index, leaf))
@@ -241,13 +241,6 @@ def is_stacked(path: str) -> bool:
     return BLOCKS in parts[:-1] and not parts[parts.index(BLOCKS) + 1].isdigit()
 
 
-def _named_leaves(params: PyTree) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
-
-
 def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None):
     size = math.prod(leaf.shape)
     if rows is not None:
@@ -257,7 +250,7 @@ def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None
 
 def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
     """List the units in network order; sorted names alone would put blocks first."""
-    leaves = _named_leaves(params)
+    leaves = named_leaves(params)
     places = stacks.find(leaves, blocks)
     name_of = _namer([path for path, _ in leaves], places)
     found: dict[tuple[int, str, int], list[LeafSlice]] = {}

@@ -23,8 +23,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from cocodc_jax.transforms.layers import BLOCKS
+
 Path = tuple[str, ...]
-BLOCKS = "blocks"
 
 # Siblings: a name, and a number at its end.
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.transforms import curvature as curvatures
+from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import (
     check_positive,
     fill_holes,
@@ -174,11 +175,10 @@ def _check_shapes(updates, **trees):
     Raises:
       ValueError: naming the tree, the leaf and both shapes.
     """
-    named = jax.tree_util.tree_leaves_with_path(updates)
+    named = named_leaves(updates)
     for name, tree in trees.items():
-        for (path, update), leaf in zip(named, jax.tree.leaves(tree), strict=True):
+        for (where, update), leaf in zip(named, jax.tree.leaves(tree), strict=True):
             if jnp.shape(leaf) != jnp.shape(update):
-                where = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
                     f"{name} has {where!r} of shape {jnp.shape(leaf)}, but its update "
                     f"has {jnp.shape(update)}: pass {name} of the same parameters"

@@ -45,20 +45,20 @@ class PowerSgdState(NamedTuple):
 def init(tree, rank: int) -> PowerSgdState:
     """Return the state before the first message."""
     residual = jax.tree.map(lambda x: 0 * widen(x), tree)
-    leaves, right = jax.tree.leaves(residual), low_rank.start(tree, rank)
-    # An empty tuple, of a leaf sent whole, has nothing to cast.
-    pairs = zip(right, leaves, strict=True)
-    right = tuple(jax.tree.map(lambda q, x=x: q.astype(x.dtype), q) for q, x in pairs)
-    return PowerSgdState(residual, right)
+    return PowerSgdState(residual, _as_wide(low_rank.start(tree, rank), residual))
 
 
 def resize(state: PowerSgdState, tree, rank: int) -> PowerSgdState:
     """Carry the warm start over to another rank; see `low_rank.resize`."""
     resized = low_rank.resize(low_rank.LowRankState(state.right), tree, rank).right
-    leaves = jax.tree.leaves(state.residual)
-    pairs = zip(resized, leaves, strict=True)
-    right = tuple(jax.tree.map(lambda q, x=x: q.astype(x.dtype), q) for q, x in pairs)
-    return state._replace(right=right)
+    return state._replace(right=_as_wide(resized, state.residual))
+
+
+def _as_wide(right: tuple, residual) -> tuple:
+    """Cast every Q to the dtype of its leaf's residual."""
+    pairs = zip(right, jax.tree.leaves(residual), strict=True)
+    # An empty tuple, of a leaf sent whole, has nothing to cast.
+    return tuple(jax.tree.map(lambda q, x=x: q.astype(x.dtype), q) for q, x in pairs)
 
 
 def meant(tree, state: PowerSgdState):

@@ -34,6 +34,7 @@ from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync import moments
 from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -98,7 +99,7 @@ class MomentPrograms:
         setting = self._setting
 
         def average(opt_state, weights):
-            wide = jax.tree.map(_widen, moments.take(opt_state, due))
+            wide = jax.tree.map(widen, moments.take(opt_state, due))
             mean = psum_over_regions(sum_of_block(wide, weights))
             new = _handed_out(opt_state, as_varying(mean), due, setting.local.size)
             return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
@@ -162,10 +163,6 @@ def _handed_out(
         moments.take(opt_state, due),
     )
     return moments.put(opt_state, each)
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _common_dtype(leaves: list) -> np.dtype:

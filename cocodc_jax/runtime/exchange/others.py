@@ -37,9 +37,7 @@ def from_neighbour(
         return jax.tree.map(lambda x: jax.lax.ppermute(x, REGION, perm), message)
     first = jax.lax.axis_index(REGION) * local.size
     whose = (first + jnp.arange(local.size) + by) % num_regions
-    return jax.tree.map(
-        lambda x: jnp.take(x, whose, axis=0), all_gather_regions(message)
-    )
+    return _of_regions(message, whose)
 
 
 def from_partner(
@@ -65,6 +63,11 @@ def from_partner(
     mine = jax.lax.dynamic_slice_in_dim(
         jnp.asarray(partners)[matching], first, local.size
     )
+    return _of_regions(message, mine)
+
+
+def _of_regions(message: PyTree, whose: jax.Array) -> PyTree:
+    """Gather the messages of all regions, and take those of the regions `whose`."""
     return jax.tree.map(
-        lambda x: jnp.take(x, mine, axis=0), all_gather_regions(message)
+        lambda x: jnp.take(x, whose, axis=0), all_gather_regions(message)
     )

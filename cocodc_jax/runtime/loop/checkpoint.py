@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from cocodc_jax.runtime.loop import checksums
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
 
@@ -260,15 +261,10 @@ def _landed(program: RegionProgram, saved: dict | None) -> Any:
 
 def _shapes(state: TrainState) -> dict[str, str]:
     """Tell dtype and shape of every array that is there at every step, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(
+    leaves = named_leaves(
         {name: tree for name, tree in _flat(state).items() if name != "in_flight"}
     )
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            f"{x.dtype}{list(x.shape)}"
-        )
-        for path, x in leaves
-    }
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 def _flat(state: TrainState) -> dict[str, PyTree]:
