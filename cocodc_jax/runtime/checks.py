@@ -91,6 +91,26 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
             )
 
 
+def check_key(key: jax.Array, impl: str) -> None:
+    """Refuse a PRNG key of another implementation than the program's.
+
+    Args:
+      key: given.
+      impl: JAX's default when the program was made.
+
+    Raises:
+      ValueError: naming both.
+    """
+    given = str(jax.random.key_impl(key))
+    if given != impl:
+        raise ValueError(
+            f"key is of the PRNG implementation {given!r}, but the program was made "
+            f"for {impl!r}, JAX's default then: give jax.random.key(seed, "
+            f"impl={impl!r}), or set jax.config.update('jax_default_prng_impl', "
+            f"{given!r}) before the program is made"
+        )
+
+
 def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
     """Refuse batches whose second axis is not the regions', and tell T.
 

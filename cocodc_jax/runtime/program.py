@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax import methods
 from cocodc_jax.runtime import checks, merge, step
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
@@ -46,8 +46,6 @@ from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
 
-# Shape of a PRNG key's data.
-_KEY_DATA = jax.ShapeDtypeStruct((2,), jnp.uint32)
 NOTHING, AUTO = Supplies(), Transport()
 # Steps in one scan at most: their batches are all on the device at once.
 MAX_SCAN_STEPS = 100
@@ -77,8 +75,8 @@ class RegionProgram:
     def __init__(
         self,
         loss_fn: LossFn,
-        optimizer: optax.GradientTransformation,
-        method: Method,
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        method: Method | str,
         params: PyTree,
         regions: int | Regions,
         *,
@@ -93,15 +91,18 @@ class RegionProgram:
         Args:
           loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict
             of scalars.
-          optimizer: the inner optimizer, the same for every region.
-          method: from `cocodc_jax.methods`.
+          optimizer: the inner optimizer, the same for every region. One that takes
+            `value=` is given the region's loss, or the mean of all regions' where they
+            exchange something at every step.
+          method: from `cocodc_jax.methods`, or the name of one, for its defaults.
           params: one region's parameters, or their shapes.
           regions: M, or how fast each of them is.
           mesh: the inner mesh; by default as many regions side by side as devices
             allow.
           fragments: how to cut the parameters; by default as the method says.
           param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
-            inside a region; replicated by default.
+            inside a region (Flax Linen: `nn.get_partition_spec(params)`); replicated
+            by default.
           supplies: what only the user knows, for merges that need it.
           transport: how messages cross regions.
 
@@ -112,6 +113,11 @@ class RegionProgram:
         """
         if isinstance(regions, int):
             regions = Regions.alike(regions)
+        if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
+            each = optimizer.init, optimizer.update
+            optimizer = optax.GradientTransformationExtraArgs(*each)
+        if isinstance(method, str):
+            method = methods.get(method)
         self.regions, self.num_regions = regions, regions.num
         self.mesh = make_mesh(regions.num) if mesh is None else mesh
         checks.check_mesh(self.mesh, regions.num)
@@ -121,6 +127,8 @@ class RegionProgram:
         route = transport.resolve(method, jax.process_count())
         self.fragments = _fragments(method, params, fragments)
         self._optimizer = optimizer
+        self._key_impl = str(jax.config.jax_default_prng_impl)
+        self._key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         self._params = jax.eval_shape(lambda x: x, params)
         self.shardings = Shardings.of(
             self.mesh,
@@ -198,7 +206,7 @@ class RegionProgram:
 
     def _where(self, shapes: PyTree) -> RegionState:
         """Tell how a `RegionState` lies."""
-        state = jax.eval_shape(self._make_region, shapes, _KEY_DATA)
+        state = jax.eval_shape(self._make_region, shapes, self._key_data)
         # What is sent at every step is kept whole on each of a region's devices.
         per_step = jax.tree.map(lambda _: regional(self.mesh), state.per_step)
         return self.shardings.region._replace(per_step=per_step)
@@ -208,12 +216,15 @@ class RegionProgram:
 
         Args:
           params: one region's parameters.
-          key: PRNG key; each region gets its own from it.
+          key: PRNG key of the implementation that was JAX's default when the program
+            was made; each region gets its own from it.
 
         Raises:
-          ValueError: if `params` has other shapes than the program's.
+          ValueError: if `params` has other shapes than the program's, or `key` is of
+            another implementation.
         """
         checks.check_like(params, self._params)
+        checks.check_key(key, self._key_impl)
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(jax.random.key_data(key), everywhere)
         params = transfer.put(params, self.shardings.params)
@@ -247,7 +258,7 @@ class RegionProgram:
           A `TrainState` of `jax.ShapeDtypeStruct`s.
         """
         region = with_shardings(
-            jax.eval_shape(self._make_region, self._params, _KEY_DATA),
+            jax.eval_shape(self._make_region, self._params, self._key_data),
             self._where(self._params),
         )
         if self._syncs is None or self.method.sync is None:

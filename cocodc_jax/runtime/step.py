@@ -1,9 +1,12 @@
 """Inner steps: every region trains alone, in one `lax.scan` under `shard_map`.
 
-The program is manual over the region axis. Parameters enter varying over it, so the
-gradient of a region is its own: of *replicated* parameters it would silently become
-the sum over regions, since JAX inserts an all-reduce for what is the same everywhere.
-The only collective here is that of methods which exchange something at every step.
+The program is manual over the region axis, and all that comes in and goes out is a
+region's own. So values are not typed as varying over regions or the same for all
+(`check_vma=False`): there is nothing to check, no gradient is summed over regions (as
+one of *replicated* parameters is where types are on), and losses and optimizers that
+were not written for types can be traced (`optax.MultiSteps` makes plain zeros in one
+branch of a `lax.cond`). The only collective here is that of methods which exchange
+something at every step.
 """
 
 from __future__ import annotations
@@ -23,12 +26,10 @@ from cocodc_jax.runtime.devices.local_regions import (
     where_participating,
 )
 from cocodc_jax.runtime.devices.mesh import REGION, wants_flat_buffer
-from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.exchange.per_step import gather_all, mean_for_all
 from cocodc_jax.runtime.state import OuterState, RegionState
 from cocodc_jax.sync.needs import LossFn
 from cocodc_jax.sync.per_step import PerStep
-from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
 
@@ -46,7 +47,7 @@ def make_steps(
 
     Args:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
-      optimizer: the inner optimizer.
+      optimizer: the inner optimizer; see `make_step` for what it is told.
       mesh: the inner mesh.
       num_regions: M.
       per_step: what regions exchange at every step, if anything.
@@ -78,11 +79,13 @@ def make_steps(
         return jax.lax.scan(step, state, (batches, participating))
 
     of_outer = (P(REGION),) if correct else ()
-    return region_shard_map(
+    return jax.shard_map(
         steps,
-        mesh,
+        mesh=mesh,
+        axis_names={REGION},
         in_specs=(P(REGION), P(None, REGION), P(None, REGION), *of_outer),
         out_specs=(P(REGION), P(None, REGION)),
+        check_vma=False,
     )
 
 
@@ -98,7 +101,11 @@ def make_step(
 
     Args:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
-      optimizer: the inner optimizer.
+      optimizer: the inner optimizer. It is given `value=`, the region's loss, which
+        `optax.contrib.reduce_on_plateau` and its like go by; with an exchange at every
+        step the mean of all regions' losses, so that regions stay equal which shall.
+        That mean crosses only if the optimizer reads it: otherwise the compiler drops
+        it. It is not counted among the bytes of a step.
       local: the regions a device holds.
       per_step: what regions exchange at every step, if anything.
       all_reduce: see `exchange.per_step`.
@@ -108,27 +115,30 @@ def make_step(
       `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf
       `[block, ...]`; `participating` is bool `[block]`, or None if every region steps.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def gradient(params, batch, key_data):
         key, use = jax.random.split(jax.random.wrap_key_data(key_data))
         out, grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, use)
-        return out, grads, jax.random.key_data(key)
+        # Python's numbers are aux too.
+        return jax.tree.map(jnp.asarray, out), grads, jax.random.key_data(key)
 
-    def update(grads, opt_state, params):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+    def update(grads, opt_state, params, value):
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
     def step(state: RegionState, xs: tuple[PyTree, jax.Array | None]):
         batch, participating = xs
         out, grads, key = local.map(gradient)(state.params, batch, state.key)
-        kept = state.per_step
+        value, kept = out[0], state.per_step
         if bend is not None:
             grads = bend(grads, state.params)
         if per_step is not None:
             grads, kept = _exchange(per_step, local, grads, state, all_reduce)
-        params, opt_state = local.map(update)(grads, state.opt_state, state.params)
-        # Adafactor puts constants into its state: they too are a region's own.
-        opt_state = vary_like(opt_state, state.opt_state)
+            value = for_all_regions(mean_for_all(value, all_reduce), local.size)
+        params, opt_state = local.map(update)(
+            grads, state.opt_state, state.params, value
+        )
         new = RegionState(params, opt_state, key, kept)
         if participating is not None:
             new = where_participating(participating, new, state)
@@ -152,7 +162,6 @@ def _exchange(
         return per_step.send(grads, kept, key)
 
     message, kept = local.map(send)(grads, state.per_step, state.key)
-    kept = vary_like(kept, state.per_step)
     if per_step.receive is None:
         made = mean_for_all(message, all_reduce)
     else:

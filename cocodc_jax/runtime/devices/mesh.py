@@ -20,6 +20,7 @@ device of every process each, with connections of its own.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -64,7 +65,9 @@ def make_mesh(
       num_regions: regions to train, M.
       data: devices along each region's data axis.
       model: devices along each region's model axis.
-      devices: `jax.Device`s to build from; all of them by default.
+      devices: `jax.Device`s to build from, in this order. By default all of them; of
+        several processes the first ones of each, equally many, so that each has
+        regions of its own and may keep a device for the outer state.
       stage: devices along each region's stage axis, a pipeline's stages.
 
     Returns:
@@ -72,27 +75,60 @@ def make_mesh(
       `num_regions` for which there are devices. It takes the first devices.
 
     Raises:
-      ValueError: if a size is below 1 or one region does not fit the devices.
+      ValueError: if a size is below 1, one region does not fit the devices, or several
+        processes cannot share the regions evenly.
     """
     sizes = {"regions": num_regions, "stage": stage, "data": data, "model": model}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    devices = jax.devices() if devices is None else devices
     inside = stage * data * model
-    if inside > len(devices):
+    there = len(jax.devices() if devices is None else devices)
+    if inside > there:
         raise ValueError(
             f"one region needs stage * data * model = {stage} * {data} * {model} = "
-            f"{inside} devices, but there are {len(devices)}; lower stages, data_axis "
-            "or model_axis"
+            f"{inside} devices, but there are {there}; lower stages, data_axis or "
+            "model_axis"
         )
-    most = len(devices) // inside
-    length = max(
-        d for d in range(1, num_regions + 1) if num_regions % d == 0 and d <= most
-    )
+    if devices is None:
+        devices = _shared_devices(num_regions, inside)
+    length = next(d for d in _divisors(num_regions) if d * inside <= len(devices))
     grid = np.array(devices[: length * inside]).reshape(length, stage, data, model)
     axes = (REGION, STAGE, DATA, MODEL)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _divisors(num: int) -> list[int]:
+    """List the divisors of `num`, the largest first."""
+    return [d for d in range(num, 0, -1) if num % d == 0]
+
+
+def _shared_devices(num_regions: int, inside: int) -> list[Any]:
+    """List the devices of the longest region axis that processes share evenly.
+
+    Each holds whole shards of it, or each shard is so many whole processes.
+
+    Args:
+      num_regions: regions to train, M.
+      inside: devices of a shard of the region axis.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    of_process = collections.Counter(d.process_index for d in jax.devices())
+    num, least = len(of_process), min(of_process.values())
+    for length in _divisors(num_regions):
+        each, rest = divmod(length * inside, num)
+        if rest or not 0 < each <= least:
+            continue
+        if each % inside == 0 or inside % each == 0:
+            return inner_devices(each)
+    raise ValueError(
+        f"regions={num_regions}, each of {inside} devices (stage * data * model), "
+        f"cannot be shared evenly by {num} processes with {least} devices each: make "
+        "the regions a multiple of the processes, or data, model or stage so large "
+        "that each region is so many whole processes; or pass devices"
+    )
 
 
 def inner_devices(per_process: int) -> list[Any]:

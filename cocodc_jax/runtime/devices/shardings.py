@@ -76,18 +76,17 @@ class Shardings:
           optimizer: the inner optimizer; what its state keeps for each parameter
             lies as that parameter does.
           shapes: shapes of one region's parameters.
-          specs: for each parameter, a `PartitionSpec` over the axes inside a region,
-            or None for all replicated.
+          specs: for each parameter, or for all below a node of their tree, a
+            `PartitionSpec` over the axes inside a region; None for all replicated.
           outer_channels: how many outer meshes.
 
         Raises:
           ValueError: if there are too few devices for them.
         """
         check_channels(mesh, outer_channels)
-        if specs is None:
-            specs = jax.tree.map(lambda _: P(), shapes)
-        # A spec is a leaf here: flatten by the parameters' structure, not its own.
-        listed = jax.tree.structure(shapes).flatten_up_to(specs)
+        specs = P() if specs is None else specs
+        # Of boxed parameters too, whose specs have no boxes (Flax Linen).
+        listed = jax.tree.leaves(jax.tree.broadcast(specs, shapes))
         unflatten = jax.tree.structure(shapes).unflatten
         regions = unflatten([regional(mesh, spec) for spec in listed])
 

@@ -30,6 +30,8 @@ PyTree = Any
 
 
 _ITEMS = ("arrays", "rest")
+# What paths of fragments in flight begin with.
+_IN_FLIGHT = "in_flight/"
 
 
 class CheckpointError(OSError):
@@ -108,6 +110,7 @@ class Checkpoints:
             )
         state = program.synchronize(state)
         rest = {
+            "method": program.method.name,
             "schedule": state.sync.schedule.to_json() if state.sync else None,
             "bytes_sent": state.bytes_sent,
             "shapes": _shapes(state),
@@ -134,7 +137,8 @@ class Checkpoints:
 
         Raises:
           CheckpointError: if there are checkpoints, and all are damaged.
-          ValueError: if the checkpoint's arrays are not those of `program`.
+          ValueError: if the checkpoint's arrays are not those of `program`, naming the
+            methods of both where one cannot land what is in flight of the other.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -162,12 +166,10 @@ class Checkpoints:
         only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
         with self._judged(step):
             rest: dict = self._manager.restore(step, args=only_rest)["rest"]
-            saved_schedule, shapes = rest["schedule"], rest["shapes"]
             bytes_sent, extra = rest["bytes_sent"], rest["extra"]
-        # Nothing in flight yet: another method's fragments need not exist here.
-        landed = program.abstract(_landed(program, saved_schedule))
-        self._check_shapes(step, shapes, landed)
-        abstract = program.abstract(_schedule(program, saved_schedule))
+            _ = rest["method"], rest["schedule"], rest["shapes"]
+        where = f"the checkpoint of step {step} in {self._directory}"
+        abstract = _abstract(program, rest, where)
         only_arrays = ocp.args.Composite(
             arrays=ocp.args.StandardRestore(_arrays(abstract))
         )
@@ -219,32 +221,47 @@ class Checkpoints:
                 f"last good checkpoint: {'none' if last is None else f'step {last}'}"
             ) from error
 
-    def _check_shapes(
-        self, step: int, saved: dict[str, str], program: TrainState
-    ) -> None:
-        here = _shapes(program)
-        wrong = [
-            f"{path} is {saved.get(path, 'missing')} there and "
-            f"{here.get(path, 'missing')} here"
-            for path in sorted(saved.keys() | here.keys())
-            if saved.get(path) != here.get(path)
-        ]
-        if wrong:
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            raise ValueError(
-                f"the checkpoint of step {step} in {self._directory} is of another "
-                f"model, method or number of regions: {wrong[0]}{more}"
-            )
-
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _schedule(program: RegionProgram, saved: dict | None) -> Any:
-    """Restore the schedule's state, None if there is none."""
+def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
+    """Return the shapes of the program's state when a checkpoint was saved.
+
+    Args:
+      program: to restore into.
+      rest: what the checkpoint has besides arrays.
+      where: names the checkpoint.
+
+    Raises:
+      ValueError: if the checkpoint has others.
+    """
+    shapes, saved = rest["shapes"], rest["schedule"]
+    # Nothing in flight yet: another method's fragments need not exist here.
+    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
+    landed = program.abstract(_landed(program, saved))
+    there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
+    if wrong := _differences(lasting, _shapes(landed)):
+        raise ValueError(
+            f"{where} is of another model, method or number of regions (saved by "
+            f"{there}, restored into {here}): {wrong}"
+        )
     schedule = program.method.schedule
-    return schedule.restore(saved) if schedule and saved else None
+    try:
+        found = program.abstract(
+            schedule.restore(saved) if schedule and saved else None
+        )
+        wrong = _differences(shapes, _shapes(found))
+    except (KeyError, TypeError):
+        wrong = "what the schedule remembers is of another kind"
+    if wrong:
+        raise ValueError(
+            f"{where} was saved by {there} in the middle of what {here}, as this "
+            f"program has it, cannot go on with: {wrong}; restore it into {there} with "
+            "the arguments that it was saved with"
+        )
+    return found
 
 
 def _landed(program: RegionProgram, saved: dict | None) -> Any:
@@ -260,11 +277,20 @@ def _landed(program: RegionProgram, saved: dict | None) -> Any:
 
 
 def _shapes(state: TrainState) -> dict[str, str]:
-    """Tell dtype and shape of every array that is there at every step, by path."""
-    leaves = named_leaves(
-        {name: tree for name, tree in _flat(state).items() if name != "in_flight"}
-    )
-    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+    """Tell dtype and shape of every array, by path."""
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(_flat(state))}
+
+
+def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
+    """Say what differs first, and how many more do; nothing where all is alike."""
+    wrong = [
+        f"{path} is {saved.get(path, 'missing')} there and "
+        f"{here.get(path, 'missing')} here"
+        for path in sorted(saved.keys() | here.keys())
+        if saved.get(path) != here.get(path)
+    ]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return wrong[0] + more if wrong else ""
 
 
 def _flat(state: TrainState) -> dict[str, PyTree]:

@@ -106,6 +106,44 @@ def test_every_process_gives_its_first_devices(three_of_two_processes):
     assert [str(d) for d in inner_devices(2)] == ["0.0", "0.1", "1.0", "1.1"]
 
 
+@pytest.mark.parametrize(
+    ("regions", "axes", "devices"),
+    [
+        (4, (1, 1), "0.0 0.1 1.0 1.1"),  # A spare one each for the outer state.
+        (6, (1, 1), "0.0 0.1 0.2 1.0 1.1 1.2"),
+        (8, (1, 1), "0.0 0.1 1.0 1.1"),  # Two regions a device.
+        (2, (1, 1), "0.0 1.0"),
+        (2, (2, 1), "0.0 0.1 1.0 1.1"),
+        (2, (1, 3), "0.0 0.1 0.2 1.0 1.1 1.2"),
+        (1, (2, 1), "0.0 1.0"),  # A region of two processes.
+        (1, (2, 2), "0.0 0.1 1.0 1.1"),
+    ],
+)
+def test_by_default_processes_share_the_regions_evenly(
+    three_of_two_processes, monkeypatch, regions, axes, devices
+):
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    found = make_mesh(regions, *axes)
+    assert " ".join(map(str, found.flat)) == devices
+    # Given ones are taken in their order.
+    given = three_of_two_processes[: found.size]
+    assert list(make_mesh(regions, *axes, given).flat) == given
+
+
+@pytest.mark.parametrize(
+    ("regions", "axes", "message"),
+    [
+        (3, (1, 1), "regions=3, each of 1 devices .* by 2 processes with 3 devices"),
+        (1, (1, 1), "regions=1, .* so many whole processes; or pass devices"),
+        (1, (3, 1), "regions=1, each of 3 devices"),
+        (4, (5, 1), "regions=4, each of 5 devices"),
+    ],
+)
+def test_processes_that_cannot_are_told(three_of_two_processes, regions, axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(regions, *axes)
+
+
 def grid(shards):
     """A mesh of shards along the region axis, as far as `outer_mesh` looks at it."""
     devices = [[Device(p, i) for p, i in shard] for shard in shards]
