@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from cocodc_jax import methods
     from cocodc_jax.runtime.devices.mesh import make_mesh, use_cpu_devices
     from cocodc_jax.runtime.exchange.transport import Transport
+    from cocodc_jax.runtime.loop.checkpoint import Checkpoints
     from cocodc_jax.runtime.program import RegionProgram
     from cocodc_jax.runtime.program import run as run_steps
     from cocodc_jax.sync.fragments import cut
+    from cocodc_jax.sync.model_state import ModelState
     from cocodc_jax.sync.needs import Supplies
     from cocodc_jax.sync.regions import Regions
     from cocodc_jax.transforms.second_moment import adam_second_moment
 
 __all__ = [
+    "Checkpoints",
+    "ModelState",
     "RegionProgram",
     "Regions",
     "Supplies",
@@ -41,6 +45,8 @@ __all__ = [
 
 # Where each is: MODULE, or MODULE:NAME.
 _PLACES = {
+    "Checkpoints": "runtime.loop.checkpoint:Checkpoints",
+    "ModelState": "sync.model_state:ModelState",
     "RegionProgram": "runtime.program:RegionProgram",
     "Regions": "sync.regions:Regions",
     "Supplies": "sync.needs:Supplies",

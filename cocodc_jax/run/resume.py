@@ -18,7 +18,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.state import TrainState
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
 
 
 class ResumeError(Exception):

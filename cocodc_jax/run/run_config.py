@@ -52,6 +52,9 @@ class RunConfig:
       eval_batches: validation batches in one evaluation, a multiple of `regions`.
       checkpoint_every: steps between checkpoints; 0 is at the end only.
       keep_checkpoints: how many of the newest checkpoints to keep.
+      adopt_from: WORKDIR or WORKDIR@STEP of a run of the same model, whose newest
+        checkpoint or that of STEP a new run goes on from, with other regions, devices,
+        method or optimizer; what does not fit is named. Empty begins at step 0.
     """
 
     steps: int = 480
@@ -76,6 +79,7 @@ class RunConfig:
     eval_batches: int = 32
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    adopt_from: str = ""
 
     def __post_init__(self):
         """Check the numbers.

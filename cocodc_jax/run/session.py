@@ -23,6 +23,7 @@ from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.files import write_whole
 from cocodc_jax.run import timeline
+from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.agreement import check_alike, gather
 from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
 from cocodc_jax.run.build import (
@@ -38,6 +39,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
 from cocodc_jax.run.resume import (
+    CHECKPOINTS,
     ResumeError,
     check_workdir,
     finished_summary,
@@ -55,7 +57,7 @@ from cocodc_jax.runtime.loop.trainer import (
 )
 from cocodc_jax.runtime.state import TrainState
 
-SUMMARY_FILE, CHECKPOINTS = "summary.json", "checkpoints"
+SUMMARY_FILE = "summary.json"
 
 # What may end a run for a reason that a person can act on without a traceback: a
 # loss that is not finite, a disk that is full or gone, a checkpoint of other data.
@@ -181,6 +183,10 @@ class Session:
         key = jax.random.key(self.config.run.seed)
         try:
             found = resume(saved, self.program, stream, self.text.regions)
+            source = None if found else Source.of(self.config)
+            if source:
+                state = source.adopt(self.program, self.model, self.mesh, stream)
+                return state, None, {}
         except ValueError as error:
             raise ResumeError(
                 f"the run in {self.workdir} cannot go on: {error}; restore what was "
@@ -274,6 +280,7 @@ def prepare(
     check_alike(config.to_json())
     workdir = pathlib.Path(workdir)
     check_workdir(config, workdir)
+    Source.of(config)  # Its own checks.
     text = open_for(open_text, config, mesh)
     model = dataclasses.replace(config.model, vocab_size=text.vocab_size)
     check_model(config, model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.model_state import make_average
 from cocodc_jax.runtime.exchange.moments import MomentPrograms
 from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
@@ -41,6 +43,7 @@ from cocodc_jax.sync.schedules.base import (
     START,
     Applied,
     Event,
+    Pending,
     events_at,
 )
 
@@ -109,6 +112,7 @@ class SyncPrograms:
         self._moments = (
             MomentPrograms(setting, route, opt_state) if setting.sync.moments else None
         )
+        self._average_state = make_average(setting)
         is_cpu = setting.mesh.devices.flat[0].platform == "cpu"
         # On the outer mesh a message has a device, and so its threads, to itself.
         is_inside = is_cpu and route.shares_mesh
@@ -138,14 +142,20 @@ class SyncPrograms:
             FINISH: self._finish,
         }
 
-    def init(self, params: PyTree, region: RegionState) -> SyncState:
+    def init(
+        self, params: PyTree, region: RegionState, schedule: Any = None
+    ) -> SyncState:
         """Return what a run has besides its regions before the first step.
 
         Args:
           params: one region's parameters, on the mesh.
           region: of all regions.
+          schedule: the schedule's state, what is in flight messages of zero; None is
+            that before the first step.
         """
-        sync = self._outer.init(params, self._schedule.init())
+        if schedule is None:
+            schedule = self._schedule.init()
+        sync = self._outer.init(params, schedule)
         flights = {
             pending.sync_id: self._first_flight(pending, params, region)
             for pending in sync.schedule.in_flight
@@ -218,11 +228,54 @@ class SyncPrograms:
             if event is not None:
                 self._do[event.kind](turn, event)
             turn.sync = dataclasses.replace(turn.sync, schedule=schedule)
+        if turn.applied and self._average_state is not None:
+            self._average_model_state(turn, self._average_state)
         sent = state.bytes_sent + turn.bytes_sent
         after = dataclasses.replace(
             state, region=turn.region, sync=turn.sync, bytes_sent=sent
         )
         return after, tuple(turn.applied)
+
+    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
+        """Apply all that is in flight now, oldest first, as if it had arrived.
+
+        Where messages are a whole round late, what regions did since then leaves before
+        and is applied too, as at the end of a round: their merge replaces it.
+
+        Args:
+          state: donated.
+
+        Returns:
+          The state with nothing in flight, and what could not be applied and was
+          dropped: where merges need the last batch, or a copy of halfway that is not
+          there yet, all of it.
+        """
+        turn = _Turn(self, state, None, (0.0, 0.0))
+        schedule, copies = turn.sync.schedule, self._setting.sync.copies
+        flying = list(schedule.in_flight)
+        lacks_copy = needs.HALFWAY in copies and any(
+            needs.HALFWAY not in turn.sync.in_flight[p.sync_id].kept for p in flying
+        )
+        dropped: tuple[Pending, ...] = ()
+        if lacks_copy or needs.wants_batch(self._setting.sync.merge.needs):
+            dropped, flying = tuple(flying), []
+        elif state.step and self._schedule.init().in_flight:
+            for k, last in enumerate(schedule.last_start):
+                if last < state.step and needs.HALFWAY not in copies:
+                    pending = Pending(k, state.step, state.step, rank=schedule.rank)
+                    start = pending.event(START)._replace(since_step=max(last, 0))
+                    self._start(turn, start)
+                    flying.append(pending)
+        for pending in flying:
+            self._finish(turn, pending.event(FINISH))
+        sync = dataclasses.replace(
+            turn.sync, schedule=self._schedule.landed(schedule), in_flight={}
+        )
+        sent = state.bytes_sent + turn.bytes_sent
+        landed = dataclasses.replace(
+            state, region=turn.region, sync=sync, bytes_sent=sent
+        )
+        return landed, dropped
 
     def synchronize(self, sync: SyncState) -> SyncState:
         """Tell the schedule of every update applied; waits for what it needs."""
@@ -256,6 +309,14 @@ class SyncPrograms:
         if self._setting.regions.num == 1:
             return 0
         return self._outer.num_bytes(fragment_id, rank)
+
+    def _average_model_state(self, turn: _Turn, average: Callable) -> None:
+        assert self._setting.model_state is not None
+        self._turns.wait()
+        model_state, one = average(turn.region.model_state)
+        self._turns.took(one)
+        turn.region = turn.region._replace(model_state=model_state)
+        turn.bytes_sent += self._setting.model_state.averaged_bytes
 
     def _start(self, turn: _Turn, event: Event) -> None:
         """Have a fragment leave the regions."""
@@ -329,10 +390,10 @@ class SyncPrograms:
             turn.region.key if needs.wants_key(merge_needs) else None,
             kept,
             outer,
-            turn.batch,
+            None if turn.batch is None else (turn.batch, turn.region.model_state),
             self._setting.supplies.rate(turn.step) if wants_rate else None,
             participating,
-            np.int32(turn.step - event.start_step)
+            np.int32(max(turn.step - event.start_step, 1))
             if self._schedule.is_measured
             else None,
             np.int32(event.start_step) if "sync_key" in merge_needs else None,

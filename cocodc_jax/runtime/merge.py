@@ -21,6 +21,7 @@ from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.model_state import at_state
 from cocodc_jax.sync.outer import RegionalOuter
 
 PyTree = Any
@@ -37,8 +38,9 @@ def make_merge(setting: Setting, fragment_id: int) -> Callable:
       `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
       delay_steps, start_step) -> (params, metrics)`: `params` of the regions, which may
       be donated; `opt_state` and `keys` theirs, each None unless the rule needs it;
-      `kept` the copies that the rule needs; `batch` `[R, ...]`, the last one trained
-      on, and `learning_rate` a float32 scalar, each None unless the rule needs it;
+      `kept` the copies that the rule needs; `batch` the last one trained on `[R, ...]`
+      and the regions' `RegionState.model_state`, and `learning_rate` a float32 scalar,
+      each None unless the rule needs it;
       `participating` bool `[R]`, the regions that merge, or None for all; `delay_steps`
       an int32 scalar, at least 1, or None where the schedule says it; `start_step` of
       the sync, an int32 scalar, None unless the rule needs its key. Metrics are float32
@@ -55,6 +57,11 @@ def make_merge(setting: Setting, fragment_id: int) -> Callable:
             # A key of its own: 0 and 1 would give the two that the next step splits.
             key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)
         steps = delay_steps if fixed_delay is None else fixed_delay
+        loss_fn, supplies = setting.loss_fn, setting.supplies
+        if batch is not None:
+            batch, model_state = batch
+            if setting.model_state is not None:
+                loss_fn, supplies = at_state(loss_fn, supplies, model_state)
         seen = needs.Seen(
             local=local,
             outer=outer,
@@ -65,8 +72,8 @@ def make_merge(setting: Setting, fragment_id: int) -> Callable:
             batch=batch,
             key=key,
             whole=functools.partial(fragments.put, params, fragment_id),
-            loss_fn=setting.loss_fn,
-            supplies=setting.supplies,
+            loss_fn=loss_fn,
+            supplies=supplies,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
         )
         staged = kept.get(needs.STAGED)

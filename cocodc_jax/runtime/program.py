@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.runtime import checks, merge, step
+from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
 from cocodc_jax.runtime.devices.mesh import (
@@ -33,6 +35,7 @@ from cocodc_jax.runtime.devices.mesh import (
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
 from cocodc_jax.runtime.events import AppliedSync, SyncPrograms, Times
+from cocodc_jax.runtime.exchange.model_state import make_mean
 from cocodc_jax.runtime.exchange.per_step import mean_over_regions
 from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Transport
@@ -41,8 +44,10 @@ from cocodc_jax.runtime.state import RegionState, TrainState
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments, cut
 from cocodc_jax.sync.method import Method
-from cocodc_jax.sync.needs import LossFn, Supplies
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.base import Pending
 
 PyTree = Any
 
@@ -74,7 +79,7 @@ class RegionProgram:
 
     def __init__(
         self,
-        loss_fn: LossFn,
+        loss_fn: AnyLossFn,
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         method: Method | str,
         params: PyTree,
@@ -85,12 +90,14 @@ class RegionProgram:
         param_specs: PyTree | None = None,
         supplies: Supplies = NOTHING,
         transport: Transport = AUTO,
+        model_state: ModelState | None = None,
     ):
         """Prepare the programs; nothing is compiled before the first call.
 
         Args:
           loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict
-            of scalars.
+            of scalars. With a `model_state` it is `(params, model_state, batch, key)
+            -> (loss, (aux, new_model_state))`.
           optimizer: the inner optimizer, the same for every region. One that takes
             `value=` is given the region's loss, or the mean of all regions' where they
             exchange something at every step.
@@ -105,6 +112,8 @@ class RegionProgram:
             by default.
           supplies: what only the user knows, for merges that need it.
           transport: how messages cross regions.
+          model_state: what the model has that is not trained, such as BatchNorm's
+            statistics, and whether regions average it.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
@@ -124,6 +133,10 @@ class RegionProgram:
         checks.check_params(params)
         needs.check(method.needs, supplies, f"method={method.name!r}")
         self.method = method = method.bind(regions)
+        if model_state is not None:
+            model_state.check(method)
+        self.model_state = model_state
+        self._model_state = () if model_state is None else model_state.init
         route = transport.resolve(method, jax.process_count())
         self.fragments = _fragments(method, params, fragments)
         self._optimizer = optimizer
@@ -150,6 +163,7 @@ class RegionProgram:
             method.per_step,
             transport.all_reduce,
             self._correct,
+            model_state,
         )
         # Losses are whole inside each region: every process reads those of its own.
         of_steps = NamedSharding(self.mesh, P(None, REGION))
@@ -168,6 +182,7 @@ class RegionProgram:
         everywhere = NamedSharding(self.mesh, P())
         self._finite = jax.jit(step.are_finite, out_shardings=everywhere)
         self._drift = jax.jit(merge.region_drift, out_shardings=everywhere)
+        self._mean_state = make_mean(self.mesh)
         self._syncs = None
         if method.sync is not None:
             setting = Setting(
@@ -178,6 +193,7 @@ class RegionProgram:
                 self._params,
                 loss_fn,
                 supplies,
+                model_state,
             )
             self._syncs = SyncPrograms(
                 setting,
@@ -190,7 +206,8 @@ class RegionProgram:
         """Bytes one region sends at every inner step, besides syncs."""
         if self.method.per_step is None or self.num_regions == 1:
             return 0
-        return self.method.per_step.num_bytes(self._params)
+        of_state = self.model_state.averaged_bytes if self.model_state else 0
+        return self.method.per_step.num_bytes(self._params) + of_state
 
     @functools.cached_property
     def _own_regions(self) -> int:
@@ -208,8 +225,12 @@ class RegionProgram:
         """Tell how a `RegionState` lies."""
         state = jax.eval_shape(self._make_region, shapes, self._key_data)
         # What is sent at every step is kept whole on each of a region's devices.
-        per_step = jax.tree.map(lambda _: regional(self.mesh), state.per_step)
-        return self.shardings.region._replace(per_step=per_step)
+        per_step, model_state = jax.tree.map(
+            lambda _: regional(self.mesh), (state.per_step, state.model_state)
+        )
+        return self.shardings.region._replace(
+            per_step=per_step, model_state=model_state
+        )
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
         """Make the state before the first step: all regions and the outer model alike.
@@ -228,10 +249,22 @@ class RegionProgram:
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(jax.random.key_data(key), everywhere)
         params = transfer.put(params, self.shardings.params)
+        return self.begin(params, key_data)
+
+    def begin(
+        self, params: PyTree, key_data: jax.Array, schedule: Any = None
+    ) -> TrainState:
+        """Make a first state of what lies on the mesh already; see `init`.
+
+        Args:
+          params: one region's parameters.
+          key_data: of the key.
+          schedule: the schedule's state; None is that before the first step.
+        """
         region = self._new_region(params, key_data)
         if self._syncs is None:
             return TrainState(region)
-        return TrainState(region, self._syncs.init(params, region))
+        return TrainState(region, self._syncs.init(params, region, schedule))
 
     def _make_region(self, params: PyTree, key_data: jax.Array) -> RegionState:
         key = jax.random.wrap_key_data(key_data)
@@ -245,6 +278,7 @@ class RegionProgram:
             spread(self._optimizer.init(params)),
             jax.random.key_data(jax.random.split(key, self.num_regions)),
             spread(per_step),
+            spread(jax.tree.map(jnp.asarray, self._model_state)),
         )
 
     def abstract(self, schedule: Any = None) -> TrainState:
@@ -333,6 +367,40 @@ class RegionProgram:
             state, syncs = self._syncs.after_steps(state, batches, times)
         return state, Output(losses, aux, syncs)
 
+    def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
+        """Go on from a state of another program of the same model.
+
+        It may have another number of regions, mesh, schedule, method or optimizer. What
+        fits is kept, what does not is told by name; see `runtime.adopt` for the rules.
+
+        Args:
+          state: donated.
+          of: the program that `state` is of.
+
+        Returns:
+          This program's state, what was kept and what was lost.
+
+        Raises:
+          ValueError: if `of` has other parameters.
+        """
+        checks.check_alive(state)
+        checks.check_like(of.param_shapes, self.param_shapes)
+        return adopt(self, state, of)
+
+    @property
+    def param_shapes(self) -> PyTree:
+        """Shapes of one region's parameters."""
+        return self._params
+
+    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
+        """Apply all that is in flight now; see `SyncPrograms.land`.
+
+        Returns:
+          The state after it, and what could not be applied.
+        """
+        checks.check_alive(state)
+        return self._syncs.land(state) if self._syncs else (state, ())
+
     def synchronize(self, state: TrainState) -> TrainState:
         """Tell the schedule of every update applied; waits for what it needs."""
         checks.check_alive(state)
@@ -349,6 +417,14 @@ class RegionProgram:
         """Return the mean of the regions' parameters: what methods are judged by."""
         checks.check_alive(state)
         return self._mean(state.region.params)
+
+    def mean_model_state(self, state: TrainState) -> PyTree:
+        """Return the model's state for an evaluation, `()` where it has none.
+
+        Floating-point leaves are the means over regions, others the first region's.
+        """
+        checks.check_alive(state)
+        return self._mean_state(state.region.model_state)
 
     def region_drift(self, state: TrainState) -> jax.Array:
         """Return how far the regions are apart, see `merge.region_drift`."""

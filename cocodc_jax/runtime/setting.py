@@ -14,7 +14,8 @@ from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.shardings import Shardings
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
-from cocodc_jax.sync.needs import LossFn, Supplies
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
@@ -30,8 +31,10 @@ class Setting:
       fragments: the cut of the parameters.
       shardings: where everything lies.
       params: shapes of one region's parameters.
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a
+        `model_state` see there.
       supplies: what only the user knows.
+      model_state: of the model, None if it has none.
     """
 
     sync: Sync
@@ -39,8 +42,9 @@ class Setting:
     fragments: Fragments
     shardings: Shardings
     params: PyTree
-    loss_fn: LossFn
+    loss_fn: AnyLossFn
     supplies: Supplies
+    model_state: ModelState | None = None
 
     @property
     def mesh(self) -> Mesh:

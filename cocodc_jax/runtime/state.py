@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +24,14 @@ class RegionState(NamedTuple):
       opt_state: the inner optimizer's state.
       key: PRNG key data, uint32 `[R, 2]`.
       per_step: state of what is sent at every step, `()` if nothing is.
+      model_state: state of the model that is not trained, `()` if it has none.
     """
 
     params: PyTree
     opt_state: PyTree
     key: jax.Array
     per_step: PyTree = ()
+    model_state: PyTree = ()
 
 
 class OuterState(NamedTuple):
@@ -133,9 +137,38 @@ class SyncState:
         return dataclasses.replace(self, **{**arrays, "in_flight": flights})
 
 
+def _sync_children(sync: SyncState) -> tuple[tuple, tuple]:
+    key = jax.tree_util.GetAttrKey
+    names = ("outer", "compressors", "stale_params", "in_flight")
+    children = [(key(name), getattr(sync, name)) for name in names]
+    seen = tuple(observation.seen for observation in sync.observed)
+    ids = tuple(observation.fragment_id for observation in sync.observed)
+    return (*children, (key("observed"), seen)), (sync.schedule, ids)
+
+
+def _sync_of_children(static: tuple, children: Iterable[Any]) -> SyncState:
+    *arrays, seen = children
+    schedule, ids = static
+    observed = tuple(map(Observation, ids, seen))
+    outer, compressors, stale_params, in_flight = arrays
+    return SyncState(outer, schedule, compressors, stale_params, in_flight, observed)
+
+
+# What a schedule remembers is plain values: no leaves, but part of the structure.
+jax.tree_util.register_pytree_with_keys(SyncState, _sync_children, _sync_of_children)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["region", "sync"],
+    meta_fields=["step", "bytes_sent"],
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """A whole run at one step.
+
+    A pytree of all its arrays; numbers of the host, and what the schedule remembers,
+    are part of its structure.
 
     Attributes:
       region: regional arrays, on the inner mesh.

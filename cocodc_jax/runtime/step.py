@@ -26,27 +26,35 @@ from cocodc_jax.runtime.devices.local_regions import (
     where_participating,
 )
 from cocodc_jax.runtime.devices.mesh import REGION, wants_flat_buffer
+from cocodc_jax.runtime.exchange.model_state import averaged
 from cocodc_jax.runtime.exchange.per_step import gather_all, mean_for_all
 from cocodc_jax.runtime.state import OuterState, RegionState
-from cocodc_jax.sync.needs import LossFn
+from cocodc_jax.sync.model_state import (
+    AnyLossFn,
+    ModelState,
+    StatefulLossFn,
+    carried,
+)
 from cocodc_jax.sync.per_step import PerStep
 
 PyTree = Any
 
 
 def make_steps(
-    loss_fn: LossFn,
+    loss_fn: AnyLossFn,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     num_regions: int,
     per_step: PerStep | None = None,
     all_reduce: str = "direct",
     correct: Callable | None = None,
+    model_state: ModelState | None = None,
 ) -> Callable:
     """Make T inner steps of all regions, one program over the mesh (not yet jitted).
 
     Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a
+        `model_state` see there.
       optimizer: the inner optimizer; see `make_step` for what it is told.
       mesh: the inner mesh.
       num_regions: M.
@@ -54,6 +62,7 @@ def make_steps(
       all_reduce: how that crosses where it does as a flat buffer.
       correct: `correct(gradient, params, outer) -> gradient` of one region, where the
         outer model of its own bends its steps; see `sync.outer.RegionalOuter`.
+      model_state: of the model, None if it has none.
 
     Returns:
       `steps(state, batches, participating) -> (state, (losses, aux))` with batches
@@ -63,6 +72,9 @@ def make_steps(
     """
     local = LocalRegions.of(mesh, num_regions)
     kind = all_reduce if wants_flat_buffer(mesh) else None
+    loss = carried(loss_fn, model_state)
+    averages = bool(model_state and model_state.average and per_step)
+    averages = averages and num_regions > 1
 
     def steps(
         state: RegionState,
@@ -75,7 +87,7 @@ def make_steps(
             return local.map(correct)(grads, params, *outer)
 
         bent = bend if correct else None
-        step = make_step(loss_fn, optimizer, local, per_step, kind, bent)
+        step = make_step(loss, optimizer, local, per_step, kind, bent, averages)
         return jax.lax.scan(step, state, (batches, participating))
 
     of_outer = (P(REGION),) if correct else ()
@@ -90,17 +102,19 @@ def make_steps(
 
 
 def make_step(
-    loss_fn: LossFn,
+    loss_fn: StatefulLossFn,
     optimizer: optax.GradientTransformation,
     local: LocalRegions,
     per_step: PerStep | None = None,
     all_reduce: str | None = None,
     bend: Callable | None = None,
+    averages_state: bool = False,
 ) -> Callable:
     """Make one inner step of the regions of a shard, a `lax.scan` body.
 
     Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      loss_fn: `(params, model_state, batch, key) -> (loss, (aux, new_model_state))` of
+        one region.
       optimizer: the inner optimizer. It is given `value=`, the region's loss, which
         `optax.contrib.reduce_on_plateau` and its like go by; with an exchange at every
         step the mean of all regions' losses, so that regions stay equal which shall.
@@ -110,6 +124,7 @@ def make_step(
       per_step: what regions exchange at every step, if anything.
       all_reduce: see `exchange.per_step`.
       bend: `bend(gradients, params) -> gradients` of the regions of the shard.
+      averages_state: whether regions average the model's state after it.
 
     Returns:
       `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf
@@ -117,11 +132,13 @@ def make_step(
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def gradient(params, batch, key_data):
+    def gradient(params, model_state, batch, key_data):
         key, use = jax.random.split(jax.random.wrap_key_data(key_data))
-        out, grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, use)
-        # Python's numbers are aux too.
-        return jax.tree.map(jnp.asarray, out), grads, jax.random.key_data(key)
+        gradient_of = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, (aux, new)), grads = gradient_of(params, model_state, batch, use)
+        # Python's numbers are aux, and state, too.
+        out, new = jax.tree.map(jnp.asarray, ((loss, aux), new))
+        return out, new, grads, jax.random.key_data(key)
 
     def update(grads, opt_state, params, value):
         updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
@@ -129,7 +146,11 @@ def make_step(
 
     def step(state: RegionState, xs: tuple[PyTree, jax.Array | None]):
         batch, participating = xs
-        out, grads, key = local.map(gradient)(state.params, batch, state.key)
+        out, model_state, grads, key = local.map(gradient)(
+            state.params, state.model_state, batch, state.key
+        )
+        if averages_state:
+            model_state = averaged(model_state, local, all_reduce)
         value, kept = out[0], state.per_step
         if bend is not None:
             grads = bend(grads, state.params)
@@ -139,7 +160,7 @@ def make_step(
         params, opt_state = local.map(update)(
             grads, state.opt_state, state.params, value
         )
-        new = RegionState(params, opt_state, key, kept)
+        new = RegionState(params, opt_state, key, kept, model_state)
         if participating is not None:
             new = where_participating(participating, new, state)
         return new, out

@@ -41,7 +41,8 @@ class Supplies:
       second_moment: takes the regional inner optimizer state, every leaf `[R, ...]`, to
         a tree like the parameters; see `adam_second_moment`.
       outputs: the loss in two parts, `model(params, batch) -> outputs` and
-        `loss(outputs, batch) -> scalar`.
+        `loss(outputs, batch) -> scalar`. With a `ModelState` the model is
+        `model(params, model_state, batch) -> outputs`.
     """
 
     learning_rate: float | Callable[[int], Any] | None = None

@@ -243,3 +243,45 @@ def test_one_region_on_several_devices(run, corpus, tmp_path, inside):
         found.append([(r["step"], r.get("loss")) for r in records(workdir)])
     # Float32 sums over shards, after 48 steps.
     np.testing.assert_allclose(*(np.array(r, float) for r in found), rtol=1e-3)
+
+
+def test_another_run_goes_on_from_a_checkpoint(unbroken, run, corpus, tmp_path):
+    """CoCoDC in four regions, then DiLoCo in two; what is lost is printed."""
+    flags = [
+        *("--preset=smoke", "--method=diloco", "--regions=2", "--steps=52"),
+        *("--sync_interval=2", f"--adopt_from={unbroken[0]}@40", *corpus),
+    ]
+    code, out, err = run(MODULE, *flags, f"--workdir={tmp_path}")
+    assert code == 0, err
+    assert f"goes on from step 40 of {unbroken[0]}" in err
+    assert "  kept inner optimizer: the mean of 4 regions" in err
+    assert "  kept outer optimizer: cut anew" in err
+    for name in ("regions: 4 are 2", "schedule: it begins after step 40", "keys", "da"):
+        assert f"  lost {name}" in err
+    found = records(tmp_path)
+    assert [r["step"] for r in found if r["kind"] == "train"] == [44, 48, 52]
+    syncs = [r["apply_step"] for r in found if r["kind"] == "sync"]
+    assert syncs == [42, 44, 46, 48, 50, 52]
+    # It has not begun anew: the loss is that of the run before, or lower.
+    before = [r["loss"] for r in records(unbroken[0]) if r["kind"] == "train"]
+    last = [r["loss"] for r in found if r["kind"] == "train"]
+    assert max(last) < before[len(before) // 2]
+    assert json.loads(out[out.index("{") :])["steps"] == 52
+
+
+@pytest.mark.parametrize(
+    ("source", "flag", "message"),
+    [
+        ("nowhere", "", "adopt_from='nowhere' holds no run with checkpoints"),
+        ("{}", "--width=64", "is of another model or tokenizer .*width"),
+        ("{}@7", "", r"holds checkpoints of the steps \[40, 48\], but none of step 7"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_named(
+    unbroken, call, corpus, tmp_path, source, flag, message
+):
+    adopt = f"--adopt_from={source.format(unbroken[0])}"
+    flags = [*FLAGS, "--steps=52", *corpus, adopt, f"--workdir={tmp_path}"]
+    code, _, err = call(train, *flags, *([flag] if flag else []))
+    assert code in (1, 2)
+    assert re.search(message, err), err

@@ -123,14 +123,18 @@ class Checkpoints:
             self._manager.save(state.step, args=items)
         return state
 
-    def restore(self, program: RegionProgram) -> tuple[TrainState, dict] | None:
+    def restore(
+        self, program: RegionProgram, step: int | None = None
+    ) -> tuple[TrainState, dict] | None:
         """Return the newest whole checkpoint and the `extra` saved with it.
 
         Damaged ones that are newer are passed over with a word on standard error, and
         moved aside, as the run comes to their steps again. Call it in every process.
 
         Args:
-          program: of the same method, model and number of regions.
+          program: of the same method, model and number of regions; what it restores
+            another one can go on from by `RegionProgram.adopt`.
+          step: of the checkpoint to restore, and no other; None is the newest.
 
         Returns:
           None where there is no checkpoint at all.
@@ -138,8 +142,11 @@ class Checkpoints:
         Raises:
           CheckpointError: if there are checkpoints, and all are damaged.
           ValueError: if the checkpoint's arrays are not those of `program`, naming the
-            methods of both where one cannot land what is in flight of the other.
+            methods of both where one cannot land what is in flight of the other; or
+            there is none of `step`.
         """
+        if step is not None:
+            return self._restore_exactly(step, program)
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
@@ -161,6 +168,25 @@ class Checkpoints:
                 "them to begin anew"
             )
         return None
+
+    def _restore_exactly(
+        self, step: int, program: RegionProgram
+    ) -> tuple[TrainState, dict]:
+        steps = sorted(self._manager.all_steps())
+        if step not in steps:
+            raise ValueError(
+                f"step={step} has no checkpoint in {self._directory}; there are those "
+                f"of steps {', '.join(map(str, steps))}"
+            )
+        try:
+            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
+            if why is None:
+                return self._restore(step, program)
+        except _DamagedError as error:
+            why = str(error)
+        raise CheckpointError(
+            f"the checkpoint of step {step} in {self._directory} is damaged: {why}"
+        )
 
     def _restore(self, step: int, program: RegionProgram) -> tuple[TrainState, dict]:
         only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())

@@ -18,18 +18,20 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.devices.region_map import pmean_over_regions, region_shard_map
-from cocodc_jax.sync.needs import LossFn
+from cocodc_jax.sync.model_state import AnyLossFn
 
 PyTree = Any
 
 
 def make_evaluate(
-    loss_fn: LossFn, mesh: Mesh, batches: PyTree
-) -> Callable[[PyTree], jax.Array]:
+    loss_fn: AnyLossFn, mesh: Mesh, batches: PyTree
+) -> Callable[..., jax.Array]:
     """Compile `evaluate(params) -> mean loss`, a float32 scalar on the mesh.
 
     Args:
-      loss_fn: as in training; its key is fixed here.
+      loss_fn: as in training, or as the model is when it is not trained; its key is
+        fixed here. Where the model has a state it takes it as its second argument, and
+        so does `evaluate(params, model_state)`; what it becomes is not looked at.
       mesh: the inner mesh.
       batches: leaves `[E, B, ...]`, kept on the mesh; E a multiple of the region
         axis.
@@ -46,10 +48,10 @@ def make_evaluate(
     sharding = NamedSharding(mesh, P(REGION, DATA))
     batches = transfer.put(batches, sharding)
 
-    def evaluate(params: PyTree, batches: PyTree) -> jax.Array:
-        params = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), params)
+    def evaluate(judged: tuple[PyTree, ...], batches: PyTree) -> jax.Array:
+        judged = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), judged)
         losses = jax.lax.map(
-            lambda batch: loss_fn(params, batch, jax.random.key(0))[0], batches
+            lambda batch: loss_fn(*judged, batch, jax.random.key(0))[0], batches
         )
         return pmean_over_regions(jnp.mean(losses.astype(jnp.float32)))
 
@@ -60,4 +62,4 @@ def make_evaluate(
         out_specs=P(),
     )
     compiled = jax.jit(mapped)
-    return lambda params: compiled(params, batches)
+    return lambda *judged: compiled(judged, batches)

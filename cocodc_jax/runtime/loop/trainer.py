@@ -145,7 +145,7 @@ def train(
     *,
     cadence: Cadence = Cadence(),
     hooks: Hooks = Hooks(),
-    evaluate: Callable[[PyTree], jax.Array] | None = None,
+    evaluate: Callable[..., jax.Array] | None = None,
     checkpoints: Checkpoints | None = None,
     progress: dict | None = None,
     earlier_s: float = 0.0,
@@ -389,10 +389,12 @@ class _Loop:
     def evaluate(self, state: TrainState, evaluate) -> None:
         """Judges the regions' mean and the outer parameters, and records it."""
         self.synchronize(state)
-        loss = evaluate(self._program.mean_params(state))
+        program = self._program
+        of_model = (program.mean_model_state(state),) if program.model_state else ()
+        loss = evaluate(program.mean_params(state), *of_model)
         outer = loss
-        if self._program.method.sync is not None:
-            outer = evaluate(self._program.outer_params(state))
+        if program.method.sync is not None:
+            outer = evaluate(program.outer_params(state), *of_model)
         loss, outer = float(loss), float(outer)
         drift = float(self._program.region_drift(state))
         for what, value, where in (

@@ -210,6 +210,17 @@ class Schedule(abc.ABC):
         """Return the state with nothing in flight."""
         return dataclasses.replace(state, in_flight=())
 
+    def begin_at(self, step: int) -> Any:
+        """Return the state of a schedule whose first step comes after `step`.
+
+        Every fragment counts as sent then; what other schedules learned is not known.
+        """
+        state = self.landed(self.init())
+        if not step:
+            return self.init()
+        last_start = (step,) * len(state.last_start)
+        return dataclasses.replace(state, step=step, last_start=last_start)
+
     @abc.abstractmethod
     def restore(self, value: dict) -> Any:
         """Return the state that `to_json` was called on."""

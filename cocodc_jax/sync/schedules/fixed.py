@@ -91,6 +91,20 @@ class OneStepStale(Staggered):
             )
         return dataclasses.replace(super().init(), in_flight=tuple(flying))
 
+    def begin_at(self, step: int) -> ScheduleState:
+        """Return the state with messages of zero, each to arrive at its next slot."""
+        if not step:
+            return self.init()
+        flying, half = [], self.delay_steps - self.delay_steps // 2
+        for pending in self.init().in_flight:
+            rounds = (step - pending.apply_step) // self.sync_interval + 1
+            apply_step = pending.apply_step + rounds * self.sync_interval
+            is_ahead = self.looks_midway and apply_step - half > step
+            midway = apply_step - half if is_ahead else None
+            flying.append(pending._replace(apply_step=apply_step, midway_step=midway))
+        flying.sort(key=lambda pending: pending.apply_step)
+        return dataclasses.replace(super().begin_at(step), in_flight=tuple(flying))
+
     def next_event(self, state, step, observe: Observe = nothing):
         """Return what leaves, then what arrives; see `Schedule.next_event`."""
         if step > 0 and step % self.slot_steps == 0:

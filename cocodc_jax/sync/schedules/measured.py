@@ -165,6 +165,10 @@ class Measured(Schedule):
         """Return the state with nothing in flight."""
         return dataclasses.replace(state, base=self.base.landed(state.base))
 
+    def begin_at(self, step: int) -> MeasuredState:
+        """Return the state of a schedule that begins; nothing is measured yet."""
+        return MeasuredState(self.base.begin_at(step), step + self.slot_steps)
+
     def bind(self, regions: Regions, looks_midway: bool = False) -> Measured:
         """Return the schedule for these regions; see `Schedule.bind`."""
         if looks_midway:

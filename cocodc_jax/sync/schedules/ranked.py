@@ -91,6 +91,16 @@ class RankedRounds(Schedule):
         first, steps = self.ranks[0], self.sync_interval
         return RankedState(0, (Pending(0, 0, steps, rank=first),), (-1,), first, steps)
 
+    def begin_at(self, step: int) -> RankedState:
+        """Return the state at the start of a round, a message of zero on its way."""
+        first = self.init()
+        (pending,) = first.in_flight
+        pending = pending._replace(apply_step=step + self.sync_interval)
+        last_start = (step,) if step else first.last_start
+        return dataclasses.replace(
+            first, step=step, in_flight=(pending,), last_start=last_start
+        )
+
     def restore(self, value: dict) -> RankedState:
         """Return the state that `to_json` was called on."""
         return RankedState.from_json(value)

@@ -129,6 +129,33 @@ def test_asking_between_events_changes_nothing(name, seed):
         state = after
 
 
+@every_schedule
+@some
+@given(st.integers(0, 2**30), st.integers(0, 70))
+def test_it_may_begin_at_any_step(name, seed, first):
+    """Every fragment starts in time from there on, and what arrives had left."""
+    schedule, world = SCHEDULES[name], World(seed)
+    state = schedule.begin_at(first)
+    assert through_json(schedule, state) == state
+    assert (state == schedule.init()) or first > 0
+    last = dict.fromkeys(range(schedule.num_fragments), first)
+    flying = {pending.sync_id for pending in state.in_flight}
+    assert all(start <= 0 for _, start in flying)
+    # Those who are late are so from the first message on; others have none to wait for.
+    assert len(flying) == len(schedule.init().in_flight)
+    end = first + 4 * schedule.sync_interval
+    for step, _, events in world.walk(schedule, state, end):
+        assert step > first
+        for event in events:
+            if event.kind == START:
+                assert step - last[event.fragment_id] <= schedule.sync_interval
+                last[event.fragment_id] = step
+                flying.add(event.sync_id)
+            elif event.kind == FINISH:
+                flying.remove(event.sync_id)
+    assert min(last.values()) > first
+
+
 def _stepped(state):
     """The fields that asking may move on."""
     names = {field.name for field in dataclasses.fields(state)}

@@ -1,0 +1,115 @@
+"""A new run that goes on from another one's checkpoint, see `RegionProgram.adopt`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.files import read_table
+from cocodc_jax.run.build import build_program
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, position
+from cocodc_jax.runtime.devices.mesh import Mesh
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The run that another one goes on from.
+
+    Attributes:
+      folder: its workdir.
+      step: of the checkpoint; None is the newest.
+      config: of the run.
+    """
+
+    folder: pathlib.Path
+    step: int | None
+    config: TrainConfig
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Source | None:
+        """Find what `--adopt_from` names, None where it is empty.
+
+        Raises:
+          ValueError: naming the flag, if there is no such run, or one of another model.
+        """
+        text = config.run.adopt_from
+        if not text:
+            return None
+        folder, at, step = text.rpartition("@")
+        if not (at and step.isdecimal()):
+            folder, step = text, ""
+        path = pathlib.Path(folder)
+        if not (path / CONFIG_FILE).exists() or not (path / CHECKPOINTS).is_dir():
+            raise ValueError(
+                f"adopt_from={text!r} holds no run with checkpoints; name the workdir "
+                "of one, or WORKDIR@STEP"
+            )
+        try:
+            found = TrainConfig.from_json(read_table(path / CONFIG_FILE)).resolve()
+        except ValueError as error:
+            raise ValueError(f"adopt_from={text!r} cannot be read: {error}") from error
+        mine, theirs = (
+            (c.model, c.data.tokenizer, c.run.stage_subspace) for c in (config, found)
+        )
+        if mine != theirs:
+            raise ValueError(
+                f"adopt_from={text!r} is of another model or tokenizer "
+                f"({'; '.join(found.differences(config))}); a run can go on with other "
+                "regions, devices, methods and optimizers, of the same model"
+            )
+        return cls(path, int(step) if step else None, found)
+
+    def adopt(
+        self,
+        program: cc.RegionProgram,
+        model: models.TransformerConfig,
+        mesh: Mesh,
+        stream: TrainStream,
+    ) -> TrainState:
+        """Return the new run's first state, and print what was kept and lost.
+
+        Args:
+          program: of the new run.
+          model: of both.
+          mesh: of the new run, whose devices the old program gets too.
+          stream: of the new run; it goes on where the old one was, if it is the same.
+
+        Raises:
+          ValueError: if the checkpoint cannot be restored or does not fit.
+        """
+        run = self.config.run
+        devices = list(mesh.devices.flat)
+        old_mesh = cc.make_mesh(
+            run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
+        )
+        old = build_program(self.config, model, old_mesh)
+        with Checkpoints(self.folder / CHECKPOINTS) as saved:
+            restored = saved.restore(old, self.step)
+        if restored is None:
+            raise ValueError(f"{self.folder} holds no checkpoint")
+        state, extra = restored
+        adopted = program.adopt(state, old)
+        kept, lost = dict(adopted.kept), dict(adopted.lost)
+        try:
+            stream.set_state(position(extra["processes"])["stream"])
+            kept["data"] = "the stream goes on"
+        except ValueError:
+            lost["data"] = "it is read from its start, as it is shared out otherwise"
+        if jax.process_index() == 0:
+            print(
+                f"goes on from step {state.step} of {self.folder}",
+                *(f"  kept {name}: {how}" for name, how in kept.items()),
+                *(f"  lost {name}: {why}" for name, why in lost.items()),
+                sep="\n",
+                file=sys.stderr,
+            )
+        return adopted.state

@@ -1,0 +1,85 @@
+"""How regions average the state of a model that is not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices.local_regions import LocalRegions, for_all_regions
+from cocodc_jax.runtime.devices.mesh import REGION, regional, wants_flat_buffer
+from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.exchange.per_step import mean_for_all
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.sync.model_state import is_float
+
+PyTree = Any
+
+
+def averaged(tree: PyTree, local: LocalRegions, all_reduce: str | None) -> PyTree:
+    """Give all regions the mean of their floating-point leaves.
+
+    Inside `region_shard_map`.
+
+    Args:
+      tree: leaves `[block, ...]`.
+      local: the regions of the block.
+      all_reduce: see `per_step.mean_for_all`.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    which = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+    if not which:
+        return tree
+    mean = mean_for_all([leaves[i] for i in which], all_reduce)
+    for i, leaf in zip(which, for_all_regions(mean, local.size), strict=True):
+        leaves[i] = leaf
+    return treedef.unflatten(leaves)
+
+
+def make_average(setting: Setting) -> Callable | None:
+    """Make `average(model_state) -> (model_state, one)` of the regions.
+
+    Args:
+      setting: of the run.
+
+    Returns:
+      A function that donates its argument; `one` is an array that is there when the
+      mean is, and goes into no other program. None where there is nothing to average.
+    """
+    state = setting.model_state
+    if state is None or not state.averaged_bytes or setting.regions.num == 1:
+        return None
+    # Few bytes: what takes least delays.
+    kind = "direct" if wants_flat_buffer(setting.mesh) else None
+
+    def average(tree: PyTree) -> tuple[PyTree, jax.Array]:
+        new = averaged(tree, setting.local, kind)
+        first = next(filter(is_float, jax.tree.leaves(new)))
+        return new, first.reshape(setting.local.size, -1)[:, 0]
+
+    mapped = region_shard_map(
+        average, setting.mesh, in_specs=(P(REGION),), out_specs=P(REGION)
+    )
+    return jax.jit(mapped, donate_argnums=0, out_shardings=regional(setting.mesh))
+
+
+def make_mean(mesh: jax.sharding.Mesh) -> Callable:
+    """Make `mean(model_state) -> one region's`, the same everywhere on the mesh.
+
+    Floating-point leaves are averaged, in at least float32; of the others the first
+    region's is taken.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        if not is_float(x):
+            return x[0]
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return wide.mean(0).astype(x.dtype)
+
+    return jax.jit(
+        lambda tree: jax.tree.map(mean, tree), out_shardings=NamedSharding(mesh, P())
+    )

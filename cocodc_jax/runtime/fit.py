@@ -1,0 +1,104 @@
+"""What of a state fits another program: as it is, averaged, or cut another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.model_state import is_float
+from cocodc_jax.transforms.layers import named_leaves
+
+PyTree = Any
+
+
+def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
+    """Say how two trees of arrays differ, None where they are alike.
+
+    Args:
+      old: arrays or shapes.
+      new: likewise.
+      lead: leading axes that may differ.
+    """
+    there, here = (
+        {path: f"{x.dtype}{list(x.shape[lead:])}" for path, x in named_leaves(tree)}
+        for tree in (old, new)
+    )
+    for path in sorted(there.keys() | here.keys()):
+        if there.get(path) != here.get(path):
+            return (
+                f"{path} was {there.get(path, 'not there')} and is "
+                f"{here.get(path, 'not there')}"
+            )
+    is_alike = jax.tree.structure(old) == jax.tree.structure(new)
+    return None if is_alike else "it is of another kind"
+
+
+def mean_over_all(x: jax.Array) -> jax.Array:
+    """Average over the regions in front; of counters take the largest."""
+    if not is_float(x):
+        return x.max(0)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide.mean(0).astype(x.dtype)
+
+
+def inside(tree: PyTree) -> PyTree:
+    """Return how one region's part of leaves `[R, ...]` lies."""
+    return jax.tree.map(
+        lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), tree
+    )
+
+
+def recut(
+    states: tuple[PyTree, ...], old: Fragments, new: Fragments
+) -> tuple[PyTree, ...] | None:
+    """Join the states of fragments and cut them as `new` does.
+
+    What is like a fragment (a dict of its paths) is joined to a tree like the
+    parameters; of whatever else there is, such as a counter, the largest is taken.
+
+    Args:
+      states: of each fragment of `old`, without axes in front.
+      old: how the parameters were cut.
+      new: how they are, of the same tree.
+
+    Returns:
+      States of each fragment of `new`; None where the states are not alike, or hold
+      something that is neither.
+    """
+    paths = [{part.path for part in slices} for slices in old.slices]
+    flat = [
+        jax.tree.flatten(state, is_leaf=lambda x, own=own: _is_like(x, own))
+        for state, own in zip(states, paths, strict=True)
+    ]
+    _, first = flat[0]
+    if any(treedef != first for _, treedef in flat):
+        return None
+    columns = list(zip(*(nodes for nodes, _ in flat), strict=True))
+    for column in columns:
+        are_parts = [isinstance(node, dict) for node in column]
+        if any(are_parts) != all(are_parts):
+            return None
+        if not all(are_parts) and any(jnp.ndim(node) for node in column):
+            return None
+
+    def cut(columns):
+        rows = []
+        for column in columns:
+            if isinstance(column[0], dict):
+                whole = old.join(column)
+                rows.append([new.take(whole, k) for k in range(len(new))])
+            else:
+                rows.append([jnp.stack(column).max(0)] * len(new))
+        return [list(nodes) for nodes in zip(*rows, strict=True)]
+
+    made = jax.jit(cut)(columns) if columns else [[] for _ in range(len(new))]
+    return tuple(first.unflatten(nodes) for nodes in made)
+
+
+def _is_like(node: Any, paths: set[str]) -> bool:
+    return isinstance(node, dict) and set(node) == paths

@@ -1,0 +1,178 @@
+"""State of a model that is not trained: running statistics, counters, caches.
+
+A loss function with such a state is given it and returns what it has become, for one
+region:
+
+    loss_fn(params, model_state, batch, key) -> (loss, (aux, new_model_state))
+
+Every region has its own, which every inner step replaces. One rule says where regions
+bring theirs together, if they do (`ModelState.average`): the floating-point leaves
+become their plain mean over all regions
+
+- after every inner step, where the method exchanges something at every step;
+- else after the events of every step at which a sync was applied, as they are then, in
+  a round of its own that the regions wait for (statistics are small);
+- never, where the method exchanges nothing.
+
+All other leaves (counters, flags) are each region's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.needs import LossFn, Supplies
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.transforms.layers import named_leaves
+
+PyTree = Any
+# `(params, model_state, batch, key) -> (loss, (aux, new_model_state))`.
+StatefulLossFn = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, Any]]
+# That, or a `LossFn` where the model has no state.
+AnyLossFn = Callable[..., tuple[jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelState:
+    """What a model has besides its parameters, see the module.
+
+    Attributes:
+      init: one region's state before the first step, a tree of arrays.
+      average: whether floating-point leaves are averaged over the regions where their
+        parameters are; else each region keeps its own, and only `mean_model_state`
+        averages them.
+    """
+
+    init: PyTree
+    average: bool = True
+
+    def __post_init__(self):
+        """Check the leaves.
+
+        Raises:
+          ValueError: for a leaf that is no array, or a PRNG key.
+        """
+        for path, leaf in named_leaves(self.init):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise ValueError(
+                    f"model_state has a leaf {path!r} of type {type(leaf).__name__}, "
+                    "which is no array: put it into loss_fn"
+                )
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise ValueError(
+                    f"model_state has a leaf {path!r} that is a PRNG key: leave it "
+                    "out, loss_fn is given a fresh key at every step"
+                )
+
+    @property
+    def averaged_bytes(self) -> int:
+        """Bytes one of several regions sends when they are averaged once."""
+        leaves = [x for x in jax.tree.leaves(self.init) if self.average and is_float(x)]
+        return sum(
+            math.prod(x.shape) * jnp.promote_types(x.dtype, jnp.float32).itemsize
+            for x in leaves
+        )
+
+    def check(self, method: Method) -> None:
+        """Refuse to average where regions are never all together.
+
+        Raises:
+          ValueError: naming the method.
+        """
+        sync = method.sync
+        if not self.average or sync is None:
+            return
+        outer = sync.outer
+        is_alone = sync.schedule.is_by_region
+        if is_alone or (isinstance(outer, RegionalOuter) and outer.group != "all"):
+            raise ValueError(
+                f"model_state is averaged over all regions, but those of method="
+                f"{method.name!r} exchange "
+                f"{'one by one' if is_alone else 'with neighbours alone'}; use "
+                "ModelState(init, average=False)"
+            )
+
+
+def is_float(leaf: Any) -> bool:
+    """Tell whether a leaf of a model's state has a mean."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossFn:
+    """Return a loss with a model's state in and out, `()` where there is none.
+
+    Args:
+      loss_fn: with a state if there is a `model_state`, else `(params, batch, key) ->
+        (loss, aux)`.
+      model_state: of the model.
+    """
+    if model_state is not None:
+        return functools.partial(_checked, loss_fn)
+
+    def without(params, state, batch, key):
+        loss, aux = loss_fn(params, batch, key)
+        return loss, (aux, state)
+
+    return without
+
+
+def _checked(loss_fn: AnyLossFn, params, state, batch, key):
+    # Made anew in this trace, for those whose leaves remember theirs (Flax NNX).
+    state = jax.tree.map(lambda x: x, state)
+    loss, rest = loss_fn(params, state, batch, key)
+    if not (isinstance(rest, tuple) and len(rest) == 2):
+        raise ValueError(
+            "loss_fn of a model with a model_state must return (loss, (aux, "
+            f"new_model_state)), but the second of what it returned is {rest!r}"
+        )
+    given, made = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(tree)}
+        for tree in (state, rest[1])
+    )
+    for path in sorted(given.keys() | made.keys()):
+        if given.get(path) != made.get(path):
+            raise ValueError(
+                "loss_fn must return (loss, (aux, new_model_state)) with a state like "
+                f"the one it was given: its leaf {path!r} is {made.get(path)}, but was "
+                f"{given.get(path)}"
+            )
+    # The same leaves may come in another container, such as a dict for a FrozenDict.
+    new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(rest[1]))
+    return loss, (rest[0], new)
+
+
+def at_state(
+    loss_fn: AnyLossFn, supplies: Supplies, state: PyTree
+) -> tuple[LossFn, Supplies]:
+    """Return a loss, and what the user supplies, at one state of the model.
+
+    Args:
+      loss_fn: with a state.
+      supplies: whose `outputs[0]` takes a state too, `(params, model_state, batch)`.
+      state: of one region.
+
+    Returns:
+      `(params, batch, key) -> (loss, aux)`, and supplies with `(params, batch) ->
+      outputs`: what merges are written for.
+    """
+
+    def loss(params, batch, key):
+        value, (aux, _) = loss_fn(params, state, batch, key)
+        return value, aux
+
+    if supplies.outputs is not None:
+        model, of_outputs = supplies.outputs
+
+        def outputs(params, batch):
+            return model(params, state, batch)
+
+        supplies = dataclasses.replace(supplies, outputs=(outputs, of_outputs))
+    return loss, supplies
