@@ -20,19 +20,23 @@ class DataConfig:
 
     Attributes:
       dataset: `stdlib` (the Python standard library's source), `text:PATH` or
-        `text:PATH,PATH` (files, or folders that are walked), or `tfds:NAME` (a
-        prepared TFDS text set such as `tfds:c4/en`).
+        `text:PATH,PATH` (files, or folders that are walked), `hf:PATH` (a folder of
+        JSON lines, Parquet, or Arrow files of `datasets`), or `tfds:NAME` (a prepared
+        TFDS text set such as `tfds:c4/en`).
       data_dir: folder of prepared data. Empty means `$XDG_CACHE_HOME/cocodc_jax` or
         `~/.cache/cocodc_jax`; for `tfds:` sets, the default folder of TFDS.
+      text_field: field that holds the text, of `hf:` sets.
       tokenizer: `bytes`, `bpe:VOCAB` (trained on the corpus, then cached),
-        `hf:/path/tokenizer.json` or `sentencepiece:/path.model`.
+        `hf:/folder` (with `tokenizer.json`, and `tokenizer_config.json` for the special
+        tokens), `hf:/path/tokenizer.json` or `sentencepiece:/path.model`.
       sequence_length: tokens the model reads per sequence, L; streams yield L + 1.
       batch_per_region: sequences per region per step, B.
       partition: `iid` deals documents to regions one by one; `source` deals whole
         sources (modules, sub-folders), so regions see different text.
-      undecodable: what becomes of a file of `text:` that is not UTF-8: refuse names it
-        in an error, replace reads it with a mark for each wrong byte, skip leaves it
-        out, as it does a file that cannot be read, and says how many.
+      undecodable: what becomes of a file of `text:`, or a line of JSON, that is not
+        UTF-8: refuse names it in an error, replace reads it with a mark for each wrong
+        byte, skip leaves it out, as it does a file that cannot be read (and says how
+        many files).
       validation_fraction: share of the documents held out, in (0, 0.5].
       shuffle_window_bytes: text that each region tokenises and shuffles together,
         in bytes; a window and its successor are held in memory.
@@ -42,6 +46,7 @@ class DataConfig:
 
     dataset: str = "stdlib"
     data_dir: str = ""
+    text_field: str = "text"
     tokenizer: str = "bytes"
     sequence_length: int = 128
     batch_per_region: int = 8
@@ -54,6 +59,11 @@ class DataConfig:
 
     def __post_init__(self):
         _check_dataset(self.dataset)
+        if self.text_field != "text" and not self.dataset.startswith("hf:"):
+            raise ValueError(
+                f"text_field={self.text_field!r} is of sets with fields, dataset="
+                f"'hf:/folder', and dataset={self.dataset!r}; leave it out"
+            )
         check_tokenizer_name(self.tokenizer)
         for name in ("sequence_length", "batch_per_region", "loader_threads"):
             if getattr(self, name) < 1:
@@ -101,11 +111,11 @@ def cache_dir(data_dir: str = "") -> pathlib.Path:
 
 def _check_dataset(dataset: str) -> None:
     kind, _, rest = dataset.partition(":")
-    if dataset == "stdlib" or (kind in ("text", "tfds") and rest):
+    if dataset == "stdlib" or (kind in ("text", "hf", "tfds") and rest):
         return
     raise ValueError(
-        f"dataset={dataset!r} is unknown; use 'stdlib', 'text:/path[,/path2]' or "
-        "'tfds:name[/config]'"
+        f"dataset={dataset!r} is unknown; use 'stdlib', 'text:/path[,/path2]', "
+        "'hf:/folder' or 'tfds:name[/config]'"
     )
 
 

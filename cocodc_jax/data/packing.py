@@ -14,6 +14,8 @@ _CACHED_TOKENS = 1 << 26
 class TokenizedDocuments:
     """Documents as arrays of ids, each ending in the end-of-text token.
 
+    Documents that are only read together, as a chunk, come as one array.
+
     Up to 2**26 tokens are kept in memory (128 MB, or 256 MB if the vocabulary is above
     65,536), so a corpus like the default one is tokenised once per process, not once
     per epoch, region and method. Of a corpus larger than that, the rest is tokenised
@@ -38,16 +40,19 @@ class TokenizedDocuments:
         index = int(index)
         tokens = self._cache.get(index)
         if tokens is None:
-            tokens = self._tokenize(self._documents.text(index))
+            tokens = self._tokenize(self._documents.texts(index))
             self._keep(index, tokens)
         return tokens
 
-    def _tokenize(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text)
-        tokens = np.empty(len(ids) + 1, self.dtype)
-        tokens[:-1] = ids
-        tokens[-1] = self._tokenizer.eos_id
-        return tokens
+    def _tokenize(self, texts: Sequence[str]) -> np.ndarray:
+        parts = []
+        for text in texts:
+            ids = self._tokenizer.encode(text)
+            tokens = np.empty(len(ids) + 1, self.dtype)
+            tokens[:-1] = ids
+            tokens[-1] = self._tokenizer.eos_id
+            parts.append(tokens)
+        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
     def _keep(self, index: int, tokens: np.ndarray) -> None:
         with self._lock:  # two regions' worker threads may read the same document

@@ -28,7 +28,8 @@ class TextData:
       tokenizer: text to ids and back.
       fingerprint: text that two processes share only if a region's batches are the
         same on both: worth comparing before a run on several hosts.
-      num_train_documents: documents to train on, of all regions.
+      num_train_documents: documents to train on, of all regions; of `hf:` sets,
+        chunks of them.
       num_train_bytes: their size as stored, in bytes.
     """
 

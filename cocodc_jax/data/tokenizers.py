@@ -9,6 +9,7 @@ are never produced.
 """
 
 import hashlib
+import json
 import os
 import pathlib
 import tempfile
@@ -17,16 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-EOS_TOKEN = "<|endoftext|>"
-_EOS_CANDIDATES = (
-    EOS_TOKEN,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<|im_end|>",
-    "[SEP]",
-)
+from cocodc_jax.data import tokenizer_folder
+from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
+
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
 
@@ -37,6 +31,11 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding; every id is below it."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest id, before rounding."""
         ...
 
     @property
@@ -57,6 +56,10 @@ class Tokenizer(Protocol):
         """Decode ids, leaving out the end-of-text token."""
         ...
 
+    def files(self) -> dict[str, bytes]:
+        """Return the files that transformers' `AutoTokenizer` reads, by name."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 ... 255, end of text as 256.
@@ -69,6 +72,7 @@ class ByteTokenizer:
     """
 
     vocab_size = 272
+    num_tokens = _NUM_BYTES + 1
     eos_id = _NUM_BYTES
     fingerprint = "bytes"
 
@@ -81,24 +85,35 @@ class ByteTokenizer:
         ids = np.asarray(ids)
         return ids[ids < _NUM_BYTES].astype(np.uint8).tobytes().decode(errors="replace")
 
+    def files(self) -> dict[str, bytes]:
+        """Return the same as a `tokenizer.json`."""
+        return tokenizer_folder.files_of(tokenizer_folder.bytes_json(), EOS_TOKEN)
+
 
 class HuggingFaceTokenizer:
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
-    def __init__(self, tokenizer: Any):
-        ids = (tokenizer.token_to_id(token) for token in _EOS_CANDIDATES)
-        eos_id = next((i for i in ids if i is not None), None)
-        if eos_id is None:
-            raise ValueError(
-                "the tokenizer has no end-of-text token; it needs one of "
-                f"{', '.join(_EOS_CANDIDATES)}"
-            )
+    def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
+        """Find the end-of-text token.
+
+        Args:
+          tokenizer: a `tokenizers.Tokenizer`.
+          folder: that it was read from, which may say what ends a text.
+
+        Raises:
+          ValueError: if there is no end-of-text token, or the folder's files disagree.
+        """
+        if folder is not None:
+            folder.check(tokenizer)
+        said = folder and folder.eos_token
+        self._eos_token = said or tokenizer_folder.find_eos_token(tokenizer)
         # A document that spells out a special token is text like any other.
         tokenizer.encode_special_tokens = True
-        self._tokenizer = tokenizer
-        self.eos_id = int(eos_id)
-        self.vocab_size = _round_up(tokenizer.get_vocab_size(with_added_tokens=True))
-        self.fingerprint = "hf-" + _digest(tokenizer.to_str().encode())
+        self._tokenizer, self._folder = tokenizer, folder
+        self.eos_id = int(tokenizer.token_to_id(self._eos_token))
+        self.num_tokens = tokenizer_folder.num_tokens(tokenizer)
+        self.vocab_size = round_up(self.num_tokens)
+        self.fingerprint = "hf-" + _digest((tokenizer.to_str() + (said or "")).encode())
 
     def encode(self, text: str) -> np.ndarray:
         """Encode text as int32 `[num_tokens]`, adding no special tokens."""
@@ -109,6 +124,12 @@ class HuggingFaceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """Decode ids, leaving out special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
+
+    def files(self) -> dict[str, bytes]:
+        """Return the folder's files, or what stands for them."""
+        if self._folder is not None and self._folder.eos_token:
+            return self._folder.files
+        return tokenizer_folder.files_of(self._tokenizer.to_str(), self._eos_token)
 
 
 class SentencePieceTokenizer:
@@ -121,8 +142,10 @@ class SentencePieceTokenizer:
         self._processor.LoadFromSerializedProto(model)
         if self._processor.eos_id() < 0:
             raise ValueError("the SentencePiece model has no end-of-sentence piece")
+        self._model = model
         self.eos_id = int(self._processor.eos_id())
-        self.vocab_size = _round_up(self._processor.GetPieceSize())
+        self.num_tokens = self._processor.GetPieceSize()
+        self.vocab_size = round_up(self.num_tokens)
         self.fingerprint = "sentencepiece-" + _digest(model)
 
     def encode(self, text: str) -> np.ndarray:
@@ -132,6 +155,18 @@ class SentencePieceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """Decode ids; control pieces decode to nothing."""
         return self._processor.DecodeIds(np.asarray(ids).tolist())
+
+    def files(self) -> dict[str, bytes]:
+        """Return the model as `LlamaTokenizer` reads it."""
+        config = {
+            "tokenizer_class": "LlamaTokenizer",
+            "eos_token": self._processor.IdToPiece(self.eos_id),
+            "add_bos_token": False,
+        }
+        return {
+            "tokenizer.model": self._model,
+            tokenizer_folder.CONFIG: json.dumps(config, indent=2).encode(),
+        }
 
 
 def check_tokenizer_name(name: str) -> None:
@@ -149,7 +184,7 @@ def check_tokenizer_name(name: str) -> None:
     elif name != "bytes" and not (kind in ("hf", "sentencepiece") and rest):
         raise ValueError(
             f"tokenizer={name!r} is unknown; use 'bytes', 'bpe:VOCAB', "
-            "'hf:/path/tokenizer.json' or 'sentencepiece:/path.model'"
+            "'hf:/folder', 'hf:/path/tokenizer.json' or 'sentencepiece:/path.model'"
         )
 
 
@@ -177,8 +212,12 @@ def load_tokenizer(
     if kind == "bpe":
         return _cached_bpe(_bpe_vocab_size(name), texts, corpus_fingerprint, folder)
     make = _load_huggingface if kind == "hf" else SentencePieceTokenizer
+    place = pathlib.Path(path).expanduser()
     try:
-        return make(pathlib.Path(path).expanduser().read_bytes())
+        if kind == "hf" and place.is_dir():
+            files = TokenizerFolder.read(place)
+            return _load_huggingface(files.files[tokenizer_folder.JSON], files)
+        return make(place.read_bytes())
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:
         raise ValueError(f"tokenizer={name!r} cannot be read: {error}") from error
@@ -224,10 +263,12 @@ def _cached_bpe(
     return _load_huggingface(path.read_bytes())
 
 
-def _load_huggingface(content: bytes) -> HuggingFaceTokenizer:
+def _load_huggingface(
+    content: bytes, folder: TokenizerFolder | None = None
+) -> HuggingFaceTokenizer:
     import tokenizers as hf
 
-    return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content))
+    return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content), folder)
 
 
 def _bpe_vocab_size(name: str) -> int:
@@ -240,8 +281,9 @@ def _bpe_vocab_size(name: str) -> int:
     return int(size)
 
 
-def _round_up(count: int) -> int:
-    return -(-count // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+def round_up(num_tokens: int) -> int:
+    """Return the rows of an embedding for so many tokens."""
+    return -(-num_tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
 def _digest(content: bytes) -> str:

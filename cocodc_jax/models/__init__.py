@@ -1,5 +1,6 @@
 """The transformer: configurations, presets, pure functions and sharding."""
 
+from cocodc_jax.models import hugging_face
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.pipeline import make_pipelined_loss_fn
 from cocodc_jax.models.presets import PRESETS, get
@@ -35,6 +36,7 @@ __all__ = [
     "confined",
     "flops_per_token",
     "get",
+    "hugging_face",
     "init_params",
     "make_loss_fn",
     "make_outputs",

@@ -35,6 +35,7 @@ class TransformerConfig:
       num_kv_heads: key and value heads; each serves
         `num_heads // num_kv_heads` query heads (grouped-query attention).
       rope_theta: base of the rotary wavelengths, in positions.
+      norm_epsilon: added to the mean square that RMSNorm divides by the root of.
       qk_norm: RMS-normalise each query and key head before the rotation.
       tie_embeddings: the head is the embedding transposed.
       scan_layers: blocks are stacked on a leading layer axis and scanned, which
@@ -54,6 +55,7 @@ class TransformerConfig:
     num_heads: int
     num_kv_heads: int
     rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-6
     qk_norm: bool = False
     tie_embeddings: bool = True
     scan_layers: bool = True
@@ -77,6 +79,11 @@ class TransformerConfig:
         if not 1 < self.rope_theta < math.inf:
             raise ValueError(
                 f"rope_theta={self.rope_theta} must be above 1 and finite, as in 10000"
+            )
+        if not 0 < self.norm_epsilon < 1:
+            raise ValueError(
+                f"norm_epsilon={self.norm_epsilon} must be above 0 and below 1, as in "
+                "1e-6"
             )
         _check_choice("remat", self.remat, REMAT_POLICIES)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)

@@ -42,20 +42,19 @@ LossFn = Callable[
     [Params, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]
 ]
 
-_EPSILON = 1e-6
-
 
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, then scales."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, epsilon: float):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x`; statistics and product are float32, the result x's dtype."""
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(mean_square + _EPSILON)
+        normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (normed * scale).astype(x.dtype)
 
@@ -70,8 +69,8 @@ class Attention(nnx.Module):
         self.value = _matrix(rngs, config.width, kv_width)
         self.output = _matrix(rngs, config.width, config.width, _residual(config))
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.head_width)
-            self.key_norm = RMSNorm(config.head_width)
+            self.query_norm = RMSNorm(config.head_width, config.norm_epsilon)
+            self.key_norm = RMSNorm(config.head_width, config.norm_epsilon)
         self.config = config
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
@@ -112,9 +111,9 @@ class Block(nnx.Module):
     """One pre-norm transformer block."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.width)
+        self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.width)
+        self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
         self.mlp = MLP(config, rngs)
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
@@ -135,7 +134,7 @@ class Transformer(nnx.Module):
             self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
         else:
             self.blocks = nnx.List([Block(config, nnx.Rngs(key)) for key in keys])
-        self.norm = RMSNorm(width)
+        self.norm = RMSNorm(width, config.norm_epsilon)
         if not config.tie_embeddings:
             self.head = _matrix(rngs, width, vocab)
         self.config = config

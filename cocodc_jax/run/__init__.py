@@ -18,6 +18,7 @@ from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
     from cocodc_jax.run.config import LEAVES, TrainConfig
+    from cocodc_jax.run.hugging_face import export
     from cocodc_jax.run.leaves import Leaf
     from cocodc_jax.run.method_config import MethodConfig
     from cocodc_jax.run.optimizer_config import OptimizerConfig
@@ -40,6 +41,7 @@ __all__ = [
     "RunConfig",
     "Session",
     "TrainConfig",
+    "export",
     "failing_alone",
     "paced",
     "prepare",
@@ -58,6 +60,7 @@ _PLACES = {
     "RunConfig": "run_config:RunConfig",
     "Session": "session:Session",
     "TrainConfig": "config:TrainConfig",
+    "export": "hugging_face:export",
     "failing_alone": "processes:failing_alone",
     "paced": "pace:paced",
     "prepare": "session:prepare",

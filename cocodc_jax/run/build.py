@@ -108,7 +108,13 @@ def subspace_of(
 def init_params(
     run: RunConfig, model: models.TransformerConfig, key: jax.Array
 ) -> models.Params:
-    """Draw one region's first parameters, confined where they are to stay so."""
+    """Draw or read one region's first parameters, confined where they are to stay so.
+
+    Raises:
+      ValueError: if the folder to read from does not hold this model.
+    """
+    if run.init_from:
+        return models.hugging_face.read(run.init_from, model)
     params = models.init_params(model, key)
     subspace = subspace_of(run, model)
     return params if subspace is None else models.confine(params, subspace)

@@ -23,6 +23,8 @@ class RunConfig:
     Attributes:
       steps: inner steps of the whole run.
       seed: of parameters, data order and dropout keys.
+      init_from: folder of a Hugging Face LLaMA (config.json and model.safetensors) of
+        the same shape, whose parameters all regions begin with; empty draws them.
       regions: regions that train, M.
       step_times: time of one inner step of each region, in steps of the fastest, as
         1,1,2,4; empty is regions of one speed.
@@ -59,6 +61,7 @@ class RunConfig:
 
     steps: int = 480
     seed: int = 0
+    init_from: str = ""
     regions: int = 4
     step_times: str = ""
     batch_sizes: str = ""
@@ -112,6 +115,12 @@ class RunConfig:
             raise ValueError(
                 f"eval_batches={self.eval_batches} must be a multiple of regions="
                 f"{self.regions}, which share them out"
+            )
+        if self.init_from and self.stage_subspace:
+            raise ValueError(
+                f"init_from={self.init_from!r} is no model whose residual stream is "
+                f"confined to stage_subspace={self.stage_subspace} dimensions; leave "
+                "one of them out"
             )
         self._check_pace()
         self._check_stage_compress()

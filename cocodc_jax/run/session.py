@@ -19,6 +19,7 @@ from rich.console import Console
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data import load
+from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.files import write_whole
@@ -36,6 +37,7 @@ from cocodc_jax.run.build import (
     use_devices,
 )
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
 from cocodc_jax.run.resume import (
@@ -60,8 +62,9 @@ from cocodc_jax.runtime.state import TrainState
 SUMMARY_FILE = "summary.json"
 
 # What may end a run for a reason that a person can act on without a traceback: a
-# loss that is not finite, a disk that is full or gone, a checkpoint of other data.
-RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError)
+# loss that is not finite, a disk that is full or gone, a checkpoint of other data, rows
+# without text.
+RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +285,7 @@ def prepare(
     check_workdir(config, workdir)
     Source.of(config)  # Its own checks.
     text = open_for(open_text, config, mesh)
-    model = dataclasses.replace(config.model, vocab_size=text.vocab_size)
+    model = model_of(config, text.tokenizer)
     check_model(config, model)
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
     twins = [s for s in alike if program_key(s.config) == program_key(config)]

@@ -18,14 +18,15 @@ class _Texts:
     """Documents that count how often they are read."""
 
     def __init__(self, texts):
-        self.texts, self.num_reads = texts, 0
+        self._texts, self.num_reads = texts, 0
 
     def __len__(self):
-        return len(self.texts)
+        return len(self._texts)
 
-    def text(self, index):
+    def texts(self, index):
         self.num_reads += 1
-        return self.texts[index]
+        text = self._texts[index]
+        return text if isinstance(text, list) else [text]
 
 
 @given(
@@ -49,6 +50,12 @@ def test_documents_end_in_end_of_text():
     assert tokens[0].tolist() == [97, 98, 256]
     assert tokens[1].tolist() == [99, 256]
     assert tokens[0].dtype == np.uint16
+
+
+def test_documents_of_a_chunk_are_one_array():
+    tokens = TokenizedDocuments(_Texts([["ab", "", "c"], []]), ByteTokenizer())
+    assert tokens[0].tolist() == [97, 98, 256, 256, 99, 256]
+    assert (tokens[1].shape, tokens[1].dtype) == ((0,), np.uint16)
 
 
 def test_large_vocabulary_is_not_cut_to_sixteen_bits():

@@ -1,10 +1,13 @@
 """Tokenizers round-trip text, keep ids below vocab_size, and name bad files."""
 
 import io
+import json
+import re
 
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers as hf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -80,6 +83,76 @@ def test_huggingface_file(tmp_path, bpe):
     assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()
 
 
+@pytest.fixture
+def folder(tmp_path, bpe):
+    """A tokenizer as Hugging Face keeps it, whose text ends in an unusual token."""
+    tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
+    tokenizer.add_special_tokens(["<|fin|>"])
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    said = {
+        "eos_token": {"content": "<|fin|>", "special": True},
+        "pad_token": "<|pad|>",
+        "added_tokens_decoder": {"300": {"content": "<|fin|>"}},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    return tmp_path
+
+
+def test_a_folder_says_what_ends_a_text(folder, bpe, tmp_path):
+    loaded = _load(f"hf:{folder}", tmp_path)
+    assert (loaded.eos_id, loaded.num_tokens, loaded.vocab_size) == (300, 301, 304)
+    assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()
+    alone = _load(f"hf:{folder / 'tokenizer.json'}", tmp_path)
+    assert alone.eos_id == bpe.eos_id
+    assert alone.fingerprint != loaded.fingerprint
+    for name, content in loaded.files().items():
+        assert (folder / name).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": "</s>"},
+         "eos_token is '</s>' in tokenizer_config.json, and tokenizer.json has no"),
+        ("tokenizer_config.json", {"bos_token": "<s>"}, "bos_token is '<s>' in"),
+        ("tokenizer_config.json",
+         {"added_tokens_decoder": {"7": {"content": "<|fin|>"}}},
+         "'<|fin|>' has the id 7 in tokenizer_config.json and 300 in tokenizer.json"),
+        ("config.json", {"vocab_size": 300},
+         "tokenizer.json has ids up to 300, and vocab_size is 300 in"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_disagrees_is_refused(folder, tmp_path, file, changes, message):
+    path = folder / file
+    said = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(said | changes))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _load(f"hf:{folder}", tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"the folder has no tokenizer.json$"):
+        _load(f"hf:{tmp_path}", tmp_path)
+    (tmp_path / "m.model").write_bytes(b"")
+    with pytest.raises(ValueError, match="; use sentencepiece:.*m.model"):
+        _load(f"hf:{tmp_path}", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["né\n\t \x00 数", "".join(map(chr, range(300)))])
+def test_files_of_bytes_and_bpe_encode_alike(tmp_path, bpe, text):
+    for kind, tokenizer in {"bytes": ByteTokenizer(), "bpe": bpe}.items():
+        (tmp_path / kind).mkdir(exist_ok=True)
+        for name, content in tokenizer.files().items():
+            (tmp_path / kind / name).write_bytes(content)
+        again = _load(f"hf:{tmp_path / kind}", tmp_path)
+        assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
+        assert again.decode(tokenizer.encode(text)) == text
+        assert (again.eos_id, again.num_tokens) == (
+            tokenizer.eos_id,
+            tokenizer.num_tokens,
+        )
+
+
 def test_sentencepiece_file(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -96,6 +169,9 @@ def test_sentencepiece_file(tmp_path):
     assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == "return x + 7"
     assert tokenizer.vocab_size == 112
     assert tokenizer.eos_id == 2
+    files = tokenizer.files()
+    assert files["tokenizer.model"] == model.getvalue()
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "</s>"
 
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece"])

@@ -59,6 +59,7 @@ def test_unknown_preset_is_named():
         ({"num_kv_heads": 0}, "num_kv_heads=0 is not a size"),
         ({"loss_chunk_tokens": 0}, "loss_chunk_tokens=0 is not a size"),
         ({"rope_theta": 1.0}, "rope_theta=1.0 must be above 1"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be above 0 and below 1"),
         ({"remat": "some"}, "remat='some' is unknown; use one of .*'dots'"),
         ({"compute_dtype": "float16"}, "compute_dtype='float16' is unknown"),
         ({"width": 130}, "width=130 is not a multiple of num_heads=4; use 128"),

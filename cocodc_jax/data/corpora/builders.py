@@ -51,7 +51,7 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager):
         del dl_manager  # everything is on disk already
-        hashes = [_content_hash(d.text) for d in self._documents()]
+        hashes = [corpus_files.content_hash(d.text) for d in self._documents()]
         threshold = split_threshold(hashes, self._config)
         metadata = self.info.metadata
         assert metadata is not None  # set in _info
@@ -63,7 +63,7 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self, threshold: float, is_validation: bool):
         for document in self._documents():
-            if (_content_hash(document.text) <= threshold) == is_validation:
+            if (corpus_files.content_hash(document.text) <= threshold) == is_validation:
                 example = {"text": document.text, "source": document.source}
                 yield document.key, example
 
@@ -112,11 +112,6 @@ def split_threshold(hashes: Iterable[float], config: CorpusConfig) -> float:
             "documents are needed, one to train on and one to validate on"
         )
     return float(np.clip(config.validation_fraction, distinct[0], distinct[-2]))
-
-
-def _content_hash(text: str) -> float:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return (int.from_bytes(digest) >> 11) / 2**53
 
 
 def _corpus_digest(hashes: list[float], threshold: float) -> str:

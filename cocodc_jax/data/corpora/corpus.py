@@ -8,6 +8,7 @@ from cocodc_jax.data.config import DataConfig, cache_dir
 from cocodc_jax.data.corpora import builders
 from cocodc_jax.data.corpora.documents import Corpus, read_split
 from cocodc_jax.data.corpora.files import list_stdlib_files, list_text_files, unreadable
+from cocodc_jax.data.corpora.hf_sets import open_hf_set
 from cocodc_jax.data.corpora.prepare import prepare_corpus
 from cocodc_jax.data.corpora.tfds_sets import open_tfds_set
 
@@ -18,7 +19,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     Nothing is ever downloaded: a `tfds:` set must have been prepared before.
 
     Args:
-      config: `dataset`, `data_dir` and `validation_fraction` are used.
+      config: `dataset`, `text_field`, `data_dir`, `undecodable` and
+        `validation_fraction` are used.
 
     Returns:
       The corpus.
@@ -27,6 +29,8 @@ def open_corpus(config: DataConfig) -> Corpus:
       ValueError: if there is no such corpus, no text in it, or a file is refused.
     """
     kind, _, rest = config.dataset.partition(":")
+    if kind == "hf":
+        return open_hf_set(rest, config)
     if kind == "tfds":
         return open_tfds_set(rest, config.data_dir, config.validation_fraction)
     if kind == "text":

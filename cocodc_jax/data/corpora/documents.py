@@ -1,15 +1,43 @@
-"""The documents of a corpus that lies on disk, with random access."""
+"""The documents of a corpus that lies on disk, with random access.
+
+An element is one document, or a chunk of those that are only read together.
+"""
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow_datasets as tfds
 
 
+class Documents(Protocol):
+    """The documents of one split; safe to read from several threads."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the documents on disk, in bytes."""
+        ...
+
+    def __len__(self) -> int:
+        """Count the elements."""
+        ...
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the documents, one by one."""
+        ...
+
+    def texts(self, index: int) -> list[str]:
+        """Return the documents of element `index`."""
+        ...
+
+    def source_and_bytes(self, index: int) -> tuple[str, int]:
+        """Return the source of element `index` and the size of its text in bytes."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Documents:
-    """The documents of one split, read from disk one at a time.
+class StoredDocuments:
+    """The documents of one split of a TFDS set, read from disk one at a time.
 
     Attributes:
       records: random-access source of examples, safe to read from several threads.
@@ -30,6 +58,10 @@ class Documents:
     def text(self, index: int) -> str:
         """Return the text of document `index`."""
         return self.records[index][self.text_feature].decode("utf-8", "replace")
+
+    def texts(self, index: int) -> list[str]:
+        """Return the text of document `index`, alone."""
+        return [self.text(index)]
 
     def source_and_bytes(self, index: int) -> tuple[str, int]:
         """Return the source of document `index` and the size of its text in bytes."""
@@ -56,7 +88,7 @@ class Corpus:
 
 def read_split(
     builder: tfds.core.DatasetBuilder, split: str, text_feature: str
-) -> Documents:
+) -> StoredDocuments:
     """Open one split of a prepared TFDS set.
 
     Args:
@@ -72,4 +104,4 @@ def read_split(
     records = untyped.as_data_source(split=split)
     whole = untyped.info.splits[split.partition("[")[0]]
     num_bytes = whole.num_bytes * len(records) // max(1, whole.num_examples)
-    return Documents(records, text_feature, num_bytes)
+    return StoredDocuments(records, text_feature, num_bytes)

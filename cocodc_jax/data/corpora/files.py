@@ -53,7 +53,7 @@ def list_stdlib_files() -> tuple[CorpusFile, ...]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = [
         CorpusFile(path, path.relative_to(root).as_posix(), _top_level(path, root))
-        for path in _walk(root)
+        for path in walk(root)
         if path.suffix == ".py"
     ]
     if not files:
@@ -78,7 +78,7 @@ def list_text_files(paths: Iterable[str]) -> tuple[CorpusFile, ...]:
     for index, name in enumerate(paths):
         root = pathlib.Path(name).expanduser().absolute()
         is_file = os.path.isfile(root)
-        found = [root] if is_file else list(_walk(root))
+        found = [root] if is_file else list(walk(root))
         if not found:
             what = "holds no readable file" if os.path.isdir(root) else "does not exist"
             raise ValueError(f"dataset='text:...': {root} {what}")
@@ -165,7 +165,14 @@ def _read(path: pathlib.Path, undecodable: str) -> str:
         ) from error
 
 
-def _walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
+def content_hash(text: str) -> float:
+    """Return a number in [0, 1) that stands for a text, as if drawn at random."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) / 2**53
+
+
+def walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """List the files under a folder in order of name, without hidden ones."""
     for folder, subfolders, names in os.walk(root):
         # os.walk follows the order of this list, so sorting it fixes ours.
         subfolders[:] = sorted(

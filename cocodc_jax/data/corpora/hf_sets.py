@@ -1,0 +1,247 @@
+"""Text that Hugging Face's `datasets` made: a folder of JSON lines, Parquet or Arrow.
+
+Nothing is copied (but `.gz`, which is unpacked once): documents are read from the files
+as they are needed, a chunk at a time, and a chunk takes the place that a document has
+in other corpora. The chunks of all files are put in one random order, the same always;
+an epoch of a region goes through its own in an order of the run's seed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gzip
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from cocodc_jax.data.config import DataConfig, cache_dir
+from cocodc_jax.data.corpora.documents import Corpus
+from cocodc_jax.data.corpora.files import content_hash, walk
+from cocodc_jax.data.corpora.row_files import (
+    Arrow,
+    JsonLines,
+    Parquet,
+    RecordError,
+    RowFile,
+)
+
+_JSON = (".jsonl", ".ndjson", ".json")
+_PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)
+_KNOWN = (*_JSON, *_PACKED, ".parquet", ".arrow")
+# Those that `datasets` writes beside the rows.
+_NO_ROWS = re.compile(
+    r"(dataset_info|dataset_infos|dataset_dict|state)\.json|cache-.*\.arrow"
+)
+_SPLITS = {
+    "train": "train",
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    "test": "test",
+}
+_SPLIT = re.compile(rf"(?:^|[-._ /])({'|'.join(_SPLITS)})(?=[-._ /\d]|$)", re.I)
+# A small set in a thousand chunks, so that all regions get some; a large one in pieces
+# that cost little to look up. A part of a row group costs decoding all of it.
+_NUM_CHUNKS = 1024
+_LEAST_BYTES, _MOST_BYTES, _MOST_BYTES_OF_PARQUET = 1 << 12, 1 << 18, 1 << 22
+_SAMPLE_BYTES = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A file of rows: where it is, its name in the set, and what it belongs to."""
+
+    path: pathlib.Path
+    key: str
+    split: str
+    source: str
+
+
+class RowDocuments:
+    """The documents of one split, by chunks; see `cocodc_jax.data.corpora.documents`.
+
+    Attributes:
+      num_bytes: size of the files' text, in bytes.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[RowFile, str]],
+        held_out: tuple[float, bool] | None = None,
+    ):
+        """Put the chunks in their order.
+
+        Args:
+          files: each with its source.
+          held_out: share of documents that are for validation, and whether this is
+            them or the others; None takes all.
+        """
+        self._files, self._held_out = files, held_out
+        self._ends = list(itertools.accumulate(f.num_chunks for f, _ in files))
+        self._order = np.random.default_rng(0).permutation(self._ends[-1])
+        self.num_bytes = sum(file.num_bytes for file, _ in files)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(map(self.texts, range(len(self))))
+
+    def texts(self, index: int) -> list[str]:
+        """Return the documents of chunk `index`."""
+        file, chunk = self._place(index)
+        texts = self._files[file][0].texts(chunk)
+        if self._held_out is None:
+            return texts
+        share, is_validation = self._held_out
+        return [t for t in texts if (content_hash(t) < share) == is_validation]
+
+    def source_and_bytes(self, index: int) -> tuple[str, int]:
+        """Return the source of chunk `index` and about the size of its text."""
+        file, source = self._files[self._place(index)[0]]
+        return source, file.num_bytes // file.num_chunks
+
+    def _place(self, index: int) -> tuple[int, int]:
+        chunk = int(self._order[index])
+        file = bisect.bisect_right(self._ends, chunk)
+        return file, chunk - (self._ends[file] - self._files[file][0].num_chunks)
+
+
+def open_hf_set(folder: str, config: DataConfig) -> Corpus:
+    """Open a folder of rows, or one file of them.
+
+    Files with `train` in their name or in a folder's are trained on, or all where none
+    says so. Validation documents are those of files that say `validation`, `valid`,
+    `val` or `dev`, else `test`, or else a share of the documents by a hash of their
+    text, which are not trained on then.
+
+    Args:
+      folder: that is walked, or a file.
+      config: `text_field`, `validation_fraction`, `undecodable` and `data_dir` count.
+
+    Returns:
+      The corpus.
+
+    Raises:
+      RecordError: naming the file, if there is none or one cannot be read.
+    """
+    found = _find(pathlib.Path(folder).expanduser().absolute())
+    paths = [_unpacked(f.path, cache_dir(config.data_dir)) for f in found]
+    total = sum(path.stat().st_size for path in paths)
+    size = max(total // _NUM_CHUNKS, _LEAST_BYTES)
+    splits: dict[str, list[tuple[RowFile, str]]] = {}
+    for file, path in zip(found, paths, strict=True):
+        opened = _open(path, file.path, config, size)
+        if opened.num_chunks:
+            splits.setdefault(file.split, []).append((opened, file.source))
+    train = splits.get("train", [])
+    if not train:
+        raise RecordError(
+            f"dataset='hf:{folder}' has no rows to train on, only the splits "
+            f"{sorted(splits)}; name a file or a folder 'train'"
+        )
+    held = splits.get("validation") or splits.get("test")
+    share = config.validation_fraction
+    settings = (config.text_field, size, config.undecodable, not held and share)
+    return Corpus(
+        train=RowDocuments(train, None if held else (share, False)),
+        validation=RowDocuments(held or train, None if held else (share, True)),
+        has_sources=True,
+        fingerprint=f"hf-{_fingerprint(found, settings)}",
+    )
+
+
+def _find(root: pathlib.Path) -> list[_Found]:
+    base = root.parent if root.is_file() else root
+    files = [root] if root.is_file() else list(walk(root))
+    keys = {path: path.relative_to(base).as_posix() for path in files}
+    rows = {
+        path: key
+        for path, key in keys.items()
+        if path.name.endswith(_KNOWN) and not _NO_ROWS.fullmatch(path.name)
+    }
+    if not rows:
+        there = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
+        what = f"only {', '.join(there[:8])}" if files else "nothing"
+        raise RecordError(
+            f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {what}"
+        )
+    # A file that is named by itself is trained on, whatever its name.
+    splits = {path: _split(key) * root.is_dir() for path, key in rows.items()}
+    if "train" not in splits.values():
+        splits = {path: split or "train" for path, split in splits.items()}
+    return [
+        _Found(path, key, splits[path], _source(key))
+        for path, key in rows.items()
+        if splits[path]
+    ]
+
+
+def _split(key: str) -> str:
+    """Return the split that a file's name, or its folder's, says; empty for none.
+
+    >>> _split("data/train-00000-of-00002.parquet"), _split("c4-validation.01.json.gz")
+    ('train', 'validation')
+    >>> _split("latest/trained.jsonl")
+    ''
+    """
+    said = _SPLIT.findall(key)
+    return _SPLITS[said[-1].lower()] if said else ""
+
+
+def _source(key: str) -> str:
+    """Return the first folder that is no split, else the file's own name."""
+    *folders, name = key.split("/")
+    named = [f for f in folders if f.lower() not in _SPLITS and f != "data"]
+    return named[0] if named else name.partition(".")[0]
+
+
+def _open(
+    path: pathlib.Path, shown: pathlib.Path, config: DataConfig, size: int
+) -> RowFile:
+    if path.suffix == ".parquet":
+        return Parquet(path, config.text_field, min(size, _MOST_BYTES_OF_PARQUET))
+    size = min(size, _MOST_BYTES)
+    if path.suffix == ".arrow":
+        return Arrow(path, config.text_field, size)
+    return JsonLines(path, config.text_field, size, config.undecodable, shown)
+
+
+def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
+    """Return the file, unpacked beside prepared corpora if it is a `.gz`."""
+    if path.suffix != ".gz":
+        return path
+    stat = path.stat()
+    known = repr((str(path), stat.st_size, stat.st_mtime_ns)).encode()
+    folder = cache / "unpacked" / hashlib.sha256(known).hexdigest()[:16]
+    target = folder / path.stem
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            try:
+                with gzip.open(path) as packed:
+                    shutil.copyfileobj(packed, file, 1 << 20)
+            except (OSError, EOFError) as error:
+                os.unlink(file.name)
+                raise RecordError(f"{path} cannot be unpacked: {error}") from error
+        os.replace(file.name, target)  # Whole, for any other process that looks.
+    return target
+
+
+def _fingerprint(files: Sequence[_Found], settings: tuple) -> str:
+    """Digest names, sizes, beginnings and ends: reading all would take too long."""
+    digest = hashlib.sha256(repr(settings).encode())
+    for found in files:
+        size = found.path.stat().st_size
+        digest.update(repr((found.key, size)).encode())
+        with found.path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

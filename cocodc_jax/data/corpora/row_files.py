@@ -1,0 +1,267 @@
+"""Files with a document in each row, read a chunk of rows at a time.
+
+JSON lines, Parquet, and the Arrow files of `datasets`' `save_to_disk`. Any chunk can be
+read without those before it: a chunk of JSON lines is the lines that begin in a range
+of bytes, so that no index of lines is needed; one of Parquet is a part of the rows of a
+row group, which is decoded whole; one of Arrow is a part of a record batch, which is
+mapped into memory. Nothing is held but the chunk, and the last few row groups.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+INSTALL = "pip install 'cocodc_jax[hf]'"
+_CACHED_ROW_GROUPS = 4
+
+
+class RecordError(ValueError):
+    """A row that is not what was asked for, or a file of rows that cannot be read."""
+
+
+class RowFile(Protocol):
+    """A file of rows.
+
+    Attributes:
+      path: where it is.
+      num_bytes: about the size of its text, in bytes.
+      num_chunks: how many pieces it can be read in.
+    """
+
+    path: pathlib.Path
+    num_bytes: int
+    num_chunks: int
+
+    def texts(self, chunk: int) -> list[str]:
+        """Return the texts of a chunk, without rows that have none.
+
+        Raises:
+          RecordError: naming file and row.
+        """
+        ...
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        field: str,
+        chunk_bytes: int,
+        undecodable: str,
+        shown: pathlib.Path,
+    ):
+        """Look at the first line.
+
+        Args:
+          path: of the file.
+          field: that holds the text.
+          chunk_bytes: size of a chunk.
+          undecodable: what becomes of a line that is not UTF-8, see `DataConfig`.
+          shown: the file that errors name, if this one was unpacked from it.
+
+        Raises:
+          RecordError: if the first line is no object with that field.
+        """
+        self.path, self._field, self._shown = path, field, shown
+        self._chunk_bytes, self._undecodable = chunk_bytes, undecodable
+        self.num_bytes = path.stat().st_size
+        self.num_chunks = -(-self.num_bytes // chunk_bytes)
+        if self.num_chunks:
+            next(self._texts(0, self.num_bytes), None)
+
+    def texts(self, chunk: int) -> list[str]:
+        """Return the texts of the lines that begin in a chunk's bytes."""
+        start = chunk * self._chunk_bytes
+        return list(self._texts(start, start + self._chunk_bytes))
+
+    def _texts(self, start: int, end: int) -> Iterator[str]:
+        with _reading(self._shown), self.path.open("rb") as file:
+            if start:
+                # The line that the byte before is in, or ends, is another chunk's.
+                file.seek(start - 1)
+                start += len(file.readline()) - 1
+            while start < end and (line := file.readline()):
+                if (text := self._text(line, start)) is not None:
+                    yield text
+                start += len(line)
+
+    def _text(self, line: bytes, at: int) -> str | None:
+        if line.isspace():
+            return None
+        try:
+            row = json.loads(_decoded(line, self._undecodable))
+        except UnicodeDecodeError as error:
+            if self._undecodable == "skip":
+                return None
+            raise RecordError(
+                f"{self._where(at)}: is not UTF-8 text ({error.reason}); mend it, or "
+                "choose undecodable=replace or skip"
+            ) from error
+        except ValueError as error:
+            raise RecordError(
+                f"{self._where(at)}: is no JSON ({error}); each line must be one object"
+            ) from error
+        if not isinstance(row, dict):
+            raise RecordError(
+                f"{self._where(at)}: is a JSON {type(row).__name__}; each line must be "
+                "one object"
+            )
+        if self._field not in row:
+            raise RecordError(
+                f"{self._where(at)}: has no field {self._field!r}; its fields are "
+                f"{sorted(row)}; name one with text_field"
+            )
+        text = row[self._field]
+        if text is not None and not isinstance(text, str):
+            raise RecordError(
+                f"{self._where(at)}: field {self._field!r} is of type "
+                f"{type(text).__name__}, not text"
+            )
+        return _clean(text)
+
+    def _where(self, at: int) -> str:
+        """Name the file and the line that begins at a byte, by counting."""
+        with self.path.open("rb") as file:
+            pieces = iter(lambda: file.read(min(1 << 20, at - file.tell())), b"")
+            number = 1 + sum(piece.count(b"\n") for piece in pieces)
+        return f"{self._shown}, line {number}"
+
+
+class _Groups:
+    """Groups of rows, cut into chunks of about a size."""
+
+    def __init__(self, rows: Sequence[int], sizes: Sequence[int], chunk_bytes: int):
+        self._rows = rows
+        parts = [
+            max(1, min(n, -(-size // chunk_bytes)))
+            for n, size in zip(rows, sizes, strict=True)
+        ]
+        self._parts, self._ends = parts, list(itertools.accumulate(parts))
+        self.num_chunks = sum(parts)
+
+    def place(self, chunk: int) -> tuple[int, slice]:
+        """Return a chunk's group and its rows in it."""
+        group = bisect.bisect_right(self._ends, chunk)
+        parts, rows = self._parts[group], self._rows[group]
+        part = chunk - (self._ends[group] - parts)
+        return group, slice(part * rows // parts, (part + 1) * rows // parts)
+
+
+class Parquet:
+    """A Parquet file."""
+
+    def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
+        """Read the file's footer.
+
+        Raises:
+          RecordError: if it has no text column of that name, or cannot be read.
+        """
+        self.path, self._field = path, field
+        parquet = _pyarrow("parquet", path)
+        with _reading(path), parquet.ParquetFile(path) as file:
+            _check_column(path, file.schema_arrow, field)
+            groups = [
+                file.metadata.row_group(g) for g in range(file.metadata.num_row_groups)
+            ]
+        sizes = [
+            group.column(i).total_uncompressed_size
+            for group in groups
+            for i in range(group.num_columns)
+            if group.column(i).path_in_schema == field
+        ]
+        self._groups = _Groups([g.num_rows for g in groups], sizes, chunk_bytes)
+        self.num_bytes, self.num_chunks = sum(sizes), self._groups.num_chunks
+
+    def texts(self, chunk: int) -> list[str]:
+        """Return the texts of a chunk's rows."""
+        group, rows = self._groups.place(chunk)
+        with _reading(self.path):
+            found = _row_group(self.path, group, self._field)[rows].to_pylist()
+        return [text for text in map(_clean, found) if text is not None]
+
+
+class Arrow:
+    """An Arrow stream, as `datasets` saves it, or an Arrow file."""
+
+    def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
+        """Map the file into memory.
+
+        Raises:
+          RecordError: if it has no text column of that name, or cannot be read.
+        """
+        self.path = path
+        arrow, ipc = _pyarrow("", path), _pyarrow("ipc", path)
+        with _reading(path):
+            mapped = arrow.memory_map(str(path))
+            is_file = mapped.read(6) == b"ARROW1"
+            mapped.seek(0)
+            table = (ipc.open_file if is_file else ipc.open_stream)(mapped).read_all()
+        _check_column(path, table.schema, field)
+        self._batches = table.column(field).chunks
+        sizes = [batch.nbytes for batch in self._batches]
+        self._groups = _Groups([len(b) for b in self._batches], sizes, chunk_bytes)
+        self.num_bytes, self.num_chunks = sum(sizes), self._groups.num_chunks
+
+    def texts(self, chunk: int) -> list[str]:
+        """Return the texts of a chunk's rows."""
+        group, rows = self._groups.place(chunk)
+        found = self._batches[group][rows].to_pylist()
+        return [text for text in map(_clean, found) if text is not None]
+
+
+def _clean(text: str | None) -> str | None:
+    """Return text that UTF-8 can say; None for none, or nothing but white space."""
+    if text is None or not text.strip():
+        return None
+    # JSON can name half of a surrogate pair, which is no character.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _decoded(line: bytes, undecodable: str) -> str:
+    return line.decode("utf-8", "replace" if undecodable == "replace" else "strict")
+
+
+@functools.lru_cache(_CACHED_ROW_GROUPS)
+def _row_group(path: pathlib.Path, group: int, field: str) -> Any:
+    """Return a column of a row group, as text in Arrow's own layout."""
+    with _pyarrow("parquet", path).ParquetFile(path) as file:
+        return file.read_row_group(group, columns=[field]).column(0)
+
+
+def _check_column(path: pathlib.Path, schema: Any, field: str) -> None:
+    if field not in schema.names:
+        raise RecordError(
+            f"{path}: has no field {field!r}; its fields are {sorted(schema.names)}; "
+            "name one with text_field"
+        )
+    kind = str(schema.field(field).type)
+    if "string" not in kind or "<" in kind and not kind.startswith("dictionary"):
+        raise RecordError(f"{path}: field {field!r} is of type {kind}, not text")
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """Say which file could not be read."""
+    try:
+        yield
+    except RecordError:
+        raise
+    except (ValueError, OSError) as error:  # Arrow's own are of these kinds.
+        raise RecordError(f"{path} cannot be read: {error}") from error
+
+
+def _pyarrow(module: str, path: pathlib.Path) -> Any:
+    try:
+        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError as error:
+        raise RecordError(f"{path} needs the package pyarrow; {INSTALL}") from error

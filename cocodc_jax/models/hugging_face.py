@@ -1,0 +1,274 @@
+"""LLaMA-shaped parameters in the files that Hugging Face's `LlamaForCausalLM` loads.
+
+A folder holds the shape, `config.json`, and the tensors: `model.safetensors`, or the
+files that `model.safetensors.index.json` names for each tensor. With n a layer:
+
+    embedding                model.embed_tokens.weight
+    blocks  attention_norm   model.layers.n.input_layernorm.weight
+            attention        model.layers.n.self_attn.{q,k,v,o}_proj.weight
+            mlp_norm         model.layers.n.post_attention_layernorm.weight
+            mlp              model.layers.n.mlp.{gate,up,down}_proj.weight
+    norm                     model.norm.weight
+    head                     lm_head.weight, absent with tied embeddings
+
+A matrix is [in, out] here and [out, in] there, as in `torch.nn.Linear`; the embedding
+is [V, D] in both. Heads lie side by side in both, a key head serves neighbouring query
+heads in both, and rotary pairs are features (i, i + d / 2) in both (`rotate_half`), so
+that nothing is permuted. Checked against transformers' own code, which gives the same
+logits (`tests/models/test_hugging_face.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16, which most files are in.)
+import numpy as np
+
+from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.llama_config import (
+    CONFIG_FILE,
+    check_llama,
+    check_shape,
+    read_config,
+    read_json,
+    to_json,
+)
+from cocodc_jax.models.transformer import Params, init_params
+
+TENSORS_FILE = "model.safetensors"
+_INDEX_FILE = f"{TENSORS_FILE}.index.json"
+_HEAD = "lm_head.weight"
+
+_NAMES = {
+    ("embedding",): "model.embed_tokens.weight",
+    ("norm", "scale"): "model.norm.weight",
+    ("head",): _HEAD,
+}
+_NAMES_IN_BLOCK = {
+    ("attention_norm", "scale"): "input_layernorm.weight",
+    ("attention", "query"): "self_attn.q_proj.weight",
+    ("attention", "key"): "self_attn.k_proj.weight",
+    ("attention", "value"): "self_attn.v_proj.weight",
+    ("attention", "output"): "self_attn.o_proj.weight",
+    ("mlp_norm", "scale"): "post_attention_layernorm.weight",
+    ("mlp", "gate"): "mlp.gate_proj.weight",
+    ("mlp", "up"): "mlp.up_proj.weight",
+    ("mlp", "down"): "mlp.down_proj.weight",
+}
+
+
+def write(
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    params: Params,
+    *,
+    max_length: int = 2048,
+    eos_id: int | None = None,
+) -> None:
+    """Write a model as `config.json` and `model.safetensors`, in float32.
+
+    Args:
+      folder: where; made if missing.
+      config: the model.
+      params: its parameters, scanned or not, of one region.
+      max_length: tokens that the model was trained to read, for `config.json`.
+      eos_id: id of the token that ends a text.
+
+    Raises:
+      ValueError: if the model is no LLaMA, or the package safetensors is missing.
+    """
+    check_llama(config)
+    save_file = _safetensors().numpy.save_file
+    tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = _names_of(path, config)
+        array = np.asarray(leaf, np.float32)
+        parts = array if _is_stacked(path, config) else (array,)
+        for name, part in zip(names, parts, strict=True):
+            # The file is written from memory as it lies.
+            tensors[name] = np.ascontiguousarray(part.T if _is_turned(name) else part)
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_json(config, max_length, eos_id), indent=2)
+    (folder / CONFIG_FILE).write_text(text + "\n")
+    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    # The library lets nobody else read it.
+    (folder / TENSORS_FILE).chmod((folder / CONFIG_FILE).stat().st_mode)
+
+
+def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
+    """Read the parameters of a model, as `init_params` makes them, in float32.
+
+    Rows of the vocabulary that the files do not have, because it was rounded up here,
+    are the mean of those they have.
+
+    Args:
+      folder: with `config.json` and the tensors.
+      config: the model that the folder must hold.
+
+    Returns:
+      The nested dict of NumPy arrays, scanned or not as `config` says.
+
+    Raises:
+      ValueError: as `check`.
+    """
+    files = check(folder, config)
+
+    def read_leaf(path, wanted):
+        parts = [read_one(name) for name in _names_of(path, config)]
+        whole = np.stack(parts) if _is_stacked(path, config) else parts[0]
+        return _padded(whole, wanted.shape)
+
+    with contextlib.ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(_opened(file)) for file in {*files.values()}
+        }
+
+        def read_one(name):
+            tensor = opened[files[name]].get_tensor(name).astype(np.float32)
+            return tensor.T if _is_turned(name) else tensor
+
+        return jax.tree_util.tree_map_with_path(read_leaf, _shapes(config))
+
+
+def check(
+    folder: str | os.PathLike[str], config: TransformerConfig
+) -> dict[str, pathlib.Path]:
+    """Check that a folder holds a model of this shape, reading no tensor.
+
+    Args:
+      folder: with `config.json` and the tensors.
+      config: the model that it must hold; at least with as many rows of vocabulary.
+
+    Returns:
+      The file that each tensor is in.
+
+    Raises:
+      ValueError: naming what differs, both values and the flags that would be right; or
+        a tensor that is missing, too many or of another shape; or a file that cannot be
+        read.
+    """
+    check_llama(config)
+    folder = pathlib.Path(folder)
+    check_shape(folder, config)
+    files = _files_of(folder)
+    wanted = {
+        name: leaf.shape[_is_stacked(path, config) :]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config))
+        for name in _names_of(path, config)
+    }
+    if missing := sorted(wanted.keys() - files.keys()):
+        raise ValueError(f"{folder} has no tensor {_first(missing)}")
+    # A tied head may be stored once more; old files hold the rotary frequencies.
+    odd = {n for n in files if not n.endswith("rotary_emb.inv_freq")} - wanted.keys()
+    if odd := sorted(odd - {_HEAD} if config.tie_embeddings else odd):
+        raise ValueError(
+            f"{folder} has a tensor that this model has no place for: {_first(odd)}"
+        )
+    rows = read_config(folder)["vocab_size"]
+    for file in sorted({*files.values()}):
+        with _opened(file) as tensors:
+            for name in wanted.keys() & {n for n, f in files.items() if f == file}:
+                there = tuple(tensors.get_slice(name).get_shape())
+                here = wanted[name][::-1] if _is_turned(name) else wanted[name]
+                if name in (_NAMES["embedding",], _HEAD):
+                    here = (rows, here[1])
+                if there != here:
+                    raise ValueError(
+                        f"{name} in {file} is {list(there)}, and {list(here)} is what "
+                        f"{CONFIG_FILE} there says"
+                    )
+    return files
+
+
+def _shapes(config: TransformerConfig) -> Params:
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def _names_of(path: Any, config: TransformerConfig) -> list[str]:
+    """Name the tensors that make up one array here: one, or one a layer."""
+    keys = tuple(key.key for key in path)
+    if keys[0] != "blocks":
+        return [_NAMES[keys]]
+    stacked = _is_stacked(path, config)
+    layers = range(config.num_layers) if stacked else (keys[1],)
+    name = _NAMES_IN_BLOCK[keys[1:] if stacked else keys[2:]]
+    return [f"model.layers.{layer}.{name}" for layer in layers]
+
+
+def _is_stacked(path: Any, config: TransformerConfig) -> bool:
+    return config.scan_layers and path[0].key == "blocks"
+
+
+def _is_turned(name: str) -> bool:
+    return name.endswith("_proj.weight") or name == _HEAD
+
+
+def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    for axis, size in enumerate(shape):
+        if missing := size - array.shape[axis]:
+            mean = array.mean(axis, keepdims=True)
+            array = np.concatenate([array, np.repeat(mean, missing, axis)], axis)
+    return np.ascontiguousarray(array)
+
+
+def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Tell which file of a folder each tensor is in."""
+    index, whole = folder / _INDEX_FILE, folder / TENSORS_FILE
+    if whole.is_file():
+        with _opened(whole) as tensors:
+            return dict.fromkeys(tensors.keys(), whole)
+    if not index.is_file():
+        raise ValueError(
+            f"{folder} has neither {TENSORS_FILE} nor {_INDEX_FILE}; files of another "
+            "format can be converted with transformers' save_pretrained"
+        )
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{index} has no weight_map")
+    files = {name: folder / str(file) for name, file in places.items()}
+    for file in sorted({*files.values()}):
+        with _opened(file) as tensors:
+            lost = {n for n, f in files.items() if f == file} - {*tensors.keys()}
+        if lost:
+            raise ValueError(
+                f"{file} has no tensor {_first(sorted(lost))}, which {index} says is "
+                "there"
+            )
+    return files
+
+
+@contextlib.contextmanager
+def _opened(file: pathlib.Path) -> Iterator[Any]:
+    safetensors = _safetensors()
+    try:
+        opened = safetensors.safe_open(file, framework="numpy")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    with opened as tensors:
+        yield tensors
+
+
+def _first(names: list[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}"
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise ValueError(
+            "Hugging Face's model files need the package safetensors; "
+            "pip install 'cocodc_jax[hf]'"
+        ) from error
+    return safetensors

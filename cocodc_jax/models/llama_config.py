@@ -1,0 +1,136 @@
+"""`config.json` of a Hugging Face LLaMA: written, read, and held against a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from cocodc_jax.models.config import TransformerConfig
+
+CONFIG_FILE = "config.json"
+
+# The name there of each field of `TransformerConfig`, and its value if it is not said.
+_SHAPE = {
+    "num_layers": ("num_hidden_layers", None),
+    "width": ("hidden_size", None),
+    "mlp_width": ("intermediate_size", None),
+    "num_heads": ("num_attention_heads", None),
+    "norm_epsilon": ("rms_norm_eps", 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", False),
+}
+# What this package's transformer always is.
+_ALWAYS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `config.json` of a LLaMA says.
+
+    Raises:
+      ValueError: if there is none, or it is of another kind of model.
+    """
+    path = pathlib.Path(folder) / CONFIG_FILE
+    found = read_json(path)
+    kind = found.get("model_type")
+    if kind != "llama":
+        raise ValueError(
+            f"{path}: model_type is {kind!r} there, and only 'llama' can be read here"
+        )
+    if not isinstance(found.get("vocab_size"), int):
+        raise ValueError(f"{path} has no vocab_size")
+    return found
+
+
+def check_llama(config: TransformerConfig) -> None:
+    """Refuse a transformer that `LlamaForCausalLM` cannot compute.
+
+    Raises:
+      ValueError: naming the flag that would make it a LLaMA.
+    """
+    if config.qk_norm:
+        raise ValueError(
+            "qk_norm=True normalises queries and keys, which LlamaForCausalLM does "
+            "not; a model is LLaMA-shaped with --qk_norm=false"
+        )
+
+
+def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
+    """Check that `config.json` in a folder is of this model.
+
+    Raises:
+      ValueError: naming what differs, both values and the flags that would be right.
+    """
+    path, found = folder / CONFIG_FILE, read_config(folder)
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"{path}: rotary positions are scaled by {kind!r} there, and not here; a "
+            "model without rope_scaling can be read"
+        )
+    for name, value in _ALWAYS.items():
+        if found.get(name, value) != value:
+            raise ValueError(
+                f"{path}: {name} is {found[name]!r} there, and {value!r} here always"
+            )
+    there = {ours: found.get(*where) for ours, where in _SHAPE.items()}
+    there["num_kv_heads"] = found.get("num_key_value_heads") or there["num_heads"]
+    there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", 10_000.0))
+    wrong = {n: v for n, v in there.items() if v != getattr(config, n)}
+    if wrong:
+        raise ValueError(
+            f"{path} is of another model: "
+            + "; ".join(
+                f"{n} is {v} there and {getattr(config, n)} here"
+                for n, v in wrong.items()
+            )
+            + "; give "
+            + " ".join(f"--{n}={str(v).lower()}" for n, v in wrong.items())
+        )
+    if (found.get("head_dim") or config.head_width) != config.head_width:
+        raise ValueError(
+            f"{path}: head_dim is {found['head_dim']} there, and width / num_heads = "
+            f"{config.head_width} here always"
+        )
+    if found["vocab_size"] > config.vocab_size:
+        raise ValueError(
+            f"{path}: vocab_size is {found['vocab_size']} there and "
+            f"{config.vocab_size} here; use at least as many"
+        )
+
+
+def to_json(
+    config: TransformerConfig, max_length: int, eos_id: int | None
+) -> dict[str, Any]:
+    """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        **{there: getattr(config, ours) for ours, (there, _) in _SHAPE.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        **_ALWAYS,
+        "max_position_embeddings": max_length,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "torch_dtype": "float32",
+    }
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+      ValueError: if it cannot be read or holds none, naming it.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found

@@ -1,0 +1,136 @@
+"""Runs that begin with the files of a Hugging Face LLaMA, and runs that end as such."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cocodc_jax import models
+from cocodc_jax.data import load
+from cocodc_jax.data.text_data import TextData
+from cocodc_jax.data.tokenizers import Tokenizer, round_up
+from cocodc_jax.files import read_table
+from cocodc_jax.models import hugging_face
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.lock import only_writer
+from cocodc_jax.run.resume import CONFIG_FILE
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+
+PARAMS = ("outer", "mean")
+
+
+def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerConfig:
+    """Return a run's model with its vocabulary, checked against `init_from`.
+
+    Args:
+      config: of the run.
+      tokenizer: whose vocabulary it is, unless the model to begin with has more rows.
+
+    Raises:
+      ValueError: naming what differs between the folder, the flags and the tokenizer.
+    """
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    folder = config.run.init_from
+    if not folder:
+        return model
+    try:
+        found = hugging_face.read_config(folder)
+        rows, ends = found["vocab_size"], found.get("eos_token_id")
+        if rows < tokenizer.num_tokens:
+            raise ValueError(
+                f"vocab_size is {rows} there, and tokenizer={config.data.tokenizer!r} "
+                f"has {tokenizer.num_tokens} tokens; use the model's own tokenizer"
+            )
+        # One id, or several that end a turn or a text.
+        ends = ends if isinstance(ends, list) else [ends]
+        if ends != [None] and tokenizer.eos_id not in ends:
+            raise ValueError(
+                f"eos_token_id is {', '.join(map(str, ends))} there, and tokenizer="
+                f"{config.data.tokenizer!r} ends a text with {tokenizer.eos_id}; use "
+                "the model's own tokenizer"
+            )
+        model = dataclasses.replace(
+            model, vocab_size=max(model.vocab_size, round_up(rows))
+        )
+        hugging_face.check(folder, model)
+    except ValueError as error:
+        raise ValueError(f"init_from={folder!r}: {error}") from error
+    return model
+
+
+def export(
+    workdir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    step: int | None = None,
+    params: str = "outer",
+    open_text: Callable[..., TextData] = load,
+) -> dict[str, Any]:
+    """Write what a run has learnt as a folder that `LlamaForCausalLM` loads.
+
+    The outer parameters, or the mean of the regions', as safetensors in float32, with
+    `config.json` and the files of the run's tokenizer. The folder appears when it is
+    whole.
+
+    Args:
+      workdir: of the run, which must not be running.
+      out: the folder; missing or empty.
+      step: of the checkpoint; None is the newest.
+      params: "outer" or "mean".
+      open_text: as in `cocodc_jax.run.prepare`.
+
+    Returns:
+      step, parameters, and the names of the files.
+
+    Raises:
+      ValueError: naming the argument, its value and what would be right.
+      OSError: if the folder cannot be written, or no checkpoint can be read.
+    """
+    from cocodc_jax.run.session import CHECKPOINTS, prepare
+
+    workdir, out = pathlib.Path(workdir), pathlib.Path(out).expanduser().absolute()
+    if params not in PARAMS:
+        raise ValueError(f"params={params!r} is unknown; use one of {PARAMS}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={str(out)!r} is not empty; name another folder")
+    if not (workdir / CONFIG_FILE).is_file():
+        raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
+    config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
+    hugging_face.check_llama(config.model)
+    if not (workdir / CHECKPOINTS).is_dir():
+        raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
+    session = prepare(config, workdir, open_text)
+    program = session.program
+    with (
+        only_writer(workdir),
+        Checkpoints(workdir / CHECKPOINTS, config.run.keep_checkpoints) as saved,
+    ):
+        restored = saved.restore(program, step)
+    if restored is None:
+        raise ValueError(f"workdir={str(workdir)!r} has no checkpoint")
+    state, _ = restored
+    take = program.outer_params if params == "outer" else program.mean_params
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as folder:
+        whole = pathlib.Path(folder, "whole")
+        hugging_face.write(
+            whole,
+            session.model,
+            jax.device_get(take(state)),
+            max_length=config.data.sequence_length,
+            eos_id=session.text.tokenizer.eos_id,
+        )
+        for name, content in session.text.tokenizer.files().items():
+            (whole / name).write_bytes(content)
+        names = sorted(path.name for path in whole.iterdir())
+        whole.rename(out)  # Onto an empty folder, too.
+    return {
+        "step": state.step,
+        "parameters": models.num_params(session.model),
+        "files": names,
+    }

@@ -1,0 +1,53 @@
+"""Writes what a run has learnt as a model that Hugging Face's transformers load.
+
+    python -m experiments.export --workdir=RUN --out=DIR
+
+DIR gets model.safetensors and config.json of a LlamaForCausalLM, in float32, and the
+files of the run's tokenizer; `AutoModelForCausalLM.from_pretrained(DIR)` loads it, and
+`--init_from=DIR` begins another run with it. The run's data must be where they were.
+Needs `pip install 'cocodc_jax[hf]'`.
+"""
+
+import sys
+
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import dumps
+from cocodc_jax.run.hugging_face import PARAMS, export
+
+
+def main() -> None:
+    """Read the flags, write the folder, print what is in it."""
+    with flags.usage_errors():
+        for name in ("workdir", "out"):
+            if not flags.value(name):
+                raise ValueError(f"{name}={flags.value(name)} is no folder; name one")
+        try:
+            written = export(
+                flags.value("workdir"),
+                flags.value("out"),
+                flags.value("step"),
+                flags.value("params"),
+            )
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+    print(dumps(written), end="")
+
+
+def define() -> None:
+    """Define the program's flags."""
+    flags.define_one(str, "workdir", None, "Folder of the run.")
+    flags.define_one(str, "out", None, "Folder to write; missing or empty.")
+    flags.define_one(int, "step", None, "Which checkpoint. Default: the newest.")
+    flags.define_one(
+        str,
+        "params",
+        "outer",
+        f"Which parameters, {' or '.join(PARAMS)}: of the outer model, or the mean of "
+        "the regions'.",
+    )
+
+
+if __name__ == "__main__":
+    define()
+    flags.run_main(main)

@@ -1,0 +1,155 @@
+"""`experiments.export`, and runs that begin with what it wrote."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from cocodc_jax.models import hugging_face, init_params
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.hugging_face import model_of
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.session import CHECKPOINTS, prepare
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from experiments import export, train
+
+CONFIG = PRESETS["smoke"].replace(
+    method="streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=1,
+    steps=8, warmup_steps=1, regions=2, eval_batches=2, num_layers=2, width=16,
+    mlp_width=16, tokenizer="bpe:270",
+)  # fmt: skip
+FLAGS = ["--preset=smoke", "--num_layers=2", "--width=64", "--mlp_width=16"]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """A run's folder with two checkpoints, as if it had trained, and its data."""
+    workdir = tmp_path_factory.mktemp("trained")
+    dataset, data_dir = (word.partition("=")[2] for word in corpus)
+    session = prepare(CONFIG.replace(dataset=dataset, data_dir=data_dir), workdir)
+    program = session.program
+    state = program.init(session.init_params(jax.random.key(0)), jax.random.key(1))
+    apart = jax.tree.map(lambda x: 2 * x, state.region.params)
+    with Checkpoints(workdir / CHECKPOINTS) as saved:
+        for step in (4, 8):
+            region = state.region._replace(params=apart)
+            state = dataclasses.replace(state, region=region, step=step)
+            saved.save(program, state, {})
+    return workdir, corpus
+
+
+def restored(workdir, step):
+    config = TrainConfig.from_json(json.loads((workdir / "config.json").read_text()))
+    session = prepare(config, workdir)
+    with Checkpoints(workdir / CHECKPOINTS) as saved:
+        state, _ = saved.restore(session.program, step)
+    return session, state
+
+
+def equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(expected))
+
+
+def test_the_outer_parameters_are_written_and_begin_another_run(
+    trained, tmp_path, call
+):
+    workdir, data = trained
+    out = tmp_path / "made" / "out"
+    code, printed, error = call(export, f"--workdir={workdir}", f"--out={out}")
+    assert code == 0, error
+    tensors = load_file(out / "model.safetensors")
+    assert json.loads(printed) == {
+        "step": 8,
+        "parameters": sum(map(np.size, tensors.values())),
+        "files": [
+            "config.json", "model.safetensors", "tokenizer.json",
+            "tokenizer_config.json",
+        ],
+    }  # fmt: skip
+    session, state = restored(workdir, 8)
+    equal(
+        hugging_face.read(out, session.model),
+        session.program.outer_params(state),
+    )
+    said = json.loads((out / "config.json").read_text())
+    assert said["eos_token_id"] == session.text.tokenizer.eos_id
+    assert said["max_position_embeddings"] == 32
+
+    code, _, error = call(
+        export, f"--workdir={workdir}", f"--out={tmp_path / 'mean'}", "--step=4",
+        "--params=mean",
+    )  # fmt: skip
+    assert code == 0, error
+    session, state = restored(workdir, 4)
+    equal(
+        hugging_face.read(tmp_path / "mean", session.model),
+        session.program.mean_params(state),
+    )
+
+    config = session.config.replace(init_from=str(out), tokenizer=f"hf:{out}")
+    again = prepare(config, tmp_path / "again")
+    equal(again.init_params(jax.random.key(1)), hugging_face.read(out, again.model))
+    assert again.model == session.model
+    code, _, error = call(
+        train, *FLAGS, *data, f"--tokenizer=hf:{out}", f"--init_from={out}",
+        f"--workdir={tmp_path / 'wide'}",
+    )  # fmt: skip
+    assert code == 2
+    assert error.startswith(f"error: --init_from='{out}': {out}/config.json is of")
+    assert "width is 16 there and 64 here; give --width=16" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--out={tmp}/new", "--step=3"],
+            "--step=3 has no checkpoint in .* steps 4, 8",
+        ),
+        (["--out={tmp}/new", "--params=best"], "--params='best' is unknown"),
+        (["--out={run}"], "--out='.*' is not empty; name another"),
+        (["--workdir={tmp}", "--out={tmp}/new"], "--workdir='.*' has no config.json"),
+        ([], "--out=None is no folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(trained, tmp_path, call, words, message):
+    words = [word.format(tmp=tmp_path, run=trained[0]) for word in words]
+    code, _, error = call(export, f"--workdir={trained[0]}", *words)
+    assert code == 2
+    assert error.count("\n") == 1
+    assert re.match(f"error: {message}", error), error
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
+    config = PRESETS["smoke"]
+
+    class Tokens:
+        vocab_size, num_tokens, eos_id = 304, 300, 299
+
+    model = config.model
+    hugging_face.write(tmp_path, model, init_params(model, jax.random.key(0)), eos_id=5)
+    config = config.replace(init_from=str(tmp_path))
+    with pytest.raises(
+        ValueError, match="vocab_size is 272 there, and tokenizer=.* 300"
+    ):
+        model_of(config, Tokens())
+    Tokens.num_tokens = 272
+    with pytest.raises(
+        ValueError, match="eos_token_id is 5 there, and tokenizer=.* 299"
+    ):
+        model_of(config, Tokens())
+    Tokens.eos_id = 5
+    assert model_of(config, Tokens()).vocab_size == 304
+    Tokens.vocab_size = 16
+    Tokens.num_tokens = 9
+    assert model_of(config, Tokens()).vocab_size == 272
+
+
+def test_a_confined_model_cannot_begin_so():
+    with pytest.raises(ValueError, match="init_from='x' is no model whose residual"):
+        PRESETS["smoke"].replace(init_from="x", stage_subspace=4)

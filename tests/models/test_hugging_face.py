@@ -1,0 +1,267 @@
+"""Files of Hugging Face's LLaMA: equal logits by other code, and what is refused."""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from cocodc_jax.models import TransformerConfig, apply, hugging_face, init_params
+
+SCANNED = TransformerConfig(
+    vocab_size=32, num_layers=3, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
+    rope_theta=500.0, norm_epsilon=1e-3, tie_embeddings=False,
+)  # fmt: skip
+APART = dataclasses.replace(SCANNED, scan_layers=False)
+TIED = dataclasses.replace(APART, tie_embeddings=True, num_kv_heads=4)
+TOKENS = np.random.default_rng(2).integers(0, 32, (2, 11)).astype(np.int32)
+
+
+@functools.cache
+def params_of(config):
+    """Draw parameters, norm scales off one so that they matter."""
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+    def draw(path, leaf):
+        is_scale = path[-1].key == "scale"
+        return rng.normal(1.0 * is_scale, 0.3, leaf.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def llama(folder, tokens):
+    """LLaMA's logits from a folder, in float64: from the formula, with HF's names."""
+    said = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    heads, kv_heads = said["num_attention_heads"], said["num_key_value_heads"]
+    head = said["hidden_size"] // heads
+    length = tokens.shape[1]
+    frequencies = said["rope_theta"] ** (-np.arange(0, head, 2) / head)
+    angles = np.tile(np.outer(np.arange(length), frequencies), 2)[:, None, :]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T  # torch.nn.Linear: [out, in].
+
+    def norm(x, name):
+        mean_square = np.mean(x**2, -1, keepdims=True)
+        return w[f"{name}.weight"] * x / np.sqrt(mean_square + said["rms_norm_eps"])
+
+    def rope(x):
+        half = head // 2
+        rotated = np.concatenate([-x[..., half:], x[..., :half]], -1)  # rotate_half
+        return x * np.cos(angles) + rotated * np.sin(angles)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in range(said["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (
+            linear(y, f"{at}.self_attn.{name}_proj").reshape(*y.shape[:2], n, head)
+            for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        k, v = (np.repeat(z, heads // kv_heads, axis=2) for z in (rope(k), v))
+        scores = np.einsum("blhd,bmhd->bhlm", rope(q), k) / np.sqrt(head)
+        scores = np.where(np.tril(np.ones((length, length))) > 0, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("bhlm,bmhd->blhd", weights, v).reshape(x.shape)
+        x = x + linear(mixed, f"{at}.self_attn.o_proj")
+        y = norm(x, f"{at}.post_attention_layernorm")
+        gate = linear(y, f"{at}.mlp.gate_proj")
+        gated = gate / (1 + np.exp(-gate)) * linear(y, f"{at}.mlp.up_proj")
+        x = x + linear(gated, f"{at}.mlp.down_proj")
+    name = "model.embed_tokens" if said["tie_word_embeddings"] else "lm_head"
+    return linear(norm(x, "model.norm"), name)
+
+
+@pytest.fixture(params=[SCANNED, APART, TIED], ids=["scanned", "apart", "tied"])
+def config(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(tmp_path):
+    hugging_face.write(tmp_path, APART, params_of(APART), max_length=64, eos_id=7)
+    return tmp_path
+
+
+def test_logits_are_those_of_other_code(config, tmp_path):
+    params = params_of(config)
+    hugging_face.write(tmp_path, config, params)
+    ours = apply(config, params, TOKENS)
+    # Float32 sums against float64's; logits are of order 1.
+    np.testing.assert_allclose(ours, llama(tmp_path, TOKENS), atol=2e-5, rtol=2e-5)
+
+
+def test_read_gives_back_what_was_written(config, tmp_path):
+    hugging_face.write(tmp_path, config, params_of(config))
+    found = hugging_face.read(tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, found, params_of(config))
+
+
+def test_scanned_and_unscanned_read_the_same_file(folder):
+    stacked = hugging_face.read(folder, SCANNED)["blocks"]
+    for layer, block in hugging_face.read(folder, APART)["blocks"].items():
+        at_layer = jax.tree.map(lambda x, i=layer: x[i], stacked)
+        jax.tree.map(np.testing.assert_array_equal, at_layer, block)
+
+
+def test_several_files_in_bfloat16(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, inside in parts.items():
+        half = {name: tensors[name].astype(ml_dtypes.bfloat16) for name in inside}
+        save_file(half, folder / file)
+    places = {name: file for file, inside in parts.items() for name in inside}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    found = hugging_face.read(folder, APART)
+    rounded = jax.tree.map(
+        lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params_of(APART)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, rounded)
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "one.safetensors")})
+    )
+    with pytest.raises(
+        ValueError, match=r"one.safetensors has no tensor 'model.*, which"
+    ):
+        hugging_face.read(folder, APART)
+
+
+def test_a_vocabulary_that_was_rounded_up_gets_mean_rows(folder):
+    wider = dataclasses.replace(APART, vocab_size=48)
+    found = hugging_face.read(folder, wider)
+    embedding = params_of(APART)["embedding"]
+    np.testing.assert_array_equal(found["embedding"][:32], embedding)
+    np.testing.assert_array_equal(
+        found["embedding"][32:], np.tile(embedding.mean(0), (16, 1))
+    )
+    assert found["head"].shape == (16, 48)
+    np.testing.assert_array_equal(found["head"][:, :32], params_of(APART)["head"])
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_config_of_transformers_5(folder):
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    change_config(folder, rope_parameters=rope, rope_theta=None)
+    hugging_face.check(folder, APART)
+    rope["rope_theta"] = 1e4
+    change_config(folder, rope_parameters=rope)
+    with pytest.raises(ValueError, match="rope_theta is 10000.0 there and 500.0 here"):
+        hugging_face.check(folder, APART)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "width is 32 there and 16 here; give --width=32"),
+        (
+            {"rope_theta": 1e4},
+            "rope_theta is 10000.0 there and 500.0 here; give --rope",
+        ),
+        ({"rms_norm_eps": 1e-5}, "norm_epsilon is 1e-05 there and 0.001 here"),
+        ({"num_key_value_heads": None}, "num_kv_heads is 4 there and 2 here"),
+        ({"tie_word_embeddings": True}, "give --tie_embeddings=true"),
+        ({"head_dim": 8}, "head_dim is 8 there, and width / num_heads = 4 here"),
+        ({"attention_bias": True}, "attention_bias is True there, and False here"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' there, and 'silu' here"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "positions are scaled by 'llama3'"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3' there, and only 'llama'"),
+        ({"vocab_size": 48}, "vocab_size is 48 there and 32 here; use at least"),
+        ({"vocab_size": None}, "config.json has no vocab_size"),
+    ],
+)
+def test_another_shape_is_refused_by_name(folder, changes, message):
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        hugging_face.read(folder, APART)
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_other_tensors_are_refused_by_name(folder):
+    name, odd = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.bias"
+    old = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda t: t.update({old: np.ones(2, np.float32)}))
+    hugging_face.check(folder, APART)
+    change_tensors(folder, lambda t: t.update({odd: np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=f"no place for: '{odd}'$"):
+        hugging_face.check(folder, APART)
+    change_tensors(folder, lambda t: (t.pop(odd), t.update({name: t[name].T.copy()})))
+    with pytest.raises(ValueError, match=rf"{name} in .* \[16, 24\], and \[24, 16\]"):
+        hugging_face.check(folder, APART)
+    change_tensors(folder, lambda t: t.pop(name))
+    with pytest.raises(ValueError, match=f"has no tensor '{name}'$"):
+        hugging_face.check(folder, APART)
+
+
+def test_a_tied_head_may_be_stored_again(tmp_path):
+    hugging_face.write(tmp_path, TIED, params_of(TIED))
+    again = lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]})  # noqa: E731
+    change_tensors(tmp_path, again)
+    hugging_face.check(tmp_path, TIED)
+
+
+def test_files_that_are_damaged_or_missing(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be read: "):
+        hugging_face.check(folder, APART)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model"):
+        hugging_face.check(folder, APART)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json cannot be read: "):
+        hugging_face.check(folder, APART)
+
+
+def test_qk_norm_is_no_llama(tmp_path):
+    config = dataclasses.replace(APART, qk_norm=True)
+    with pytest.raises(ValueError, match="LLaMA-shaped with --qk_norm=false"):
+        hugging_face.write(tmp_path, config, params_of(config))
+
+
+def test_without_the_package_it_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match=r"pip install 'cocodc_jax\[hf\]'"):
+        hugging_face.read(folder, APART)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Theirs.
+def test_transformers_computes_the_same_logits(config, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    hugging_face.write(tmp_path, config, params_of(config), max_length=64, eos_id=7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    )
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+    ours = np.asarray(apply(config, params_of(config), TOKENS))
+    print(f"largest difference {np.abs(ours - theirs).max():.1e}", end=" ")
+    print(f"of logits up to {np.abs(theirs).max():.2f}")
+    np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=2e-5)
+    model.save_pretrained(tmp_path / "back")
+    found = hugging_face.read(tmp_path / "back", config)
+    jax.tree.map(np.testing.assert_array_equal, found, params_of(config))
