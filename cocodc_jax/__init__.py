@@ -6,17 +6,20 @@
 - `cocodc_jax.RegionProgram` and `cocodc_jax.run_steps`: a method around your own loss.
 - `cocodc_jax.run`: whole runs, from a configuration to files, as the programs do them.
 
-Names are imported when they are first asked for.
+All but the last need JAX and Optax alone; what else is missing names the extra of the
+installation that brings it. Names are imported when they are first asked for, and
+packages that are none of them too (`cocodc_jax.models`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach
+from cocodc_jax._lazy import attach, modules_of
 
 if TYPE_CHECKING:
     from cocodc_jax import methods
+    from cocodc_jax._version import __version__
     from cocodc_jax.runtime.devices.mesh import make_mesh, use_cpu_devices
     from cocodc_jax.runtime.exchange.transport import Transport
     from cocodc_jax.runtime.loop.checkpoint import Checkpoints
@@ -35,6 +38,7 @@ __all__ = [
     "Regions",
     "Supplies",
     "Transport",
+    "__version__",
     "adam_second_moment",
     "cut",
     "make_mesh",
@@ -51,6 +55,7 @@ _PLACES = {
     "Regions": "sync.regions:Regions",
     "Supplies": "sync.needs:Supplies",
     "Transport": "runtime.exchange.transport:Transport",
+    "__version__": "_version:__version__",
     "adam_second_moment": "transforms.second_moment:adam_second_moment",
     "cut": "sync.fragments:cut",
     "make_mesh": "runtime.devices.mesh:make_mesh",
@@ -60,4 +65,4 @@ _PLACES = {
 }
 
 
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__, _PLACES | modules_of(__path__, packages=True))

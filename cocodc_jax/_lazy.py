@@ -7,8 +7,9 @@ Who needs one part of a package then does not load the others: a relay of
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -34,3 +35,14 @@ def attach(
         return found
 
     return find, lambda: sorted(places)
+
+
+def modules_of(path: Iterable[str], packages: bool = False) -> dict[str, str]:
+    """Return the places of a package's own public modules.
+
+    Args:
+      path: the package's `__path__`.
+      packages: whether only those that are packages.
+    """
+    found = [m for m in pkgutil.iter_modules(path) if m.ispkg or not packages]
+    return {module.name: module.name for module in found if module.name[0] != "_"}

@@ -1,1 +1,1 @@
-"""Thin absl programs over cocodc_jax."""
+"""Thin absl programs over cocodc_jax; `commands` tells how each is called."""

@@ -31,8 +31,10 @@ from cocodc_jax.report.page import describe_machine
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.leaves import attribute_notes
-from experiments.ablation import plots, results, rules
-from experiments.ablation.jobs import (
+
+from . import commands
+from .ablation import plots, results, rules
+from .ablation.jobs import (
     REFERENCES,
     Settings,
     run_job,
@@ -61,9 +63,7 @@ def main() -> None:
     _run(settings, [job for job in jobs if not _path(parts, job).exists()], parts)
     done = _finished(parts, settings)
     summary = {
-        "command": " ".join(
-            ["python -m experiments.ablate_compensation", *sys.argv[1:]]
-        ),
+        "command": commands.command_line("ablate_compensation", sys.argv[1:]),
         "machine": describe_machine(jax.devices()),
         "settings": dataclasses.asdict(settings),
         "seconds_of_last_call": time.perf_counter() - begin_s,
@@ -239,6 +239,11 @@ def define() -> None:
         flags.define_one(kind, field.name, None, text)
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     define()
-    flags.run_main(main)
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

@@ -32,16 +32,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags as absl_flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from cocodc_jax.run import flags
+from cocodc_jax.run.leaves import attribute_notes
 from cocodc_jax.transforms import dc_asgd
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.numerics import safe_norm
-from experiments.ablation.results import interval
+
+from . import commands
+from .ablation.results import interval
 
 FEATURES, HIDDEN, CLASSES, POOL = 16, 32, 8, 4096
 
@@ -300,13 +302,17 @@ def _delays(setup: Setup) -> list[int]:
 
 
 def _define() -> None:
-    define = {int: absl_flags.DEFINE_integer, float: absl_flags.DEFINE_float}
+    notes = attribute_notes(Setup)
     for field in dataclasses.fields(Setup):
-        name = field.name
-        text = f"{name.replace('_', ' ').capitalize()}; see the module's docstring."
-        define[type(field.default)](name, field.default, text)
+        default = field.default
+        flags.define_one(type(default), field.name, default, notes[field.name])
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    _define()
+    flags.run_main(main, commands.shown(__doc__))
 
 
 if __name__ == "__main__":
-    _define()
-    flags.run_main(main)
+    cli()

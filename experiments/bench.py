@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from absl import flags as absl_flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +25,8 @@ from cocodc_jax import models
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.presets import PRESETS
+
+from . import commands
 
 # As many steps as the tiny preset's interval: a sync is part of the region program.
 STEPS = 40
@@ -150,8 +151,13 @@ def _plain_loops(loss_fn, optimizer, params, batches) -> Callable[[], None]:
     return turn
 
 
+def cli() -> None:
+    """Run the program as a command."""
+    flags.define_one(str, "presets", "smoke,tiny", "Presets, separated by commas.")
+    flags.define_one(int, "regions", 4, "Regions that train, M.")
+    flags.define_one(int, "repeats", 5, "Timed turns of each contender.")
+    flags.run_main(main, commands.shown(__doc__))
+
+
 if __name__ == "__main__":
-    absl_flags.DEFINE_string("presets", "smoke,tiny", "Presets, separated by commas.")
-    absl_flags.DEFINE_integer("regions", 4, "Regions that train, M.")
-    absl_flags.DEFINE_integer("repeats", 5, "Timed turns of each contender.")
-    flags.run_main(main)
+    cli()

@@ -36,6 +36,8 @@ from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
 from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
 
+from . import commands
+
 WITHOUT = ("method", "seed")
 
 
@@ -173,7 +175,7 @@ def _write_report(
     text = page.render(
         comparison,
         pictures,
-        command=" ".join(["python -m experiments.compare", *sys.argv[1:]]),
+        command=commands.command_line("compare", sys.argv[1:]),
         config=base.to_json(),
         machine=page.describe_machine(jax.devices()),
     )
@@ -231,6 +233,11 @@ def define() -> None:
     flags.define_one(int, "seeds", 1, "Seeds of each method: 0, 1, ...")
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     define()
-    flags.run_main(main)
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

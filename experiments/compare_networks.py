@@ -31,10 +31,13 @@ from cocodc_jax.netlab import kernel
 from cocodc_jax.report.plots import save_png
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
+from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
-from experiments.networks import cases, lab_run, plot, predict, report
-from experiments.networks.lab_run import LabRunError, Measured
-from experiments.networks.measure import Pace
+
+from . import commands
+from .networks import cases, lab_run, plot, predict, report
+from .networks.lab_run import LabRunError, Measured
+from .networks.measure import Pace
 
 APART, EVERY_STEP = "apart", "data_parallel"
 WIDTH = 132  # of the table, also where the output is no terminal
@@ -248,12 +251,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         train = values(argv)[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(render(commands.shown(__doc__), {"Flags": options(values)}))
             return 0
         comparison = Comparison(values, train)
         if lacks := kernel.missing():
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
-        command = " ".join(["python -m experiments.compare_networks", *argv[1:]])
+        command = commands.command_line("compare_networks", argv[1:])
         return run(comparison, pathlib.Path(values.workdir), command)
     except (ValueError, absl_flags.Error) as error:
         known = {*values, *flags.FLAGS}
@@ -264,5 +267,10 @@ def main(argv: Sequence[str]) -> int:
         return 130
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

@@ -26,6 +26,8 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.layers import named_leaves
 
+from . import commands
+
 WITHOUT = ("method",)
 _LARGEST = compression.chunked_top_k(k=128)
 TOP = "top 128 of 4096"
@@ -153,6 +155,11 @@ def define() -> None:
     flags.define_one(int, "rounds", 3, "Pseudo-gradients of each region.")
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     define()
-    flags.run_main(main)
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

@@ -14,6 +14,8 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.hugging_face import PARAMS, export
 
+from . import commands
+
 
 def main() -> None:
     """Read the flags, write the folder, print what is in it."""
@@ -48,6 +50,11 @@ def define() -> None:
     )
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     define()
-    flags.run_main(main)
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

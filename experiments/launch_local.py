@@ -18,7 +18,10 @@ from absl import flags as absl_flags
 
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags, processes
-from experiments.train import read_flags
+from cocodc_jax.run.help import options, render
+
+from . import commands
+from .train import read_flags
 
 
 def define_flags() -> absl_flags.FlagValues:
@@ -58,7 +61,7 @@ def launch(
     Returns:
       0, or the exit code of the process that failed first.
     """
-    command = [sys.executable, "-m", "experiments.train", *train_flags]
+    command = [*commands.python_m("train"), *train_flags]
     told = {
         processes.ADDRESS: f"127.0.0.1:{free_port()}",
         processes.COUNT: str(count),
@@ -93,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     with flags.usage_errors():
         train_flags = own(argv)[1:]
         if own.help:
-            print(f"{__doc__}\n{own.get_help()}")
+            print(render(commands.shown(__doc__), {"Flags": options(own)}))
             return 0
         if own.regions:
             train_flags.append(f"--regions={own.regions}")
@@ -105,5 +108,10 @@ def main(argv: Sequence[str]) -> int:
     return launch(train_flags, workdir, count, own.grace_s)
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

@@ -25,7 +25,9 @@ from cocodc_jax.report import dots, plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
-from experiments.ensembles import Routing, Row, merge, reference
+
+from . import commands
+from .ensembles import Routing, Row, merge, reference
 
 METHOD = "apart"
 WITHOUT = ("method", "partition")
@@ -161,6 +163,11 @@ def define() -> None:
         flags.define_one(kind, name, default, text)
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     define()
-    flags.run_main(main)
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

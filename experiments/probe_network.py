@@ -46,8 +46,11 @@ from cocodc_jax.netlab.probe import (
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.run import agreement
+from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
+
+from . import commands
 
 FILE = "probe.json"
 
@@ -176,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
         if rest := values(argv)[1:]:
             raise ValueError(f"unexpected argument {rest[0]!r}; flags begin with --")
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(render(commands.shown(__doc__), {"Flags": options(values)}))
             return 0
         processes = Processes.from_environment()
         if processes.num_processes < 2:
@@ -211,5 +214,10 @@ def _write(
     (workdir / FILE).write_text(text + "\n")
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

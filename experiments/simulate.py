@@ -34,9 +34,11 @@ from cocodc_jax.network import exchanges, placement, plan, published, swarm, tra
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import one_line
-from experiments import loss_curve, simulate_flags
-from experiments.simulate_flags import named
+
+from . import commands, loss_curve, simulate_flags
+from .simulate_flags import SECTIONS, named
 
 
 def run_simulation(values: flags.FlagValues) -> None:
@@ -275,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
         if extra:
             raise ValueError(f"argument {extra[0]!r} is no flag")
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(render(commands.shown(__doc__), sections_of(SECTIONS, values)))
         elif values.table:
             run_table()
         elif values.plan:
@@ -288,5 +290,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

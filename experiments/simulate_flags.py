@@ -57,15 +57,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def define_flags() -> flags.FlagValues:
     """Return this program's flags, apart from those of other programs."""
     values = flags.FlagValues()
+    for define in SECTIONS.values():
+        define(values)
+    return values
+
+
+def _define_program(values: flags.FlagValues) -> None:
     boolean = functools.partial(flags.DEFINE_bool, flag_values=values)
     boolean("help", False, "print this and exit")
     boolean("plan", False, "choose K, H, N and tau for the network and say why")
     boolean("table", False, "compare with published numbers")
     flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
-    _define_network(values)
-    _define_method(values)
-    _define_job(values)
-    return values
 
 
 def _define_network(values: flags.FlagValues) -> None:
@@ -134,6 +136,14 @@ def _define_job(values: flags.FlagValues) -> None:
         "",
         "sites that are gone, as us-east@600-1200,asia@900: name, seconds",
     )
+
+
+SECTIONS = {
+    "What to do": _define_program,
+    "The network": _define_network,
+    "The method: its arguments, where it has them": _define_method,
+    "The model, its hosts and how they train": _define_job,
+}
 
 
 def build_topology(values: flags.FlagValues) -> Topology:

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from absl import flags
 
 from cocodc_jax.run import timeline
+from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
+
+from . import commands
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         values(argv)
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(render(commands.shown(__doc__), {"Flags": options(values)}))
             return 0
         if values.workdir is None:
             raise ValueError("workdir=None is no folder; name that of a run")
@@ -63,5 +66,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

@@ -17,6 +17,8 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.processes import failing_alone
 from cocodc_jax.run.session import RUN_ERRORS, prepare
 
+from . import commands
+
 
 def main() -> None:
     """Read the flags, train, print the summary."""
@@ -52,6 +54,12 @@ def read_flags() -> tuple[TrainConfig, pathlib.Path]:
 
 define = flags.define
 
-if __name__ == "__main__":
+
+def cli() -> None:
+    """Run the program as a command."""
     define()
-    flags.run_main(failing_alone()(main))
+    flags.run_main(failing_alone()(main), commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

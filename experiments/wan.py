@@ -33,7 +33,10 @@ from cocodc_jax.netlab import kernel, launch, schedule
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import one_line
+
+from . import commands
 
 _DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
 _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
@@ -42,10 +45,15 @@ _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
 def define_flags() -> flags.FlagValues:
     """Return this program's flags, apart from those of other programs."""
     values = flags.FlagValues()
+    for define in SECTIONS.values():
+        define(values)
+    return values
+
+
+def _define_links(values: flags.FlagValues) -> None:
     number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
     count = functools.partial(flags.DEFINE_integer, flag_values=values)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
-    flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     count("regions", 2, "regions", lower_bound=1, upper_bound=kernel.MAX_REGIONS)
     number(
         "bandwidth_mbit",
@@ -61,6 +69,13 @@ def define_flags() -> flags.FlagValues:
     text("world", None, f"cloud regions by name, with commas: {known}")
     text("links", None, "YAML file with regions, links, changes (network/world.py)")
     text("schedule", None, "YAML list of changes of the links (netlab/schedule.py)")
+
+
+def _define_lab(values: flags.FlagValues) -> None:
+    number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
+    count = functools.partial(flags.DEFINE_integer, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     text("logdir", None, "folder for logs and counters; default: a new one in /tmp")
     count(
         "mtu",
@@ -91,7 +106,9 @@ def define_flags() -> flags.FlagValues:
     )
     count("seed", 0, "of loss and jitter")
     number("grace_s", 5.0, "seconds between asking a command to end and killing it")
-    return values
+
+
+SECTIONS = {"The links": _define_links, "The lab": _define_lab}
 
 
 def build_topology(values: flags.FlagValues) -> Topology:
@@ -135,10 +152,24 @@ def _links(values: flags.FlagValues) -> Topology:
     return uniform(values.regions, Link(gbps, *numbers))
 
 
-def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
-    """Return what the lab is to do."""
+def check_command(command: Sequence[str]) -> None:
+    """Refuse what is no command.
+
+    Raises:
+      ValueError: saying what was meant.
+    """
     if not command:
         raise ValueError("no command given; write it after --")
+    if command[0].startswith("-"):
+        program = commands.shown("python -m experiments.train")
+        raise ValueError(
+            f"the command begins with {command[0]!r}, which is a flag: write after -- "
+            f"what it is a flag of, as in -- {program} {command[0]}"
+        )
+
+
+def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
+    """Return what the lab is to do."""
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
     known = kernel.congestion_controls()
@@ -171,8 +202,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = values(argv)[1:]
         if values.help:
-            print(f"{__doc__}\n{values.get_help()}")
+            print(render(commands.shown(__doc__), sections_of(SECTIONS, values)))
             return 0
+        check_command(command)
         if lacks := kernel.missing():
             raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)
@@ -193,5 +225,10 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run the program as a command."""
     sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

@@ -26,3 +26,7 @@ def load(
     from cocodc_jax.data import text_data
 
     return text_data.load(config, num_regions, regions)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,11 +17,14 @@ element is not paid per sequence: a training step only slices arrays.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
+from cocodc_jax._extras import extra
 from cocodc_jax.data.config import DataConfig
 from cocodc_jax.data.packing import TokenizedDocuments, pack_sequences
+
+with extra("data"):
+    import grain
 
 
 class TrainStream:

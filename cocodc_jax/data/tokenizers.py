@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cocodc_jax._extras import extra
 from cocodc_jax.data import tokenizer_folder
 from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
 
@@ -136,7 +137,8 @@ class SentencePieceTokenizer:
     """A SentencePiece model with an end-of-sentence piece."""
 
     def __init__(self, model: bytes):
-        import sentencepiece
+        with extra("data"):
+            import sentencepiece
 
         self._processor = sentencepiece.SentencePieceProcessor()
         self._processor.LoadFromSerializedProto(model)
@@ -233,8 +235,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     Returns:
       The tokenizer.
     """
-    import tokenizers as hf
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    with extra("data"):
+        import tokenizers as hf
+        from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = hf.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -266,7 +269,8 @@ def _cached_bpe(
 def _load_huggingface(
     content: bytes, folder: TokenizerFolder | None = None
 ) -> HuggingFaceTokenizer:
-    import tokenizers as hf
+    with extra("data"):
+        import tokenizers as hf
 
     return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content), folder)
 

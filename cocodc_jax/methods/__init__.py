@@ -203,3 +203,7 @@ def defaults(name: str) -> dict[str, Any]:
     parameters = inspect.signature(METHODS[name]).parameters
     own = {key: parameter.default for key, parameter in parameters.items()}
     return own | {k: v for k, v in COMMON.items() if k not in own}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -45,3 +45,7 @@ __all__ = [
     "partition_specs",
     "stage_bytes",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -32,10 +32,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
+from cocodc_jax._extras import extra
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.loss import cross_entropy, logits_from_hidden
+
+with extra("train"):
+    from flax import nnx
 
 Params = dict[str, Any]
 LossFn = Callable[

@@ -4,11 +4,13 @@ import itertools
 import math
 import pathlib
 
-import yaml
-
+from cocodc_jax._extras import extra
 from cocodc_jax.netlab.shaper import Conditions
 from cocodc_jax.network.links import LinkChange, Topology
 from cocodc_jax.network.world import parse_topology
+
+with extra("train"):
+    import yaml
 
 _INTERNET_MTU_BYTES, _LARGEST_MTU_BYTES = 1500, 65000
 _PACKET_S = 0.001

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
+from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
 from cocodc_jax.network.timeline import SyncRecord, Timeline
+
+with extra("report"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 _REGION_PID, _NETWORK_PID = 1, 2
 
@@ -104,16 +107,24 @@ def plot_timeline(
     Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
     """
+    rows = len(timeline.regions) + len(_fragments(timeline))
+    figure = Figure(figsize=(10, 1.6 + 0.3 * rows), layout="constrained")
+    axes = figure.subplots()
+    draw_timeline(axes, timeline, max_syncs)
+    axes.set_xlabel(f"{clock} seconds")
+    axes.set_title(title)
+    draw_legend(figure)
+    figure.savefig(path, dpi=120)
+
+
+def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
+    """Draw a row a region and a row a fragment, as `plot_timeline` does."""
     shown = timeline.syncs[:max_syncs]
     if len(shown) < len(timeline.syncs):
         limit = max(sync.merge_s for sync in shown)
     else:
         limit = timeline.sim_s
-    num_regions = len(timeline.regions)
-    fragments = sorted({p for sync in timeline.syncs for p in sync.fragments})
-    height = 1.6 + 0.3 * (num_regions + len(fragments))
-    figure = Figure(figsize=(10, height), layout="constrained")
-    axes = figure.subplots()
+    num_regions, fragments = len(timeline.regions), _fragments(timeline)
     for region in range(num_regions):
         for kind, begin, end, _, _ in region_spans(timeline, region):
             _bar(axes, region, begin, end, kind)
@@ -127,10 +138,10 @@ def plot_timeline(
     )
     axes.invert_yaxis()
     axes.set_xlim(0, limit)
-    axes.set_xlabel(f"{clock} seconds")
-    axes.set_title(title)
-    _legend(figure)
-    figure.savefig(path, dpi=120)
+
+
+def _fragments(timeline: Timeline) -> list[int]:
+    return sorted({p for sync in timeline.syncs for p in sync.fragments})
 
 
 def _draw_sync(axes: Axes, sync: SyncRecord, row: int) -> None:
@@ -142,7 +153,8 @@ def _bar(axes: Axes, row: int, begin_s: float, end_s: float, kind: str) -> None:
     axes.barh(row, end_s - begin_s, left=begin_s, color=_COLORS[kind], height=0.7)
 
 
-def _legend(figure: Figure) -> None:
+def draw_legend(figure: Figure) -> None:
+    """Say below the axes what the colours are."""
     handles = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False

@@ -10,9 +10,11 @@ import pathlib
 from collections.abc import Collection
 from typing import Any
 
-import yaml
-
+from cocodc_jax._extras import extra
 from cocodc_jax.network.links import Link, LinkChange, Topology
+
+with extra("train"):
+    import yaml
 
 # Round trips in milliseconds; row i holds the pairs (i, i+1), (i, i+2), ...
 _NAMES = (

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.report.curves import loss_at_bytes, steps_to_loss
 from cocodc_jax.report.runs import Run, by_method
 
 # What a row is made of, from `summary.json`.
@@ -46,7 +46,8 @@ def compare(
 
     Args:
       runs: at least one, each method with the same seeds.
-      target_method: whose mean final loss is the target; None takes the greatest.
+      target_method: whose mean final loss is the target; None takes the greatest. Its
+        bytes are those that all are compared at, if it sends any.
       diverged: methods that have no run, as one of theirs became NaN or infinite, with
         what was said then.
 
@@ -54,30 +55,58 @@ def compare(
       "methods": for each method, in the order given, its "seeds", its "runs" (their
       summaries), and for every measure its mean and half range over seeds, or None
       where a method has no such quantity. "target_loss" is the greatest of the
-      methods' mean final losses, so that every method reaches it;
-      "steps_to_target" the mean step at which a method does. "ratios" are to the
-      first method: "bytes" and "steps_to_target". "diverged" is as given.
+      methods' mean final losses, so that every method reaches it, or that of
+      "target_method"; "steps_to_target" the mean step at which a method does.
+      "equal_bytes" is what a region has sent by the last evaluation of
+      "equal_bytes_method", the target or else the one that sends the least but
+      something (the least of its seeds; None where nobody sends);
+      "loss_at_equal_bytes" a method's loss there (`curves.loss_at_bytes`), None where
+      a seed's evaluations do not reach; "evaluated_bytes" the bytes at the first and
+      the last evaluation that all of its seeds span. "ratios" are to the first method:
+      "bytes" and "steps_to_target". "diverged" is as given.
     """
     groups = by_method(runs)
     rows = {name: _row(group) for name, group in groups.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in rows.items()}
     target = losses[target_method] if target_method else max(losses.values())
+    whose, budget = _equal_bytes(rows, target_method)
+    first = next(iter(rows.values()))
     for name, group in groups.items():
+        row = rows[name]
         steps = [steps_to_loss(run, target) for run in group]
         reached = [step for step in steps if step is not None]
         # A seed worse than its method's mean may miss a target at that mean.
-        rows[name]["seeds_at_target"] = len(reached)
-        rows[name]["steps_to_target"] = statistics.fmean(reached) if reached else None
-    first = next(iter(rows.values()))
-    for row in rows.values():
+        row["seeds_at_target"] = len(reached)
+        row["steps_to_target"] = statistics.fmean(reached) if reached else None
+        row["loss_at_equal_bytes"] = budget and _as_dict(
+            spread([loss_at_bytes(run, budget) for run in group])
+        )
+        sent = "bytes_sent_per_region"
         row["ratios"] = {
-            "bytes": _ratio(
-                row["bytes_sent_per_region"]["mean"],
-                first["bytes_sent_per_region"]["mean"],
-            ),
+            "bytes": _ratio(row[sent]["mean"], first[sent]["mean"]),
             "steps_to_target": _ratio(row["steps_to_target"], first["steps_to_target"]),
         }
-    return {"target_loss": target, "methods": rows, "diverged": dict(diverged or {})}
+    return {
+        "target_method": target_method,
+        "target_loss": target,
+        "equal_bytes_method": whose,
+        "equal_bytes": budget,
+        "methods": rows,
+        "diverged": dict(diverged or {}),
+    }
+
+
+def _equal_bytes(
+    rows: Mapping[str, Mapping[str, Any]], target_method: str | None
+) -> tuple[str | None, float | None]:
+    """Return whose bytes all methods are compared at, and how many they are."""
+    sent = {name: row["evaluated_bytes"][1] for name, row in rows.items()}
+    sent = {name: size for name, size in sent.items() if size > 0}
+    if not sent:
+        return None, None
+    if target_method not in sent:
+        target_method = min(sent, key=sent.__getitem__)
+    return target_method, sent[target_method]
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
@@ -98,9 +127,17 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [dict(run.summary) for run in runs],
     }
     for measure in MEASURES:
-        found = spread([run.summary[measure] for run in runs])
-        row[measure] = found and dataclasses.asdict(found)
+        row[measure] = _as_dict(spread([run.summary[measure] for run in runs]))
+    sizes = [
+        [record["bytes_sent_per_region"] for record in run.of_kind("eval")]
+        for run in runs
+    ]
+    row["evaluated_bytes"] = [max(x[0] for x in sizes), min(x[-1] for x in sizes)]
     return row
+
+
+def _as_dict(found: Spread | None) -> dict[str, float] | None:
+    return found and dataclasses.asdict(found)
 
 
 def _ratio(value: float | None, reference: float | None) -> float | None:

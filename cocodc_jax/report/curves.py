@@ -1,4 +1,4 @@
-"""Evaluation curves of several runs of a method, and the step they reach a loss."""
+"""Evaluation curves: of a method's seeds, the step at a loss, the loss at a size."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -82,6 +82,43 @@ def steps_to_loss(
             return before[0] + share * (step - before[0])
         before = step, loss
     return None
+
+
+def loss_at_bytes(
+    curve: Run | Iterable[tuple[float, float]], budget_bytes: float
+) -> float | None:
+    """Return the evaluation loss when a region has sent so many bytes.
+
+    Between two evaluations the loss is taken as linear in the bytes. A region that
+    sends nothing more goes on training: of evaluations at the same bytes the last
+    counts.
+
+    Args:
+      curve: a run, or (bytes sent by a region, loss) pairs, bytes never decreasing.
+      budget_bytes: bytes sent by a region.
+
+    Returns:
+      Nats per token, or None where the evaluations do not reach: the first one comes
+      after the budget was spent, or the whole run sends less.
+
+    >>> loss_at_bytes([(10, 4.0), (20, 3.0), (20, 2.5), (40, 2.0)], 30)
+    2.25
+    >>> loss_at_bytes([(10, 4.0), (20, 3.0)], 5)
+    """
+    if isinstance(curve, Run):
+        curve = [
+            (record["bytes_sent_per_region"], record["eval_loss"])
+            for record in curve.of_kind("eval")
+        ]
+    before = None
+    for sent, loss in curve:
+        if sent > budget_bytes:
+            if before is None:
+                return None
+            share = (budget_bytes - before[0]) / (sent - before[0])
+            return before[1] + share * (loss - before[1])
+        before = sent, loss
+    return before[1] if before and before[0] == budget_bytes else None
 
 
 def _table(

@@ -2,10 +2,12 @@
 
 from collections.abc import Collection, Mapping
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from cocodc_jax._extras import extra
 from cocodc_jax.report.plots import COLORS, WIDTH_IN
+
+with extra("report"):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
 
 def losses(values: Mapping[str, float], faint: Collection[str] = ()) -> Figure:

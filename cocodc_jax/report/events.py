@@ -4,7 +4,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from cocodc_jax._extras import extra
+
+with extra("report"):
+    from tensorboardX import SummaryWriter
 
 
 class EventWriter:

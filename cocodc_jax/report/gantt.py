@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
+from cocodc_jax._extras import extra
 from cocodc_jax.report.plots import COLORS, WIDTH_IN
 from cocodc_jax.report.records import Record
 from cocodc_jax.report.runs import Run, by_method
 
-MAX_SYNCS = 64
+with extra("report"):
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+MAX_SYNCS = 128  # of a method; more would be too narrow to be told apart.
 
 
 def fragments_in_flight(runs: Sequence[Run]) -> Figure:
@@ -20,7 +22,7 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     Args:
       runs: runs of any methods; the first of each method is drawn, and a method
         without syncs (data parallel) is left out. Long runs are shown up to the step
-        at which a method has made `MAX_SYNCS` syncs, so that bars stay visible.
+        at which a method has made `MAX_SYNCS` syncs, and the axis says so.
 
     Raises:
       ValueError: no run has a sync.
@@ -45,8 +47,16 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     )[:, 0]
     for axes, (name, events) in zip(panels, syncs.items(), strict=True):
         _draw_panel(axes, name, events, colors[name])
-    panels[-1].set_xlim(0, _last_shown_step(list(syncs.values())))
-    panels[-1].set_xlabel("inner steps")
+    num_steps = max(run.summary["steps"] for run in runs)
+    shown_steps = _shown_steps(list(syncs.values()), num_steps)
+    # With room for a mark at the last step.
+    panels[-1].set_xlim(0, shown_steps + num_steps / 400)
+    panels[-1].set_xlabel(
+        "inner steps"
+        if shown_steps == num_steps
+        else f"inner steps: the first {shown_steps:,} of {num_steps:,}, at most "
+        f"{MAX_SYNCS} syncs of a method"
+    )
     panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return figure
 
@@ -55,11 +65,10 @@ def _num_fragments(events: Sequence[Record]) -> int:
     return 1 + max(event["fragment"] for event in events)
 
 
-def _last_shown_step(syncs: Sequence[Sequence[Record]]) -> int:
-    """Find where the axis ends, with room for a mark at the last apply step."""
-    longest = max(events[-1]["apply_step"] for events in syncs)
+def _shown_steps(syncs: Sequence[Sequence[Record]], num_steps: int) -> int:
+    """Find where the axis ends."""
     crowded = [e[MAX_SYNCS - 1]["apply_step"] for e in syncs if len(e) > MAX_SYNCS]
-    return min([longest, *crowded]) + 1
+    return min([num_steps, *crowded])
 
 
 def _draw_panel(axes: Axes, name: str, events: Sequence[Record], color: str) -> None:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a comparison: table, plots, command, configuration.
+"""One self-contained HTML page of a comparison: tables, plots, command, configuration.
 
 Images are embedded and nothing is fetched, so the file can be mailed or archived.
 """
@@ -9,40 +9,47 @@ import html
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.report.units import format_bytes, format_count, format_duration
+from cocodc_jax.report import tables
 
+# Below 48rem (768 pixels) rows become blocks: the heads of the columns are not shown,
+# each cell has its own.
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --quiet: #8881; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto;
        padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+h1 { font-size: 1.5rem; } h2, summary { font-size: 1.15rem; font-weight: bold; }
+h2, details { margin-top: 2rem; } summary { cursor: pointer; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .5rem; border-bottom: 1px solid var(--line);
-         white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-td small { display: block; opacity: .7; }
+th, td { text-align: right; vertical-align: top; padding: .35rem .5rem;
+         border-bottom: 1px solid var(--line); white-space: nowrap; }
+thead th { vertical-align: bottom; white-space: normal; }
+th:first-child { text-align: left; }
+th[scope=row] { font-weight: normal; white-space: normal; overflow-wrap: anywhere;
+                min-width: 8rem; }
+td small { display: block; opacity: .7; line-height: 1.2; white-space: normal; }
+td small:first-child { display: inline; }
+td.told { text-align: left; white-space: normal; }
+p { overflow-wrap: anywhere; } .note { opacity: .8; font-size: .9rem; }
 figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; padding: .5rem;
          box-sizing: border-box; border-radius: 4px; }
-figcaption { opacity: .8; } pre { background: var(--quiet); padding: .8rem;
-         overflow-x: auto; border-radius: 4px; } .scroll { overflow-x: auto; }
+figcaption { opacity: .8; }
+pre { background: var(--quiet); padding: .8rem; border-radius: 4px;
+      white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 64rem) { th, td { font-size: .85rem; padding: .35rem .3rem; } }
+@media (max-width: 48rem) {
+  thead { display: none; } table, tbody { display: block; }
+  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr));
+       gap: .3rem .8rem; padding: .6rem 0; border-bottom: 1px solid var(--line); }
+  th[scope=row], td.told { grid-column: 1 / -1; }
+  th[scope=row] { font-weight: bold; }
+  th, td { border: 0; padding: 0; text-align: left; white-space: normal;
+           font-size: 1rem; }
+  td::before { content: attr(data-head); font-size: .75rem; opacity: .7; }
+}
 """
-
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("eval_loss", "loss", lambda x: f"{x:.4f}"),
-    ("eval_perplexity", "perplexity", lambda x: f"{x:.3f}"),
-    ("eval_loss_outer", "loss, outer", lambda x: f"{x:.4f}"),
-    ("bytes_sent_per_region", "sent/region", format_bytes),
-    ("stall_seconds", "stall", lambda x: f"{x:.2f} s"),
-    ("exposed_share", "exposed", lambda x: f"{100 * x:.1f} %"),
-    ("outer_bytes", "kept", format_bytes),
-    ("region_drift", "drift", lambda x: f"{x:.1e}"),
-    ("tokens_per_second", "tokens/s", format_count),
-    ("seconds", "time", format_duration),
-    ("correction_ratio", "correction", lambda x: f"{x:.1e}"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +102,18 @@ def render(
 <body>
 <h1>{_text(heading)}</h1>
 <p>{_text(facts)}</p>
-<div class="scroll">{_table(comparison)}</div>
-<p>{_text(_note(comparison, seeds))}</p>
+{tables.results(comparison)}
+<p class="note">{_text(tables.results_note(comparison))}</p>
 {figures}
+<h2>Further measures</h2>
+{tables.further(comparison)}
+<p class="note">{_text(tables.FURTHER_NOTE)}</p>
 <h2>Command</h2>
 <pre>{_text(command)}</pre>
-<h2>Configuration</h2>
+<details>
+<summary>Configuration</summary>
 <pre>{_text(json.dumps(config, indent=2))}</pre>
+</details>
 </body>
 </html>
 """
@@ -118,44 +130,6 @@ def describe_machine(devices: Sequence[Any]) -> str:
         f"{len(devices)} {' and '.join(kinds)} device{'s'[: len(devices) > 1]} on "
         f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}, "
         f"Python {platform.python_version()}."
-    )
-
-
-def _table(comparison: Mapping[str, Any]) -> str:
-    heads = ["method", *(title for _, title, _ in _COLUMNS), "steps to target"]
-    lines = ["<table>", "<tr>", *(f"<th>{_text(head)}</th>" for head in heads), "</tr>"]
-    for name, row in comparison["methods"].items():
-        steps = row["steps_to_target"]
-        cells = [_text(name)]
-        cells += [_cell(row[key], write) for key, _, write in _COLUMNS]
-        cells.append("&ndash;" if steps is None else f"{steps:.0f}")
-        lines += ["<tr>", *(f"<td>{cell}</td>" for cell in cells), "</tr>"]
-    for name, why in comparison["diverged"].items():
-        told = f'<td colspan="{len(heads) - 1}">diverged: {_text(why)}</td>'
-        lines += ["<tr>", f"<td>{_text(name)}</td>", told, "</tr>"]
-    return "\n".join([*lines, "</table>"])
-
-
-def _cell(measure: Mapping[str, float] | None, write: Callable[[float], str]) -> str:
-    if measure is None:
-        return "&ndash;"
-    cell = _text(write(measure["mean"]))
-    if measure["half_range"]:
-        cell += f"<small>&plusmn; {_text(write(measure['half_range']))}</small>"
-    return cell
-
-
-def _note(comparison: Mapping[str, Any], seeds: int) -> str:
-    spread = "± is half the range over seeds. " if seeds > 1 else ""
-    return (
-        "Loss (nats per token) and perplexity are of the mean of the regions' "
-        "parameters on held-out text, the same for every method; loss, outer is of the "
-        f"outer parameters. {spread}Steps to target: inner steps to a loss of "
-        f"{comparison['target_loss']:.4f}, the worst method's last. Exposed: "
-        "share of a step in which something is sent and nothing computed; unknown of "
-        "methods that exchange inside their steps. Correction "
-        "(ratio): length of the delay compensation's correction over the length of "
-        "what it corrects. Methods are not equal in bytes sent: read both columns."
     )
 
 

@@ -8,14 +8,17 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
+from cocodc_jax._extras import extra
 from cocodc_jax.report.curves import Curve, eval_curve
 from cocodc_jax.report.runs import Run, by_method
 from cocodc_jax.report.units import format_bytes
+
+with extra("report"):
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 # Okabe and Ito's palette, which the common forms of colour blindness keep apart, less
 # its yellow (too faint on white); line styles and markers tell methods apart in print.
@@ -150,7 +153,13 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
             color=COLORS[index % len(COLORS)],
             verticalalignment="center",
             fontsize="small",
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.6},
+            # To the label's left edge, and not through it to its middle.
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#999999",
+                "linewidth": 0.6,
+                "relpos": (0.0, 0.5),
+            },
             annotation_clip=False,
         )
 
@@ -159,14 +168,21 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     """Move positions as little as an upward sweep needs to lie `gap` apart, in order.
 
     The whole is then moved down by half of the largest shift, so that labels stay
-    around the points they belong to.
+    around the points they belong to, and what leaves the range from 0 to 1 is pushed
+    back. The gap is smaller where so many would not fit.
 
     >>> [round(height, 2) for height in spread([0.5, 0.5, 0.9], gap=0.1)]
     [0.45, 0.55, 0.85]
+    >>> [round(height, 2) for height in spread([0.0, 0.0, 0.9], gap=0.7)]
+    [0.0, 0.5, 1.0]
     """
+    gap = min(gap, 1 / max(1, len(positions) - 1))
     placed = list(positions)
     order = sorted(range(len(placed)), key=lambda index: placed[index])
     for below, above in zip(order, order[1:], strict=False):
         placed[above] = max(placed[above], placed[below] + gap)
     shift = max(new - old for new, old in zip(placed, positions, strict=True)) / 2
-    return [height - shift for height in placed]
+    for rank, index in enumerate(order):
+        highest = 1 - (len(order) - 1 - rank) * gap
+        placed[index] = max(min(placed[index] - shift, highest), rank * gap)
+    return placed

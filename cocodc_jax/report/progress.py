@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-
+from cocodc_jax._extras import extra
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
+
+with extra("train"):
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_INTERVAL_S = 10.0
 

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
-from rich.console import Console
 
+from cocodc_jax._extras import extra
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.runtime.loop.trainer import Clock
+
+with extra("train"):
+    from rich.console import Console
 
 
 class Watch:

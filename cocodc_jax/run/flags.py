@@ -12,15 +12,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from absl import app, flags, logging
-
+from cocodc_jax._extras import extra
+from cocodc_jax.methods import METHODS
 from cocodc_jax.run.config import LEAVES, TrainConfig
+from cocodc_jax.run.help import options, render
+from cocodc_jax.run.leaf_help import run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.processes import Processes
+
+with extra("train"):
+    from absl import app, flags, logging
 
 USAGE_ERROR = 2
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
@@ -53,7 +58,7 @@ _DEFINE = {
 }
 
 
-def define_one(kind: Any, name: str, default: Any, text: str) -> None:
+def define_one(kind: Any, name: str, default: Any, text: str, **settings: Any) -> None:
     """Define one more flag of the program.
 
     Args:
@@ -61,8 +66,9 @@ def define_one(kind: Any, name: str, default: Any, text: str) -> None:
       name: of the flag.
       default: its value where it is not given.
       text: what it means.
+      **settings: of absl's, such as `lower_bound`.
     """
-    _DEFINE[kind](name, default, text, flag_values=FLAGS)
+    _DEFINE[kind](name, default, text, flag_values=FLAGS, **settings)
     # `--help` shows the key flags of the program.
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
 
@@ -81,14 +87,7 @@ def define(without: Sequence[str] = ()) -> None:
     _define_processes()
     for name, leaf in LEAVES.items():
         if name not in without:
-            text = f"{_capitalized(leaf.help)} Default: {leaf.default}."
-            define_one(leaf.type, name, None, text)
-
-
-def _capitalized(text: str) -> str:
-    """As a sentence begins, unless it begins with a symbol, as r_1."""
-    word = text.split(maxsplit=1)[0].rstrip(",.;:")
-    return text[:1].upper() + text[1:] if word.isalpha() else text
+            define_one(leaf.type, name, None, leaf.help)
 
 
 def _define_processes() -> None:
@@ -187,16 +186,59 @@ def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
     return {name: value(name) for name in names}
 
 
-def run_main(main: Callable[[], None]) -> None:
-    """Parse the flags and call `main`; a flag that is wrong exits with code 2."""
+def run_main(main: Callable[[], None], doc: str = "") -> None:
+    """Parse the flags and call `main`; a flag that is wrong exits with code 2.
+
+    Args:
+      main: the program.
+      doc: what it does, for `--help`.
+    """
 
     def call(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
         if len(argv) > 1:
             _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
+        if value("help"):
+            with usage_errors():
+                print(help_of(doc))
+            return
         main()
 
+    app.define_help_flags()
+    # In place of absl's, which cannot know what the other flags come to.
+    define_one(bool, "help", False, "Print this and exit.", allow_override=True)
     app.run(call, flags_parser=_parse)
+
+
+def help_of(doc: str) -> str:
+    """Return the text of `--help`, with the values that hold given the other flags.
+
+    Args:
+      doc: what the program does.
+
+    Raises:
+      ValueError: for flags that make no configuration.
+    """
+    own = [f.name for f in FLAGS.get_key_flags_for_module(sys.argv[0])]
+    sections: dict[str, Any] = {"Flags": options(FLAGS, filter(_is_own, own))}
+    if "preset" not in FLAGS:
+        return render(doc, sections)
+    sections["Several processes"] = options(FLAGS, PROCESSES)
+    names = [name for name in LEAVES if name in FLAGS and not _is_own(name)]
+    without = tuple(LEAVES.keys() - set(names))
+    if "method" in names:
+        found = config(without)
+        methods = [found.method.method]
+    else:
+        found, methods = config(without, METHODS), list(METHODS)
+    return render(doc, sections | dict(run_sections(found, names, methods)))
+
+
+def _is_own(name: str) -> bool:
+    """Whether a flag is the program's: a leaf with a default of its own is."""
+    if name in LEAVES:
+        return name in FLAGS and FLAGS[name].default is not None
+    return name not in PROCESSES
 
 
 @contextlib.contextmanager

@@ -26,13 +26,11 @@ class Leaf:
       section: the section it belongs to.
       type: int, float, bool, str or `COUNT_OR_WORD`.
       help: what it means, with its unit.
-      default: whose value holds where none is given.
     """
 
     section: str
     type: Any
     help: str
-    default: str = "the preset's"
 
 
 def leaves_of(section: str, cls: type, without: Sequence[str] = ()) -> dict[str, Leaf]:

@@ -16,7 +16,6 @@ import cocodc_jax as cc
 from cocodc_jax.run.leaves import Leaf, leaf_type, notes_of
 
 _FEW = 3  # methods that are named in the help of a flag
-_WHOSE = "the preset's, else the method's"
 
 # The arguments of `COMMON`, which no method's function has to document.
 _OF_ALL = {
@@ -78,9 +77,9 @@ def method_leaves(
                 "tell of it in the Args of its docstring"
             )
         text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
-        leaves[name] = Leaf(section, leaf_type(*hints[name]), text, _WHOSE)
+        leaves[name] = Leaf(section, leaf_type(*hints[name]), text)
     for name, (kind, note) in _OF_ALL.items():
-        leaves[name] = Leaf(section, kind, f"{note}. For all methods.", _WHOSE)
+        leaves[name] = Leaf(section, kind, f"{note}. For all methods.")
     return leaves
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 import cocodc_jax as cc
 from cocodc_jax import models
+from cocodc_jax._extras import extra
 from cocodc_jax.data import load
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream
@@ -58,6 +58,9 @@ from cocodc_jax.runtime.loop.trainer import (
     train,
 )
 from cocodc_jax.runtime.state import TrainState
+
+with extra("train"):
+    from rich.console import Console
 
 SUMMARY_FILE = "summary.json"
 

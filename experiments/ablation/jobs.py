@@ -25,10 +25,11 @@ from cocodc_jax.sync import fragments, merge
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.transforms.second_moment import adam_second_moment
-from experiments.ablation import rules
-from experiments.ablation.settings import Settings
-from experiments.ablation.simulator import Plan, make_plan, simulate
-from experiments.ablation.trials import Trainer
+
+from . import rules
+from .settings import Settings
+from .simulator import Plan, make_plan, simulate
+from .trials import Trainer
 
 DILOCO, DATA_PARALLEL = "diloco", "data_parallel"
 REFERENCES = (DILOCO, DATA_PARALLEL)

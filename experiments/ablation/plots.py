@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocodc_jax.report.plots import COLORS, save_png
-from experiments.ablation.jobs import DATA_PARALLEL, DILOCO
-from experiments.ablation.results import STREAMING
+
+from .jobs import DATA_PARALLEL, DILOCO
+from .results import STREAMING
 
 # What a curve is drawn for, besides the references and the two best rules.
 _ALWAYS = (DATA_PARALLEL, DILOCO, STREAMING, "replay")

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from cocodc_jax.report.curves import steps_to_loss
-from experiments.ablation.jobs import DILOCO
+
+from .jobs import DILOCO
 
 STREAMING = "mix_0.5"
 

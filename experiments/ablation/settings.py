@@ -8,7 +8,8 @@ from cocodc_jax import models
 from cocodc_jax.data import DataConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.sync.schedules import staggered
-from experiments.ablation import rules
+
+from . import rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,8 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import MIDWAY, START, Event, Schedule, events_at
-from experiments.ablation.trials import Flight, Trainer, Trials, make_finish
+
+from .trials import Flight, Trainer, Trials, make_finish
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from cocodc_jax.netlab import schedule
 from cocodc_jax.network import gloo
 from cocodc_jax.network.links import Topology
 from cocodc_jax.sync.method import Method
-from experiments import wan
+
+from .. import wan
 
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
 WIDE, WIDE_MBIT = "wide", 10_000  # as fast as the lab can be, where only delays count

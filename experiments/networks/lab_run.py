@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +15,10 @@ from cocodc_jax.netlab import children
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import dumps
-from experiments.networks.cases import Network, Stretch
-from experiments.networks.measure import Pace, pace, region_step_s
+
+from .. import commands
+from .cases import Network, Stretch
+from .measure import Pace, pace, region_step_s
 
 RESULT, LOG = "result.json", "log.txt"
 _GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
@@ -65,10 +66,9 @@ class Measured:
 
 def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
     """Return the command of a run whose files go to `folder`."""
-    python = (sys.executable, "-m")
-    lab = (*python, "experiments.wan", *network.flags, f"--logdir={folder / 'net'}")
-    return [*lab, "--", *python, "experiments.train", *train,
-            f"--workdir={folder / 'run'}"]  # fmt: skip
+    lab = (*commands.python_m("wan"), *network.flags, f"--logdir={folder / 'net'}")
+    run = (*commands.python_m("train"), *train, f"--workdir={folder / 'run'}")
+    return [*lab, "--", *run]
 
 
 def measured(

@@ -7,9 +7,10 @@ import math
 from cocodc_jax.network import exchanges
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.method import Method
-from experiments.networks.cases import Network, Stretch
-from experiments.networks.lab_run import Measured
-from experiments.networks.measure import Pace, pace
+
+from .cases import Network, Stretch
+from .lab_run import Measured
+from .measure import Pace, pace
 
 # How the lab's processes average; compressed messages are gathered.
 REDUCE = {"direct": "direct", "ring": "gloo"}

@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from cocodc_jax.report.units import format_bytes
-from experiments.networks.lab_run import Measured
-from experiments.networks.measure import Pace
+
+from .lab_run import Measured
+from .measure import Pace
 
 HEADS = (
     "network",

@@ -443,6 +443,11 @@ def test_world_and_links_have_their_caps(tmp_path):
             "--congestion_control=mine is not allowed here; use ",
         ),
         ([], "no command given; write it after --"),
+        (
+            ["--", "--preset=tiny"],
+            "the command begins with '--preset=tiny', which is a flag: write after -- "
+            "what it is a flag of, as in -- python -m experiments.train --preset=tiny",
+        ),
         (["--links=/no/such", "--", "x"], "--links=/no/such: No such file"),
         (["--schedule=/no/such", "--", "x"], "--schedule=/no/such: No such file"),
         (["--world=mars,us-east", "--", "x"], "--world=mars,us-east: region 'mars'"),

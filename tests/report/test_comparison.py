@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from cocodc_jax.report import page
+from cocodc_jax.report import page, tables
 from cocodc_jax.report.comparison import compare, spread
-from cocodc_jax.report.curves import eval_curve, steps_to_loss
+from cocodc_jax.report.curves import eval_curve, loss_at_bytes, steps_to_loss
 from cocodc_jax.report.runs import Run
 from tests.report.made_up import run
 
@@ -33,6 +33,18 @@ def test_steps_to_loss_is_linear_between_evaluations():
     assert steps_to_loss(one, 2.25) == 35.0
     assert steps_to_loss(one, 5.0) == 10.0
     assert steps_to_loss(one, 1.9) is None
+
+
+def test_loss_at_bytes_is_linear_and_of_the_last_evaluation_there():
+    pairs = [(10, 4.0), (20, 3.5), (20, 3.0), (40, 2.0)]
+    assert loss_at_bytes(pairs, 10) == 4.0
+    assert loss_at_bytes(pairs, 15) == 3.75
+    assert loss_at_bytes(pairs, 20) == 3.0
+    assert loss_at_bytes(pairs, 25) == 2.75
+    assert loss_at_bytes(pairs, 40) == 2.0
+    assert loss_at_bytes(pairs, 41) is None  # Sends less.
+    assert loss_at_bytes(pairs, 9) is None  # Not evaluated yet.
+    assert loss_at_bytes(evaluated("a", 0, pairs), 30) == 2.5
 
 
 def test_curve_keeps_the_steps_all_seeds_have():
@@ -61,6 +73,33 @@ def test_comparison_by_hand():
     assert (slow["steps_to_target"], fast["steps_to_target"]) == (20.0, 10.0)
     assert fast["ratios"] == {"bytes": 0.1, "steps_to_target": 0.5}
     assert slow["seeds"] == [0, 1]
+
+
+def test_losses_at_equal_bytes_by_hand():
+    """`evaluated` sends a byte a step."""
+    runs = [
+        evaluated("long", 0, [(10, 4.0), (30, 2.0)]),
+        evaluated("long", 1, [(20, 3.0), (40, 2.0)]),
+        evaluated("short", 0, [(10, 4.0), (20, 3.0)]),
+        evaluated("short", 1, [(10, 4.0), (24, 3.0)]),
+        evaluated("none", 0, [(0, 4.0), (0, 3.0)]),
+        evaluated("none", 1, [(0, 4.0), (0, 3.0)]),
+    ]
+    found = compare(runs)
+    # The least of the seeds of the method that sends the least.
+    assert (found["equal_bytes_method"], found["equal_bytes"]) == ("short", 20)
+    losses = {n: row["loss_at_equal_bytes"] for n, row in found["methods"].items()}
+    assert losses["long"] == {"mean": 3.0, "half_range": 0.0}
+    assert losses["short"]["mean"] == pytest.approx((3.0 + 4.0 - 10 / 14) / 2)
+    assert losses["none"] is None
+    assert found["methods"]["long"]["evaluated_bytes"] == [20, 30]
+    found = compare(runs, "long")
+    assert (found["equal_bytes_method"], found["equal_bytes"]) == ("long", 30)
+    assert found["methods"]["long"]["loss_at_equal_bytes"]["mean"] == 2.25
+    assert found["methods"]["short"]["loss_at_equal_bytes"] is None
+    # A target that sends nothing has no bytes to compare at.
+    assert compare(runs, "none")["equal_bytes_method"] == "short"
+    assert compare(runs[-2:])["equal_bytes"] is None
 
 
 def test_a_seed_that_misses_the_target_is_counted():
@@ -123,11 +162,34 @@ def test_page_is_sound_and_fetches_nothing():
     assert not re.search(r"https?://", text)
     assert "cocodc" in checker.cells
     assert any(cell.startswith("±") for cell in checker.cells)
+    assert "<details>\n<summary>Configuration" in text
+
+
+def test_page_says_what_there_is_none_of():
+    """A loss at equal bytes where the evaluations do not reach, and steps to target."""
+    runs = [
+        evaluated("target", 0, [(10, 4.0), (20, 2.0)]),
+        evaluated("little", 0, [(5, 4.0), (10, 3.0)]),
+        evaluated("much", 0, [(30, 3.0), (60, 1.0)]),
+    ]
+    rows = tables.results(compare(runs, "target")).split("<tr>")[2:]
+    cells = [re.findall(r"<td[^>]*><div>(.*?)</div>", row)[2:4] for row in rows]
+    less, later = "<small>sends less</small>", "<small>from 30 B</small>"
+    assert cells == [
+        ["20", "2.0000"], ["<small>never</small>", less], ["45", later],
+    ]  # fmt: skip
+    note = tables.results_note(compare(runs, "target"))
+    assert "a loss of 2.0000, the last of target, linear" in note
+    assert "Loss at 20 B: when a region has sent what target sends" in note
+    alone = compare([evaluated("apart", 0, [(0, 4.0), (0, 2.0)])])
+    assert "loss at" not in tables.results(alone)
+    assert "Loss at" not in tables.results_note(alone)
 
 
 def test_page_escapes_what_it_is_given():
     text, checker = render([run("<i>mine</i>")])
-    assert "".join(checker.cells).count("<i>mine</i>") == 1
+    # A row of each of two tables.
+    assert "".join(checker.cells).count("<i>mine</i>") == 2
     assert "&lt;i&gt;mine&lt;/i&gt;" in text
     assert "&lt;/pre&gt;&lt;script&gt;" in text
     assert "A &lt;caption&gt;" in text

@@ -27,6 +27,10 @@ def test_end_labels_keep_apart_also_where_lines_meet():
     heights = plots.spread([0.5, 0.5, 0.5, 0.1], gap=0.06)
     gaps = [b - a for a, b in itertools.pairwise(sorted(heights))]
     assert min(gaps) >= 0.06 - 1e-9
+    # As many as there are methods still lie beside the axes, in order.
+    heights = plots.spread([0.0, *29 * [0.9]], gap=0.06)
+    assert (min(heights), max(heights)) == (0.0, 1.0)
+    assert heights == sorted(heights)
 
 
 def test_bytes_are_on_a_log_axis_with_every_method_named():
@@ -43,6 +47,18 @@ def test_gantt_has_a_row_for_each_fragment_and_none_without_syncs():
     assert len(figure.axes[1].get_yticks()) == 4
     with pytest.raises(ValueError, match="no run has a sync"):
         gantt.fragments_in_flight([run("data_parallel")])
+
+
+def test_gantt_shows_the_whole_run_or_says_what_it_leaves_out(monkeypatch):
+    (axes,) = gantt.fragments_in_flight([run("diloco")]).axes
+    assert axes.get_xlim()[1] == pytest.approx(300, abs=1)
+    assert axes.get_xlabel() == "inner steps"
+    monkeypatch.setattr(gantt, "MAX_SYNCS", 4)
+    (axes,) = gantt.fragments_in_flight([run("diloco")]).axes
+    assert axes.get_xlim()[1] == pytest.approx(120, abs=1)
+    assert axes.get_xlabel() == (
+        "inner steps: the first 120 of 300, at most 4 syncs of a method"
+    )
 
 
 def test_png_is_the_same_twice_and_pyplot_stays_out(tmp_path):

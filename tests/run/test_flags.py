@@ -52,9 +52,9 @@ def test_help_explains_every_flag():
         assert f"--{name}" in text or f"--[no]{name}" in text
     text = " ".join(text.split())
     assert "inner steps between a sync's start" in text
-    # A method's argument tells whose it is; a flag of all runs, whose its default is.
-    assert "For cocodc (0.3), cocodc_paper (0.5). Default: the preset's, else" in text
-    assert "--regions: Regions that train, M. Default: the preset's." in text
+    # A method's argument tells whose it is; all have the values of the preset.
+    assert "lambda, weight of the compensation's correction. For cocodc (0.3)," in text
+    assert "--regions=4 regions that train, M." in text
 
 
 WRONG = [

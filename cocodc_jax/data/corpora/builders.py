@@ -12,9 +12,12 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import tensorflow_datasets as tfds
 
+from cocodc_jax._extras import extra
 from cocodc_jax.data.corpora import files as corpus_files
+
+with extra("data"):
+    import tensorflow_datasets as tfds
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -7,7 +7,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import tensorflow_datasets as tfds
+from cocodc_jax._extras import extra
+
+with extra("data"):
+    import tensorflow_datasets as tfds
 
 
 class Documents(Protocol):

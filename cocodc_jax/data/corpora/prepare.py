@@ -15,11 +15,13 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-import tensorflow_datasets as tfds
-from absl import logging as absl_logging
-
+from cocodc_jax._extras import extra
 from cocodc_jax.data.corpora.builders import CorpusConfig, TextCorpus
 from cocodc_jax.data.corpora.files import CorpusFile, files_fingerprint
+
+with extra("data"):
+    import tensorflow_datasets as tfds
+    from absl import logging as absl_logging
 
 _logger = logging.getLogger(__name__)
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core import read_only_builder
-
+from cocodc_jax._extras import extra
 from cocodc_jax.data.corpora.documents import Corpus, read_split
+
+with extra("data"):
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import read_only_builder
 
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 

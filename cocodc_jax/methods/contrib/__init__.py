@@ -1,1 +1,5 @@
 """Methods that are from memory, in part or whole; each says what."""
+
+from cocodc_jax._lazy import attach, modules_of
+
+__getattr__, __dir__ = attach(__name__, modules_of(__path__))

@@ -7,3 +7,9 @@ from cocodc_jax.run.presets.smoke import SMOKE
 from cocodc_jax.run.presets.tiny import TINY
 
 PRESETS = {config.preset: config for config in (SMOKE, TINY, SMALL, PAPER_150M, ONE_B)}
+
+__all__ = ["PRESETS"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,12 +19,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
+from cocodc_jax._extras import extra
 from cocodc_jax.runtime.loop import checksums
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.transforms.layers import named_leaves
+
+with extra("train"):
+    import orbax.checkpoint as ocp
 
 PyTree = Any
 

@@ -47,3 +47,7 @@ __all__ = [
     "staggered",
     "syncs_that_fit",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,108 @@
+"""The text of `--help`: what a program does, and its flags by sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+_WIDTH, _COLUMN = 88, 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A flag as it is shown.
+
+    Attributes:
+      name: of the flag.
+      value: that holds if it is not given; None is shown without one.
+      text: what it means.
+      choices: what its value may be, where there are few.
+    """
+
+    name: str
+    value: Any
+    text: str
+    choices: Collection[str] = ()
+
+    def __str__(self) -> str:
+        """Return its name and value, with what they mean beside or below."""
+        text = f"{self.text.rstrip('.')}."
+        if self.choices:
+            text += f" One of {', '.join(self.choices)}."
+        lines = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False)
+        head = f"  --{self.name}{_assigned(self.value)}"
+        if len(head) >= _COLUMN - 1:
+            lines = ["", *lines]
+        first, *rest = lines
+        below = [" " * _COLUMN + line for line in rest]
+        return "\n".join([f"{head:{_COLUMN}}{first}".rstrip(), *below])
+
+
+Sections = Mapping[str, Iterable[Option | str]]
+
+
+def render(doc: str, sections: Sections) -> str:
+    """Return the text of a program's help.
+
+    Args:
+      doc: what it does.
+      sections: its flags, and what else there is to say of them, by title.
+    """
+    parts = [doc.strip()]
+    for title, entries in sections.items():
+        parts.append("\n".join([title, *map(_shown, entries)]))
+    return "\n\n".join(parts)
+
+
+def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
+    """Return flags as they are shown.
+
+    Args:
+      flags: absl's `FlagValues`.
+      names: which; None is all of them.
+    """
+    return [
+        Option(f.name, f.value, f.help, getattr(f.parser, "enum_values", ()))
+        for f in (flags[name] for name in (flags if names is None else names))
+        if f.name != "help"
+    ]
+
+
+def sections_of(define: Mapping[str, Callable[[Any], None]], values: Any) -> Sections:
+    """Return flags by sections.
+
+    Args:
+      define: what defines those of each section, by title.
+      values: absl's `FlagValues`, of all of them.
+    """
+    found = {}
+    for title, defines in define.items():
+        own = type(values)()
+        defines(own)
+        found[title] = options(values, own)
+    return found
+
+
+def _shown(entry: Option | str) -> str:
+    if isinstance(entry, Option):
+        return str(entry)
+    indent = "  "
+    return textwrap.fill(
+        entry,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+
+
+def _assigned(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"={str(value).lower()}"
+    if isinstance(value, list | tuple):
+        return f"={','.join(map(str, value))}"
+    return f"={value}"

@@ -1,0 +1,92 @@
+"""The configuration's leaves as `--help` shows them: by sections, with their values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from typing import Any, get_args
+
+import cocodc_jax as cc
+from cocodc_jax.data.config import UNDECODABLE, Partition
+from cocodc_jax.methods import METHODS
+from cocodc_jax.methods.decoupled_diloco import AVERAGES
+from cocodc_jax.methods.lt_admm import GRAPHS
+from cocodc_jax.models.config import COMPUTE_DTYPES, REMAT_POLICIES
+from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
+from cocodc_jax.run.help import Option, Sections
+from cocodc_jax.run.optimizer_config import OPTIMIZERS
+from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
+from cocodc_jax.runtime.exchange.transport import EXCHANGES
+from cocodc_jax.sync.fragments import STRATEGIES
+from cocodc_jax.sync.messages import MEANS
+from cocodc_jax.sync.method import WEIGHTS
+from cocodc_jax.sync.outer import PLACEMENTS
+from cocodc_jax.sync.schedules.adaptive import SCORES
+from cocodc_jax.transforms.co2 import GAPS
+from cocodc_jax.transforms.curvature import NAMES
+from cocodc_jax.transforms.lion import RULES
+
+# What each leaf is checked against, where there are few.
+CHOICES: dict[str, Collection[str]] = {
+    "all_reduce": ALL_REDUCES,
+    "averaging": AVERAGES,
+    "compute_dtype": COMPUTE_DTYPES,
+    "curvature": NAMES,
+    "exchange": EXCHANGES,
+    "fragment_strategy": STRATEGIES,
+    "graph": GRAPHS,
+    "inner_optimizer": OPTIMIZERS,
+    "lion_vote": RULES,
+    "method": METHODS,
+    "outer_placement": PLACEMENTS,
+    "partition": get_args(Partition),
+    "region_weights": WEIGHTS,
+    "remat": REMAT_POLICIES,
+    "sparse_mean": MEANS,
+    "staleness_gap": GAPS,
+    "transmission_score": SCORES,
+    "undecodable": UNDECODABLE,
+}
+
+
+def run_sections(
+    config: TrainConfig, names: Collection[str], methods: Iterable[str]
+) -> Sections:
+    """Return the leaves of a run's configuration by its sections.
+
+    Args:
+      config: whose values are shown.
+      names: leaves that are flags of the program.
+      methods: whose arguments are explained; those of others are named.
+    """
+    taken = {name for method in methods for name in cc.methods.defaults(method)}
+    found: dict[str, list[Option | str]] = {}
+    for section, cls in SECTIONS.items():
+        leaves = [n for n in names if LEAVES[n].section == section]
+        values = dataclasses.asdict(getattr(config, section))
+        if section == "method":
+            values = {"method": config.method.method} | _arguments(config, methods)
+            others = [n for n in leaves if n != "method" and n not in taken]
+            leaves = [n for n in leaves if n not in others]
+        entries: list[Option | str] = [
+            Option(n, values.get(n), LEAVES[n].help, CHOICES.get(n, ())) for n in leaves
+        ]
+        if section == "method" and others:
+            entries.append(
+                "Arguments of other methods, which --method=NAME --help explains: "
+                f"{', '.join(others)}."
+            )
+        found[f"{section.capitalize()}: {_summary(cls)}"] = entries
+    return found
+
+
+def _arguments(config: TrainConfig, methods: Iterable[str]) -> dict[str, Any]:
+    """Return arguments' values: of one method, or those that hold for whoever takes."""
+    if list(methods) == [config.method.method]:
+        return config.method.values
+    return dict(config.method.where_taken)
+
+
+def _summary(cls: type) -> str:
+    line = (cls.__doc__ or "").strip().splitlines()[0]
+    return line[:1].lower() + line[1:].rstrip(".")

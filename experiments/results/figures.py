@@ -1,0 +1,103 @@
+"""Draws the pictures of README.md from the results that are in the repository.
+
+    python -m experiments.results.figures
+
+writes beside it: readme_loss_by_bytes.png, from compare_all.json; and
+readme_crossing.png, DiLoCo and Streaming DiLoCo side by side on one network, from the
+simulator, which takes a second and comes out the same everywhere.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cocodc_jax import methods
+from cocodc_jax.network import exchanges, trace
+from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.timeline import Timeline
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.report import plots, points
+
+RESULTS = pathlib.Path(__file__).parent
+
+# As in README.md's table of networks: the tiny preset, four regions, 20 Mbit/s, 50 ms.
+PARAMETERS = 838_784
+REGIONS, STEP_S, STEPS = 4, 0.25, 100
+LINK = Link(bandwidth_gbps=0.02, latency_s=0.05)
+INTERVAL, FRAGMENTS, DELAY_STEPS = 40, 4, 5
+
+
+def main(folder: pathlib.Path = RESULTS) -> None:
+    """Draw both pictures.
+
+    Args:
+      folder: where they go.
+    """
+    comparison = json.loads((RESULTS / "compare_all.json").read_text())
+    figure = points.last_loss_by_bytes(comparison["methods"])
+    plots.save_png(figure, str(folder / "readme_loss_by_bytes.png"))
+    plots.save_png(crossing(), str(folder / "readme_crossing.png"))
+
+
+def crossing() -> Figure:
+    """Draw a blocking sync above those of fragments beside the steps."""
+    blocking = methods.get("diloco", sync_interval=INTERVAL)
+    beside = methods.get(
+        "streaming_diloco",
+        sync_interval=INTERVAL,
+        num_fragments=FRAGMENTS,
+        delay_steps=DELAY_STEPS,
+    )
+    figure = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, FRAGMENTS + 1))
+    longest_s = 0.0
+    for axes, method, num_fragments in (
+        (above, blocking, 1),
+        (below, beside, FRAGMENTS),
+    ):
+        found = _simulate(method, num_fragments)
+        longest_s = max(longest_s, found.sim_s)
+        trace.draw_timeline(axes, found)
+        _draw_steps(axes, found)
+        axes.set_title(
+            f"{method.name}: {STEPS} steps in {found.sim_s:.1f} s",
+            loc="left",
+            fontsize="medium",
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+    below.set_xlim(0, longest_s)
+    below.set_xlabel("simulated seconds; white lines are between steps")
+    trace.draw_legend(figure)
+    return figure
+
+
+def _simulate(method: methods.Method, num_fragments: int) -> Timeline:
+    """Return a timeline of one region: they are all alike."""
+    found = exchanges.simulate_method(
+        uniform(REGIONS, LINK),
+        Workload(
+            (4 * PARAMETERS / num_fragments,) * num_fragments, (STEP_S,) * REGIONS
+        ),
+        method,
+        STEPS,
+        "direct",
+        sharing="fifo",
+    )
+    return dataclasses.replace(
+        found,
+        regions=("every region",),
+        step_time_s=(STEP_S,),
+        marks=tuple((step, seconds[:1]) for step, seconds in found.marks),
+    )
+
+
+def _draw_steps(axes: Axes, timeline: Timeline) -> None:
+    ends = [float(timeline.times_s(step)[0]) for step in range(STEPS)]
+    axes.vlines(ends, -0.35, 0.35, color="white", linewidth=0.5)
+
+
+if __name__ == "__main__":
+    main()

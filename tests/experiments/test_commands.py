@@ -1,0 +1,56 @@
+"""The programs as commands of an installation."""
+
+import importlib
+import pathlib
+import sys
+import tomllib
+
+import pytest
+
+from experiments import commands
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROGRAMS = [
+    path.stem
+    for path in sorted((ROOT / "experiments").glob("*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+def test_every_program_is_a_command():
+    assert SCRIPTS == {
+        commands.as_installed(f"experiments.{name}"): (
+            f"cocodc_jax.experiments.commands:{name}"
+        )
+        for name in PROGRAMS
+    }
+
+
+def test_a_command_runs_the_program(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cocodc-simulate", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        commands.simulate()
+    assert ended.value.code == 0
+    assert "The network\n  --regions=4" in capsys.readouterr().out
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        _ = commands.no_such
+
+
+def test_a_missing_extra_is_one_line(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    line = "error: rich is not installed: pip install 'cocodc_jax[all]'"
+    assert commands.compare() == line
+
+
+def test_programs_are_called_as_they_are_installed(monkeypatch):
+    said = "python -m experiments.compare_networks"
+    assert commands.command_line("compare_networks", ["--x"]) == f"{said} --x"
+    assert commands.python_m("wan")[1:] == ["-m", "experiments.wan"]
+    monkeypatch.setattr(commands, "IS_INSTALLED", True)
+    assert commands.command_line("compare_networks", []) == "cocodc-compare-networks"
+    text = "`experiments.wan -- python -m experiments.train`"
+    assert commands.shown(text) == "`cocodc-wan -- cocodc-train`"

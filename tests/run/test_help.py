@@ -1,0 +1,99 @@
+"""What `--help` shows: sections, choices, and the values that hold."""
+
+import re
+
+import pytest
+
+from cocodc_jax.methods import METHODS, defaults
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import LEAVES, SECTIONS
+from cocodc_jax.run.help import Option, render
+from cocodc_jax.run.leaf_help import CHOICES
+from cocodc_jax.run.presets import PRESETS
+
+
+class Program:
+    """Prints its help, as `flags.run_main` does where that is asked for."""
+
+    define = staticmethod(flags.define)
+
+    @staticmethod
+    def main():
+        with flags.usage_errors():
+            print(flags.help_of("Does something."))
+
+
+class Several(Program):
+    """A program of several methods, with a leaf that has another default here."""
+
+    @staticmethod
+    def define():
+        flags.define(("method", "partition"))
+        flags.define_one(str, "partition", "source", "How regions share the corpus.")
+
+
+def shown(text):
+    """Return the flags of a help text, each with the value that it is shown with."""
+    return dict(re.findall(r"^  --(\w+)(?:=(\S*))?", text, re.MULTILINE))
+
+
+def test_every_flag_is_there_once_in_its_section(call):
+    code, text, _ = call(Program)
+    assert code == 0
+    assert text.startswith("Does something.\n\nFlags\n  --preset=tiny")
+    titles = re.findall(r"^(\w+): ", text, re.MULTILINE)
+    assert titles == [name.capitalize() for name in SECTIONS]
+    others = text.partition("--method=NAME --help explains: ")[2].partition(".\n")[0]
+    names = [*re.findall(r"^  --(\w+)", text, re.MULTILINE)]
+    names += others.replace(",", "").split()
+    assert sorted(names) == sorted({"preset", "workdir", *flags.PROCESSES, *LEAVES})
+    assert max(map(len, text.splitlines())) <= 88
+
+
+def test_values_are_the_preset_s_and_those_given(call):
+    for preset in ("smoke", "tiny", "1b"):
+        found = shown(call(Program, f"--preset={preset}", "--method=diloco")[1])
+        config = PRESETS[preset].replace(method="diloco")
+        for name in ("steps", "width", "inner_lr", "sequence_length"):
+            section = getattr(config, LEAVES[name].section)
+            assert found[name] == str(getattr(section, name))
+        assert found["sync_interval"] == str(config.method.values["sync_interval"])
+        assert "mixing_alpha" not in found
+    given = ("--steps=70", "--method=streaming_diloco", "--noscan_layers")
+    found = shown(call(Program, *given)[1])
+    assert (found["steps"], found["scan_layers"]) == ("70", "false")
+    assert found["mixing_alpha"] == "0.5"
+
+
+def test_of_several_methods_all_arguments_are_explained(call):
+    found = shown(call(Several, "--preset=tiny")[1])
+    assert found.keys() >= {name for method in METHODS for name in defaults(method)}
+    # What holds for whoever takes it; else the method's own, which are not alike.
+    assert (found["sync_interval"], found["outer_lr"]) == ("40", "")
+    assert found["partition"] == "source"
+
+
+def test_a_wrong_flag_beside_is_said(call):
+    code, out, error = call(Program, "--preset=tinny")
+    assert (code, out) == (2, "")
+    assert error.startswith("error: --preset='tinny' is unknown")
+
+
+# How fragments are cut is checked against the model.
+@pytest.mark.parametrize("name", sorted(CHOICES.keys() - {"fragment_strategy"}))
+def test_choices_are_those_that_are_checked(name):
+    taking = [m for m in ("cocodc", *METHODS) if name in defaults(m)]
+    leaves = {"method": taking[0]} if taking else {}
+    with pytest.raises(ValueError, match="'nonsense' is unknown") as raised:
+        PRESETS["smoke"].replace(**leaves | {name: "nonsense"})
+    assert all(f"'{choice}'" in str(raised.value) for choice in CHOICES[name])
+
+
+def test_an_option_is_wrapped_beside_or_below_its_value():
+    text = render("Doc.", {"A": [Option("n", 1, "a number", ("1", "2")), "Said."]})
+    assert text == "Doc.\n\nA\n  --n=1" + " " * 21 + "a number. One of 1, 2.\n  Said."
+    long = str(Option("a_rather_long_name", "value", "what it is."))
+    assert long.splitlines() == [
+        "  --a_rather_long_name=value",
+        " " * 28 + "what it is.",
+    ]
