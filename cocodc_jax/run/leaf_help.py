@@ -63,6 +63,7 @@ def run_sections(
     found: dict[str, list[Option | str]] = {}
     for section, cls in SECTIONS.items():
         leaves = [n for n in names if LEAVES[n].section == section]
+        others: list[str] = []
         values = dataclasses.asdict(getattr(config, section))
         if section == "method":
             values = {"method": config.method.method} | _arguments(config, methods)
@@ -71,7 +72,7 @@ def run_sections(
         entries: list[Option | str] = [
             Option(n, values.get(n), LEAVES[n].help, CHOICES.get(n, ())) for n in leaves
         ]
-        if section == "method" and others:
+        if others:
             entries.append(
                 "Arguments of other methods, which --method=NAME --help explains: "
                 f"{', '.join(others)}."

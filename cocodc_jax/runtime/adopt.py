@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -206,7 +207,9 @@ class _Adoption:
         """Draw a key for regions that have none."""
         everywhere = NamedSharding(self._old.mesh, P())
         first = jax.jit(lambda x: x[0], out_shardings=everywhere)(state.region.key)
-        key = jax.random.fold_in(jax.random.wrap_key_data(np.asarray(first)), 4)
+        key = jax.random.fold_in(
+            jax.random.wrap_key_data(jnp.asarray(np.asarray(first))), 4
+        )
         where = NamedSharding(self._new.mesh, P())
         return transfer.put(jax.random.key_data(key), where)
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ class RegionProgram:
         if isinstance(regions, int):
             regions = Regions.alike(regions)
         if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
-            each = optimizer.init, optimizer.update
+            each: Any = optimizer.init, optimizer.update
             optimizer = optax.GradientTransformationExtraArgs(*each)
         if isinstance(method, str):
             method = methods.get(method)
@@ -140,7 +140,7 @@ class RegionProgram:
         route = transport.resolve(method, jax.process_count())
         self.fragments = _fragments(method, params, fragments)
         self._optimizer = optimizer
-        self._key_impl = str(jax.config.jax_default_prng_impl)
+        self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
         self._key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         self._params = jax.eval_shape(lambda x: x, params)
         self.shardings = Shardings.of(

@@ -278,13 +278,11 @@ def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
         )
     schedule = program.method.schedule
     try:
-        found = program.abstract(
-            schedule.restore(saved) if schedule and saved else None
-        )
-        wrong = _differences(shapes, _shapes(found))
+        state = schedule.restore(saved) if schedule and saved else None
     except (KeyError, TypeError):
-        wrong = "what the schedule remembers is of another kind"
-    if wrong:
+        state, wrong = None, "what the schedule remembers is of another kind"
+    found = program.abstract(state)
+    if wrong := wrong or _differences(shapes, _shapes(found)):
         raise ValueError(
             f"{where} was saved by {there} in the middle of what {here}, as this "
             f"program has it, cannot go on with: {wrong}; restore it into {there} with "

@@ -241,6 +241,7 @@ class TestCadence:
 class FakeProgram:
     """Takes its time over steps of a length it has not seen, as a compiler does."""
 
+    model_state = None
     bytes_per_step = 0
     method = types.SimpleNamespace(schedule=None, sync=None)
 
