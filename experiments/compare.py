@@ -58,8 +58,11 @@ def main() -> None:
         }
         # All of them before the first trains: a wrong flag costs nobody an hour.
         sessions: list[Session] = []
+        tracking = flags.tracking()
         for folder, config in configs.items():
-            sessions.append(prepare(config, folder, open_text, sessions))
+            sessions.append(
+                prepare(config, folder, open_text, sessions, tracking=tracking)
+            )
     names = [name for _ in range(_num_seeds()) for name in methods]
     runs: list[Run] = []
     diverged: dict[str, str] = {}
@@ -217,6 +220,7 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
 def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT)
+    flags.define_tracking()
     flags.define_one(
         str,
         "methods",

@@ -93,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     own = define_flags()
     flags.define()
+    flags.define_tracking()
     with flags.usage_errors():
         train_flags = own(argv)[1:]
         if own.help:

@@ -46,11 +46,14 @@ def main() -> None:
         routing = _routing(config)
         default = f"runs/merge_{config.preset}_{config.data.partition}"
         workdir = pathlib.Path(flags.value("workdir") or default)
-        sessions = [prepare(config, workdir, open_text)]
+        tracking = flags.tracking()
+        sessions = [prepare(config, workdir, open_text, tracking=tracking)]
         for name in references:
             folder = workdir / "references" / name
             other = config.replace(method=name)
-            sessions.append(prepare(other, folder, open_text, sessions))
+            sessions.append(
+                prepare(other, folder, open_text, sessions, tracking=tracking)
+            )
     try:
         for session in sessions:
             _train(session, console)
@@ -146,6 +149,7 @@ def _write(
 def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT)
+    flags.define_tracking()
     for kind, name, default, text in (
         (str, "partition", "source", "How regions share the corpus: source or iid."),
         (int, "top_k", 2, "Experts that a sparse router keeps."),

@@ -26,7 +26,8 @@ def main() -> None:
         config, workdir = read_flags()
         processes = flags.processes()
         processes.start(config.run.regions, config.run.devices_per_region)
-        session = prepare(config, workdir, processes=processes)
+        tracking = flags.tracking()
+        session = prepare(config, workdir, processes=processes, tracking=tracking)
     try:
         summary = session.train()
     except RUN_ERRORS as error:
@@ -52,7 +53,10 @@ def read_flags() -> tuple[TrainConfig, pathlib.Path]:
     return config, pathlib.Path(flags.value("workdir") or default)
 
 
-define = flags.define
+def define() -> None:
+    """Define the program's flags."""
+    flags.define()
+    flags.define_tracking()
 
 
 def cli() -> None:

@@ -1,53 +1,124 @@
-"""TensorBoard events of a run's records, for those who watch it live."""
+"""Where a run's records go for those who watch it live: TensorBoard, Weights & Biases.
 
+Each is a `Mirror`, two functions; numbers have the same names in all of them.
+"""
+
+import json
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+import pathlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from cocodc_jax._extras import extra
+from cocodc_jax.files import read_table, write_whole
 
 with extra("report"):
     from tensorboardX import SummaryWriter
 
-
-class EventWriter:
-    """Mirrors records as scalars `kind/field`, with the step as abscissa."""
-
-    def __init__(
-        self, directory: str | os.PathLike[str], first_step: int | None = None
-    ):
-        """Open an event file.
-
-        Args:
-          directory: directory of the event files, made if missing.
-          first_step: events of older files at this step and later are hidden by
-            TensorBoard, since a resumed run writes them again; None hides none.
-        """
-        self._writer = SummaryWriter(
-            os.fspath(directory), purge_step=first_step, flush_secs=10
-        )
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write one scalar for each number of the record.
-
-        Args:
-          record: "kind", "step" and numbers, lists of numbers (one scalar a region),
-            or None (no scalar); a "fragment" becomes part of the name.
-        """
-        for name, value in scalars(record):
-            self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+WANDB_FILE = "wandb.json"
 
 
-def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the name and value of each scalar of a record.
+class Mirror(NamedTuple):
+    """Where numbers go.
 
-    >>> list(scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]}))
-    [('train/loss_regions/region_0', 2.0), ('train/loss_regions/region_1', 1.5)]
+    Attributes:
+      write: takes an inner step and the numbers by name.
+      close: flushes and ends it.
     """
+
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
+
+
+# Takes the folder of the run, and the step from which on a resumed run writes again, or
+# None for a new one.
+OpenMirror = Callable[[pathlib.Path, int | None], Mirror]
+
+
+def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
+    """Open event files in the run's `tb`, see `OpenMirror`.
+
+    TensorBoard hides events of older files at `first_step` and later.
+    """
+    writer = SummaryWriter(os.fspath(folder / "tb"), None, first_step, flush_secs=10)
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    return Mirror(write, writer.close)
+
+
+def weights_and_biases(
+    folder: pathlib.Path,
+    first_step: int | None = None,
+    *,
+    project: str,
+    mode: str | None = None,
+    name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Mirror:
+    """Open a run of Weights & Biases, or go on with the one that the folder had.
+
+    Its id is kept in `wandb.json`, so that all parts of a resumed run are one. Steps
+    that are written again come twice, with the same numbers. What is written offline
+    lies in the run's `wandb`; `wandb sync --append` sends all parts of it.
+
+    Args:
+      folder: see `OpenMirror`.
+      first_step: see `OpenMirror`; W&B needs none, as "step" is a number like others.
+      project: name of the project there.
+      mode: online, offline or disabled; None leaves it to the environment.
+      name: of the run; None has W&B make one.
+      config: what is shown as the run's configuration, plain values.
+
+    Raises:
+      MissingExtraError: if the package is not installed.
+      ConnectionError: if W&B refuses, with what it says.
+    """
+    with extra("wandb"):
+        import wandb
+
+    try:
+        run = wandb.init(
+            project=project,
+            id=_run_id(folder / WANDB_FILE),
+            name=name,
+            config=dict(config or {}),
+            dir=os.fspath(folder),
+            mode=mode,
+            # Offline there is nothing to ask; what is written has the id.
+            resume=None if mode == "offline" else "allow",
+        )
+    except wandb.Error as error:
+        raise ConnectionError(
+            f"Weights & Biases refused project {project!r} ({error}); log in, or use "
+            "--wandb_mode=offline"
+        ) from error
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        run.log({"step": step, **numbers})
+
+    return Mirror(write, run.finish)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by the names that they are shown under.
+
+    Args:
+      record: "kind", "step" and numbers, lists of numbers (one scalar a region), or
+        None (no scalar); a "fragment" becomes part of the name.
+
+    >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
+    {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
+    """
+    return dict(_scalars(record))
+
+
+def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     suffix = f"/fragment_{record['fragment']}" if "fragment" in record else ""
     for field, value in record.items():
         if field in ("kind", "step", "fragment") or value is None:
@@ -57,3 +128,12 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/region_{i}", one) for i, one in enumerate(value))
         else:
             yield name, value
+
+
+def _run_id(path: pathlib.Path) -> str:
+    """Return the id of the folder's run, made at its first start."""
+    if path.exists():
+        return read_table(path)["id"]
+    run_id = uuid.uuid4().hex[:8]
+    write_whole(path, json.dumps({"id": run_id}))
+    return run_id

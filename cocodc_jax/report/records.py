@@ -10,12 +10,12 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from cocodc_jax.report.events import EventWriter
+from cocodc_jax.report.events import OpenMirror, scalars, tensorboard
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
@@ -50,14 +50,17 @@ OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {"train": ("stage_bytes",)}
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl` and mirrors them as TensorBoard events.
+    """Appends records to `metrics.jsonl` and hands them to those who show them live.
 
     Every record is handed to the operating system before `write` returns, so a killed
     process loses at most the line it was writing.
     """
 
     def __init__(
-        self, workdir: str | os.PathLike[str], resume_offset: int | None = None
+        self,
+        workdir: str | os.PathLike[str],
+        resume_offset: int | None = None,
+        mirrors: Sequence[OpenMirror] = (tensorboard,),
     ):
         """Open the files of a run, new or resumed.
 
@@ -66,6 +69,7 @@ class MetricsWriter:
           resume_offset: None to begin anew (older records are dropped); else the bytes
             of `metrics.jsonl` to keep, as `offset` gave them when the checkpoint was
             written. What lies behind is dropped: the resumed run writes it again.
+          mirrors: where the records go besides, see `events`.
 
         Raises:
           ValueError: resume_offset is not the end of a record of the existing file,
@@ -82,7 +86,7 @@ class MetricsWriter:
         is_new = resume_offset is None
         self._timing = _open_at(timing, 0 if is_new else _complete_bytes(timing))
         first_step = kept[-1]["step"] + 1 if kept else None
-        self._events = EventWriter(directory / "tb", first_step)
+        self._mirrors = [open_mirror(directory, first_step) for open_mirror in mirrors]
 
     @property
     def offset(self) -> int:
@@ -109,7 +113,7 @@ class MetricsWriter:
         checked = check_record(record)
         self._file.write(_to_line(checked))
         self._file.flush()
-        self._events.write(checked)
+        self._show(checked)
 
     def write_timing(
         self, step: int, wall_s: float, tokens_per_second: float, stall_s: float
@@ -130,11 +134,16 @@ class MetricsWriter:
         }
         self._timing.write(_to_line(timing))
         self._timing.flush()
-        self._events.write({"kind": "timing", **timing})
+        self._show({"kind": "timing", **timing})
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        for mirror in self._mirrors:
+            mirror.write(record["step"], scalars(record))
 
     def close(self) -> None:
         """Flush and close all files."""
-        self._events.close()
+        for mirror in self._mirrors:
+            mirror.close()
         self._timing.close()
         self._file.close()
 

@@ -23,6 +23,7 @@ from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.processes import Processes
+from cocodc_jax.run.tracking import MODES, Tracking
 
 with extra("train"):
     from absl import app, flags, logging
@@ -118,6 +119,23 @@ def _define_processes() -> None:
         "Seconds of silence after which a process is taken for dead and all others "
         "end; more than the longest outage of the network. Default: 30.",
     )
+
+
+def define_tracking() -> None:
+    """Define the flags of `Tracking`, for programs that train whole runs."""
+    project = "Project in Weights & Biases that shows the run. Default: none."
+    mode = f"{', '.join(MODES)}. Default: what WANDB_MODE in the environment says."
+    define_one(str, "wandb", "", project)
+    define_one(str, "wandb_mode", "", mode)
+
+
+def tracking() -> Tracking:
+    """Where runs are shown.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    return Tracking(value("wandb"), value("wandb_mode"))
 
 
 def given(name: str) -> bool:

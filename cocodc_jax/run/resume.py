@@ -13,6 +13,7 @@ import numpy as np
 import cocodc_jax as cc
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
@@ -122,7 +123,12 @@ def finished_summary(path: pathlib.Path) -> dict[str, Any] | None:
     return summary
 
 
-def open_records(folder: pathlib.Path, found: dict, step: int) -> MetricsWriter:
+def open_records(
+    folder: pathlib.Path,
+    found: dict,
+    step: int,
+    mirrors: Sequence[OpenMirror] = (tensorboard,),
+) -> MetricsWriter:
     """Open the files of records where a process goes on.
 
     Args:
@@ -130,6 +136,7 @@ def open_records(folder: pathlib.Path, found: dict, step: int) -> MetricsWriter:
       found: its `position`, empty for a new run.
       step: that the run goes on from. A process that the run did not have when it was
         saved may have been there before: what it wrote up to this step is kept.
+      mirrors: where the records go besides.
 
     Raises:
       ResumeError: if the records were damaged or cut since.
@@ -139,7 +146,7 @@ def open_records(folder: pathlib.Path, found: dict, step: int) -> MetricsWriter:
         offset = found.get("metrics_bytes")
         if offset is None and step:
             offset = bytes_until(folder / METRICS_FILE, step)
-        return MetricsWriter(folder, offset)
+        return MetricsWriter(folder, offset, mirrors)
     except ValueError as error:
         raise ResumeError(
             f"the run in {folder} cannot go on: {error}; bring the file back from a "

@@ -49,6 +49,7 @@ from cocodc_jax.run.resume import (
     resume,
     write_config,
 )
+from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.runtime.devices.mesh import Mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.trainer import (
@@ -82,6 +83,7 @@ class Session:
       mesh: the inner mesh.
       program: the method, not yet compiled.
       evaluate: judges parameters on the validation batches.
+      tracking: where process 0 shows its records besides.
     """
 
     config: TrainConfig
@@ -91,6 +93,7 @@ class Session:
     mesh: Mesh
     program: cc.RegionProgram
     evaluate: Callable[[models.Params], jax.Array]
+    tracking: Tracking = NO_TRACKING
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
         """Trains to the last step, going on from the newest checkpoint if there is one.
@@ -114,8 +117,9 @@ class Session:
             if finished is not None:
                 return finished
             state, progress, position = self.begin(saved, stream)
+            mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
             with (
-                open_records(self.own_dir, position, state.step) as writer,
+                open_records(self.own_dir, position, state.step, mirrors) as writer,
                 progress_bar(self.config, state.step, console) as bar,
                 stop_signal() as should_stop,
             ):
@@ -262,6 +266,7 @@ def prepare(
     open_text: Callable[..., TextData] = load,
     earlier: Sequence[Session] = (),
     processes: Processes = ONE_PROCESS,
+    tracking: Tracking = NO_TRACKING,
 ) -> Session:
     """Open the data, lays out the devices and build the program; compiles nothing.
 
@@ -271,6 +276,7 @@ def prepare(
       open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
       earlier: sessions whose compiled programs to use again where they are the same.
       processes: who takes part; started already.
+      tracking: where process 0 shows its records besides.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
@@ -283,6 +289,7 @@ def prepare(
     mesh = cc.make_mesh(
         run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
     )
+    tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
     workdir = pathlib.Path(workdir)
     check_workdir(config, workdir)
@@ -300,6 +307,7 @@ def prepare(
         mesh,
         twins[0].program if twins else build_program(config, model, mesh),
         alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
+        tracking,
     )
     if jax.process_index() == 0:
         write_config(config, workdir)

@@ -1,0 +1,90 @@
+"""Whether a run is shown in Weights & Biases, and how.
+
+No part of the configuration: it changes no number, and an interrupted run may go on
+with another choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from cocodc_jax.report.events import OpenMirror, tensorboard, weights_and_biases
+
+MODES = ("online", "offline", "disabled")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracking:
+    """Where process 0 shows its records, besides TensorBoard.
+
+    Attributes:
+      wandb: project in Weights & Biases; empty is none.
+      wandb_mode: online, offline (`wandb sync` sends it later) or disabled; empty is
+        what WANDB_MODE says.
+    """
+
+    wandb: str = ""
+    wandb_mode: str = ""
+
+    def __post_init__(self):
+        """Check the words.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        if self.wandb_mode not in ("", *MODES):
+            raise ValueError(
+                f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"
+            )
+        if self.wandb_mode and not self.wandb:
+            raise ValueError(
+                f"wandb_mode={self.wandb_mode} has no project; add --wandb=PROJECT"
+            )
+
+    def check(self) -> None:
+        """Refuse a project where process 0 misses the package.
+
+        Raises:
+          ValueError: naming the flag, and the command that installs it.
+        """
+        if not self._is_here:
+            return
+        found = importlib.util.find_spec("wandb")
+        # A folder of that name, as W&B makes them, is found too, without an origin.
+        if found is None or found.origin is None:
+            raise ValueError(
+                f"wandb={self.wandb} needs a package that is not installed: "
+                "pip install 'cocodc_jax[wandb]'"
+            )
+
+    def mirrors(self, name: str, config: Mapping[str, Any]) -> Sequence[OpenMirror]:
+        """Return where this process's records go.
+
+        Args:
+          name: of the run.
+          config: its configuration, plain values.
+        """
+        if not self._is_here:
+            return (tensorboard,)
+        wandb = functools.partial(
+            weights_and_biases,
+            project=self.wandb,
+            mode=self.wandb_mode or None,
+            name=name,
+            config=config,
+        )
+        return (tensorboard, wandb)
+
+    @property
+    def _is_here(self) -> bool:
+        """One run there, whatever the number of processes."""
+        return bool(self.wandb) and jax.process_index() == 0
+
+
+NO_TRACKING = Tracking()
