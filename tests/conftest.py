@@ -54,6 +54,8 @@ if _XLA not in os.environ.get("XLA_FLAGS", ""):
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
 
+# Commands that tests start stay there too, whatever compilers are installed.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight for region, data and model axes of a test mesh, one for the outer mesh.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 9)

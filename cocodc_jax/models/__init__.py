@@ -2,6 +2,7 @@
 
 from cocodc_jax.models import hugging_face
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.layout import Layout
 from cocodc_jax.models.pipeline import make_pipelined_loss_fn
 from cocodc_jax.models.presets import PRESETS, get
 from cocodc_jax.models.sharding import (
@@ -24,6 +25,7 @@ from cocodc_jax.models.transformer import (
 
 __all__ = [
     "PRESETS",
+    "Layout",
     "LossFn",
     "Params",
     "StageCodec",

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.models.layout import Layout, divide
+
 
 class TokenSums(NamedTuple):
     """Sums over tokens, float32 scalars."""
@@ -44,6 +46,7 @@ def cross_entropy(
     head_DV: jax.Array,
     targets_BL: jax.Array,
     chunk_tokens: int,
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean cross-entropy and accuracy of next-token prediction.
 
@@ -55,22 +58,25 @@ def cross_entropy(
       targets_BL: int32 token ids in [0, V).
       chunk_tokens: tokens whose logits may exist at one time. A chunk holds at
         least one position of every sequence; with `B * L <= chunk_tokens` there
-        is one chunk and no scan.
+        is one chunk and no scan. With a layout they are those of one device.
+      layout: how the devices of a region share the batch and the vocabulary.
 
     Returns:
       Loss in nats per token and the share of tokens predicted, float32 scalars.
     """
     batch, length = targets_BL.shape
+    chunk_tokens *= layout.num_data if layout else 1
     num_chunks = -(-length // max(1, chunk_tokens // batch))
     if num_chunks == 1:
-        sums = _token_sums(hidden_BLD, head_DV, targets_BL)
+        sums = _token_sums(hidden_BLD, head_DV, targets_BL, layout)
     else:
-        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks)
+        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks, layout)
     return sums.loss / (batch * length), sums.num_correct / (batch * length)
 
 
-def _token_sums(hidden_BLD, head_DV, targets_BL) -> TokenSums:
-    logits_BLV = logits_from_hidden(hidden_BLD, head_DV)
+def _token_sums(hidden_BLD, head_DV, targets_BL, layout: Layout | None) -> TokenSums:
+    logits_BLV = logits_from_hidden(divide(hidden_BLD, layout), head_DV)
+    logits_BLV = divide(logits_BLV, layout, None, layout and layout.model)
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
     # A masked sum in place of a gather: it fuses with the passes over the logits
     # and needs no exchange when the vocabulary is sharded. A padded target, -1,
@@ -86,7 +92,9 @@ def _token_sums(hidden_BLD, head_DV, targets_BL) -> TokenSums:
     )
 
 
-def _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks: int) -> TokenSums:
+def _chunked_sums(
+    hidden_BLD, head_DV, targets_BL, num_chunks: int, layout: Layout | None
+) -> TokenSums:
     # The sums leave the scan as stacked outputs: a carry begun from a constant
     # would not vary over a manual mesh axis as the sums do.
     chunks = (
@@ -96,7 +104,7 @@ def _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks: int) -> TokenSums
 
     @jax.checkpoint
     def chunk_sums(hidden_BCD, targets_BC):
-        return _token_sums(hidden_BCD, head_DV, targets_BC)
+        return _token_sums(hidden_BCD, head_DV, targets_BC, layout)
 
     _, sums = jax.lax.scan(lambda _, chunk: (None, chunk_sums(*chunk)), None, chunks)
     return jax.tree.map(jnp.sum, sums)

@@ -35,6 +35,7 @@ import optax
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.layout import Layout, divide, gather_reads, gather_writes
 from cocodc_jax.models.loss import cross_entropy, logits_from_hidden
 
 with extra("train"):
@@ -65,7 +66,9 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
         kv_width = config.num_kv_heads * config.head_width
         self.query = _matrix(rngs, config.width, config.width)
         self.key = _matrix(rngs, config.width, kv_width)
@@ -74,7 +77,7 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.query_norm = RMSNorm(config.head_width, config.norm_epsilon)
             self.key_norm = RMSNorm(config.head_width, config.norm_epsilon)
-        self.config = config
+        self.config, self.layout = config, layout
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
         """Attend within each sequence; `rotation` comes from `rotary_tables`."""
@@ -90,57 +93,75 @@ class Attention(nnx.Module):
             value_BLHd,
             is_causal=True,
         )
-        return _project(mixed_BLHd.reshape(x_BLD.shape), self.output)
+        mixed_BLD = mixed_BLHd.reshape(x_BLD.shape)
+        return _write(mixed_BLD, self.output, self.layout)
 
     def _heads(self, x_BLD: jax.Array, kernel: nnx.Param, num_heads: int):
-        return _project(x_BLD, kernel).reshape(*x_BLD.shape[:2], num_heads, -1)
+        flat = _read(x_BLD, kernel, self.layout)
+        x_BLHd = flat.reshape(*x_BLD.shape[:2], num_heads, -1)
+        model = self.layout and self.layout.model
+        return divide(x_BLHd, self.layout, None, model, None)
 
 
 class MLP(nnx.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
         self.gate = _matrix(rngs, config.width, config.mlp_width)
         self.up = _matrix(rngs, config.width, config.mlp_width)
         self.down = _matrix(rngs, config.mlp_width, config.width, _residual(config))
+        self.layout = layout
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map each position by itself."""
-        gated = jax.nn.silu(_project(x_BLD, self.gate)) * _project(x_BLD, self.up)
-        return _project(gated, self.down)
+        gate_BLF = jax.nn.silu(_read(x_BLD, self.gate, self.layout))
+        gated_BLF = gate_BLF * _read(x_BLD, self.up, self.layout)
+        return _write(gated_BLF, self.down, self.layout)
 
 
 class Block(nnx.Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
         self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.attention = Attention(config, rngs)
+        self.attention = Attention(config, rngs, layout)
         self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config, rngs, layout)
+        self.layout = layout
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
         """Add attention, then the feed-forward, to the residual stream."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        x_BLD = divide(x_BLD, self.layout)
+        return divide(x_BLD + self.mlp(self.mlp_norm(x_BLD)), self.layout)
 
 
 class Transformer(nnx.Module):
     """The decoder up to its last hidden states."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
         vocab, width = config.vocab_size, config.width
         self.embedding = _normal(rngs, (vocab, width), 1 / math.sqrt(width))
         # One key a layer either way, so that both layouts start alike.
         keys = jax.random.split(rngs.params(), config.num_layers)
         if config.scan_layers:
-            self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
+            self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key), layout))(
+                keys
+            )
         else:
-            self.blocks = nnx.List([Block(config, nnx.Rngs(key)) for key in keys])
+            self.blocks = nnx.List(
+                [Block(config, nnx.Rngs(key), layout) for key in keys]
+            )
         self.norm = RMSNorm(width, config.norm_epsilon)
         if not config.tie_embeddings:
             self.head = _matrix(rngs, width, vocab)
-        self.config = config
+        self.config, self.layout = config, layout
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         """Return the normed hidden states [B, L, D] in the compute dtype."""
@@ -150,13 +171,14 @@ class Transformer(nnx.Module):
         """Return what enters the first block, [B, L, D] in the compute dtype."""
         # Gathered, then cast: rows of one token repeat, and their gradients are
         # summed in float32.
-        return self.embedding[...][tokens_BL].astype(self.config.compute_dtype)
+        x_BLD = self.embedding[...][tokens_BL].astype(self.config.compute_dtype)
+        return divide(x_BLD, self.layout)
 
     def output_head(self) -> jax.Array:
         """Return the float32 output projection [D, V]."""
         if self.config.tie_embeddings:
             return self.embedding[...].T
-        return self.head[...]
+        return gather_reads(self.head[...], self.layout)
 
     def run_blocks(self, x_BLD: jax.Array) -> jax.Array:
         """Pass the residual stream [B, L, D] through all blocks."""
@@ -227,11 +249,13 @@ def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.A
     return logits_from_hidden(model(tokens), model.output_head())
 
 
-def make_loss_fn(config: TransformerConfig) -> LossFn:
+def make_loss_fn(config: TransformerConfig, layout: Layout | None = None) -> LossFn:
     """Make the language-model loss of one region.
 
     Args:
       config: the model.
+      layout: how the devices of a region share the work, in a program over their mesh;
+        None where there is one, or for the compiler to choose.
 
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
@@ -242,10 +266,14 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
 
     def loss_fn(params, tokens, key):
         del key
-        model = bind(config, params)
+        model = bind(config, params, layout)
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
         loss, accuracy = cross_entropy(
-            model(inputs_BL), model.output_head(), targets_BL, config.loss_chunk_tokens
+            model(inputs_BL),
+            model.output_head(),
+            targets_BL,
+            config.loss_chunk_tokens,
+            layout,
         )
         num_tokens = jnp.asarray(targets_BL.size, jnp.float32)
         return loss, {"num_tokens": num_tokens, "accuracy": accuracy}
@@ -293,19 +321,25 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     return float(6 * num_multiplying + attention)
 
 
-def bind(config: TransformerConfig, params: Params) -> Transformer:
+def bind(
+    config: TransformerConfig, params: Params, layout: Layout | None = None
+) -> Transformer:
     """Return the module that computes with `params`, for use while tracing."""
-    return nnx.merge(_graph(config), params)
+    return nnx.merge(_graph(config, layout), params)
 
 
 @functools.cache
-def _graph(config: TransformerConfig):
-    make = functools.partial(Transformer, config)
+def _graph(config: TransformerConfig, layout: Layout | None):
+    make = functools.partial(Transformer, config, layout=layout)
     return nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
-def _project(x: jax.Array, kernel: nnx.Param) -> jax.Array:
-    return x @ kernel[...].astype(x.dtype)
+def _read(x: jax.Array, kernel: nnx.Param, layout: Layout | None) -> jax.Array:
+    return x @ gather_reads(kernel[...].astype(x.dtype), layout)
+
+
+def _write(x: jax.Array, kernel: nnx.Param, layout: Layout | None) -> jax.Array:
+    return x @ gather_writes(kernel[...].astype(x.dtype), layout)
 
 
 def _matrix(rngs: nnx.Rngs, fan_in: int, fan_out: int, gain: float = 1.0) -> nnx.Param:

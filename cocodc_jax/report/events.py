@@ -78,7 +78,7 @@ def weights_and_biases(
       ConnectionError: if W&B refuses, with what it says.
     """
     with extra("wandb"):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
     try:
         run = wandb.init(

@@ -16,7 +16,14 @@ from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.pace import paced
 from cocodc_jax.run.processes import check_shares
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import REGION, STAGE, Mesh, inner_devices
+from cocodc_jax.runtime.devices.mesh import (
+    DATA,
+    MODEL,
+    REGION,
+    STAGE,
+    Mesh,
+    inner_devices,
+)
 from cocodc_jax.runtime.loop.evaluate import make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -176,7 +183,7 @@ def _make_loss_fn(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.LossFn:
-    loss_fn = models.make_loss_fn(model)
+    loss_fn = models.make_loss_fn(model, _layout(run))
     if run.is_pipelined:
         routed = run.regions if run.random_routing else None
         loss_fn = models.make_pipelined_loss_fn(
@@ -195,6 +202,13 @@ def _make_loss_fn(
             f"method={method.name!r} take gradients too; use another curvature"
         )
     return paced(loss_fn, run.step_seconds, LocalRegions.of(mesh, run.regions))
+
+
+def _layout(run: RunConfig) -> models.Layout | None:
+    """Say how a region's devices share its work, if there are several."""
+    if run.is_pipelined or run.data_axis * run.model_axis == 1:
+        return None
+    return models.Layout(DATA, MODEL, run.data_axis)
 
 
 def open_for(
@@ -226,4 +240,5 @@ def build_evaluate(
     """Return what judges parameters on the validation batches; compiles nothing."""
     # The same batches whatever the method and the seed.
     tokens = text.eval_tokens(config.run.eval_batches)
-    return make_evaluate(models.make_loss_fn(model), mesh, tokens)
+    loss_fn = models.make_loss_fn(model, _layout(config.run))
+    return make_evaluate(loss_fn, mesh, tokens)

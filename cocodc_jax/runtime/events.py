@@ -26,6 +26,7 @@ from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.merge import make_drift, make_merge
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
@@ -206,6 +207,44 @@ class SyncPrograms:
                 flight = flight.with_kept(needs.HALFWAY, copy)
             flights[pending.sync_id] = flight
         return dataclasses.replace(sync, in_flight=flights)
+
+    def listed(
+        self, region: RegionState, sync: SyncState, batch: PyTree
+    ) -> list[Listed]:
+        """List the programs that syncs run on the inner mesh, moments' left out.
+
+        Args:
+          region: abstract, as the others are.
+          sync: of a message without a rank.
+          batch: of one step, `[R, ...]`.
+        """
+        setting, rule = self._setting, self._setting.sync.merge.needs
+        found, step = [], jax.ShapeDtypeStruct((), np.int32)
+        everyone = jax.ShapeDtypeStruct(
+            (setting.regions.num,), bool, sharding=setting.shardings.region.key
+        )
+        rate = jax.ShapeDtypeStruct((), np.float32)
+        wants_state = any(needs.NEEDS[n].of_regions for n in rule)
+        for k, merge in enumerate(self._merge):
+            copy = with_shardings(
+                jax.eval_shape(self._copy[k], region.params),
+                setting.shardings.staged[k],
+            )
+            arguments = (
+                region.params,
+                region.opt_state if wants_state else None,
+                region.key if needs.wants_key(rule) else None,
+                {n: copy for n in _OF_MERGE if n in setting.sync.copies},
+                self._outer.abstract_near(k),
+                (batch, region.model_state) if needs.wants_batch(rule) else None,
+                rate if "learning_rate" in rule else None,
+                everyone if self._schedule.is_by_region else None,
+                step if self._schedule.is_measured else None,
+                step if "sync_key" in rule else None,
+            )
+            found += self._outer.listed(k, region, sync)
+            found.append(Listed(f"merge fragment {k}", merge, arguments))
+        return found
 
     def after_steps(
         self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)

@@ -39,6 +39,7 @@ from cocodc_jax.runtime.exchange.model_state import make_mean
 from cocodc_jax.runtime.exchange.per_step import mean_over_regions
 from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState, TrainState
 from cocodc_jax.sync import needs
@@ -301,6 +302,41 @@ class RegionProgram:
             schedule = self.method.sync.schedule
             schedule = schedule.landed(schedule.init())
         return TrainState(region, self._syncs.abstract(schedule, region))
+
+    def listed(self, batches: PyTree) -> list[Listed]:
+        """List the programs of the inner mesh that a run compiles; compiles nothing.
+
+        The mesh may be of devices that are not there (`jax.experimental.topologies`).
+
+        Args:
+          batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
+        """
+
+        def placed(x):
+            spec = P(None, REGION, DATA) if x.ndim > 2 else P(None, REGION)
+            where = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        state, batches = self.abstract(), jax.tree.map(placed, batches)
+        num_steps = jax.tree.leaves(batches)[0].shape[0]
+        params = with_shardings(self._params, self.shardings.params)
+        participating = None
+        if not self.regions.are_even:
+            participating = jax.ShapeDtypeStruct((num_steps, self.num_regions), bool)
+        outer = (state.sync.outer,) if self._correct and state.sync else ()
+        steps = (state.region, batches, participating, *outer)
+        sent_bytes = num_steps * self.bytes_per_step
+        found = [
+            Listed("first state", self._new_region, (params, self._key_data)),
+            Listed("inner steps", self._steps, steps, sent_bytes),
+            Listed("mean of regions", self._mean, (state.region.params,)),
+        ]
+        if self._syncs is None or state.sync is None:
+            return found
+        last = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
+        )
+        return found + self._syncs.listed(state.region, state.sync, last)
 
     def steps_to_event(self, state: TrainState) -> int | None:
         """Return the inner steps until the next event; None where there are none."""

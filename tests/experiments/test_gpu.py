@@ -15,7 +15,7 @@ def test_one_gpu_is_as_fast_beside_a_sync(command, tmp_path):
         f"--workdir={tmp_path}",
     )  # fmt: skip
     # Each process would take all of the memory.
-    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": ""}
     process = command("experiments.launch_local", *flags, env=env)
     _, error = process.communicate(timeout=1200)
     assert process.returncode == 0, error

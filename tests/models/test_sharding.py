@@ -7,7 +7,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.compiled import hlo
+from cocodc_jax.compiled.collectives import collectives
 from cocodc_jax.models import (
+    Layout,
     TransformerConfig,
     check_divisible,
     init_params,
@@ -43,9 +46,9 @@ def _mesh(**axes):
     )
 
 
-def _step(config):
+def _step(config, layout=None):
     """Returns `(params, tokens) -> ((loss, aux), gradient)` of one region."""
-    grad = jax.value_and_grad(make_loss_fn(config), has_aux=True)
+    grad = jax.value_and_grad(make_loss_fn(config, layout), has_aux=True)
     return lambda params, tokens: grad(params, tokens, jax.random.key(0))
 
 
@@ -128,6 +131,35 @@ def test_step_inside_a_region_manual_shard_map(config):
     )
     assert "psum" not in str(jax.make_jaxpr(program)(placed, batch))
     _assert_close(jax.jit(program)(placed, batch), expected)
+
+
+def test_a_layout_changes_no_number_and_gathers_no_batch():
+    config = dataclasses.replace(_CHUNKED, loss_chunk_tokens=6)
+    params, tokens, expected = _example(_CHUNKED)
+    mesh = _mesh(region=2, data=2, model=2)
+    specs = jax.tree.map(
+        lambda spec: P("region", *spec),
+        partition_specs(_shapes(config)),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    placed = _place(mesh, params, specs)
+    batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
+    program = jax.shard_map(
+        jax.vmap(_step(config, Layout(num_data=2))),
+        mesh=mesh,
+        axis_names={"region"},
+        in_specs=P("region"),
+        out_specs=P("region"),
+    )
+    compiled = jax.jit(program).lower(placed, batch).compile()
+    _assert_close(compiled(placed, batch), expected)
+    module = hlo.parse(compiled.as_text())
+    found = collectives(module, {"region": 2, "data": 2, "model": 2})
+    gathered = [x.array.dims for x in found if x.kind == "all-gather"]
+    # Weights are. Of hidden states [regions, batch, length, width] only one is, the
+    # cotangent of the embedding's lookup.
+    assert gathered
+    assert len([dims for dims in gathered if dims[-1] == 16 and 9 in dims]) <= 1
 
 
 def test_one_region_per_device_without_vmap():

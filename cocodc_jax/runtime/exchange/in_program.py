@@ -23,6 +23,7 @@ from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shar
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
+    abstract_sent,
     in_specs,
     make_outgoing,
     make_restore,
@@ -83,6 +84,26 @@ class InProgram:
             start_step_of(self._setting, departure.event),
         )
         return staged, mean, None, state
+
+    def listed(
+        self,
+        fragment_id: int,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Callable, tuple]:
+        """Return the program that sends a fragment, and its abstract arguments.
+
+        Args:
+          fragment_id: which.
+          region: abstract, as the others are.
+          stale_params: as of `send`.
+          compressor_state: of the regions, of a message without a rank.
+        """
+        program = self._make(fragment_id, 0, compressor_state)
+        return program, abstract_sent(
+            self._setting, region, stale_params, compressor_state
+        )
 
     def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
         shardings = self._setting.shardings

@@ -22,6 +22,7 @@ from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.combine import make_buffer, make_combine
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
+    abstract_sent,
     jit_outgoing,
     make_restore,
     start_step_of,
@@ -84,6 +85,28 @@ class OnOuterMesh:
         weights = self._weights(departure.weights, channel.host)
         mean, times = combine(rows, weights, start_step)
         return staged, mean, times, state
+
+    def listed(
+        self,
+        fragment_id: int,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Callable, tuple]:
+        """Return the program that encodes a fragment; see `InProgram.listed`.
+
+        The one that crosses is of the host's CPU.
+        """
+        setting = self._setting
+        encode, _ = self._make(fragment_id, 0, compressor_state)
+        told = None
+        if self._num_times:
+            where = cast(Sharding, setting.shardings.region.key)
+            told = jax.ShapeDtypeStruct(
+                (self._num_times, 2), np.float32, sharding=where
+            )
+        arguments = abstract_sent(setting, region, stale_params, compressor_state)
+        return encode, (*arguments, told)
 
     def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
         setting = self._setting

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.mesh import REGION, regional
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.averages import sync_key
@@ -130,6 +130,26 @@ def start_step_of(setting: Setting, event: Event) -> np.int32 | None:
     """Return what a sync's key is made of, where the average draws; else None."""
     draws = setting.sync.message.average.draws
     return np.int32(event.start_step) if draws else None
+
+
+def abstract_sent(
+    setting: Setting, region: Any, stale_params: PyTree, compressor_state: PyTree
+) -> tuple:
+    """Return shapes, dtypes and shardings of what `make_outgoing`'s function takes.
+
+    Args:
+      setting: of the run.
+      region: a `RegionState` of shapes.
+      stale_params: of shapes.
+      compressor_state: of shapes.
+    """
+    weights = jax.ShapeDtypeStruct(
+        (setting.regions.num,), float, sharding=regional(setting.mesh)
+    )
+    draws = setting.sync.message.average.draws
+    start_step = jax.ShapeDtypeStruct((), np.int32) if draws else None
+    state = (stale_params, compressor_state, weights, region.key, start_step)
+    return (region.params, *state)
 
 
 def make_restore(setting: Setting, fragment_id: int) -> Callable:

@@ -25,6 +25,7 @@ from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.in_program import everywhere
 from cocodc_jax.runtime.exchange.others import from_neighbour, from_partner
 from cocodc_jax.runtime.exchange.outgoing import Departure, message_key
+from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
 from cocodc_jax.runtime.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -146,6 +147,24 @@ class RegionalOuterModels:
         outer = outer.updated(k, outer.params[k], kept)
         copies = {} if staged is None else {STAGED: staged}
         return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
+
+    def listed(
+        self, fragment_id: int, region: RegionState, sync: SyncState
+    ) -> list[Listed]:
+        """List the programs of a fragment's sync; see `SharedOuterModel.listed`."""
+        k, outer = fragment_id, sync.outer
+        own = (outer.params[k], outer.opt_states[k])
+        matching = jax.ShapeDtypeStruct((), np.int32)
+        sent = (region.params, *own, region.key, matching)
+        arrived = self.abstract_flight(k).mean
+        return [
+            Listed(f"send fragment {k}", self._send[k], sent, self.num_bytes(k)),
+            Listed(f"outer step {k}", self._step, (*own, arrived)),
+        ]
+
+    def abstract_near(self, fragment_id: int) -> Fragment:
+        """Return shapes and shardings of what `on_mesh` gives."""
+        return self.abstract(None).outer.params[fragment_id]
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState

@@ -21,6 +21,7 @@ from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.combine import times_bytes
 from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
 from cocodc_jax.runtime.state import (
     InFlight,
@@ -187,6 +188,34 @@ class SharedOuterModel:
             kept["times"] = times
         compressors = replaced(sync.compressors, k, state)
         return dataclasses.replace(sync, compressors=compressors), InFlight(mean, kept)
+
+    def listed(
+        self, fragment_id: int, region: RegionState, sync: SyncState
+    ) -> list[Listed]:
+        """List the programs of the inner mesh that a fragment's sync runs.
+
+        Args:
+          fragment_id: which.
+          region: abstract.
+          sync: abstract.
+        """
+        k = fragment_id
+        stale = sync.stale_params[k] if sync.stale_params else self.abstract_near(k)
+        send = self._route.listed(k, region, stale, sync.compressors[k])
+        sent = Listed(f"send fragment {k}", *send, self.num_bytes(k))
+        if not self.steps_on_mesh:  # The outer step is the host's.
+            return [sent]
+        params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
+        flight = self.abstract_flight(k)
+        arguments = (params, opt_state, params, flight.kept.get(STALE))
+        return [sent, Listed(f"outer step {k}", self._step, arguments)]
+
+    def abstract_near(self, fragment_id: int) -> Fragment:
+        """Return shapes and shardings of what `on_mesh` gives."""
+        return with_shardings(
+            self._setting.outer_shapes[fragment_id],
+            self._setting.shardings.fragments[fragment_id],
+        )
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState

@@ -1,0 +1,289 @@
+"""Scheduled HLO, the text that `jax.stages.Compiled.as_text` gives, as values.
+
+Only what measuring needs: instructions in the order in which they run, which
+computations they call, how often each computation runs, and bytes of shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_DTYPE = r"pred|token|opaque|[a-z]+\d+(?:e\d+m\d+\w*)?"
+_ARRAY = re.compile(rf"\b({_DTYPE})\[([\d,]*)\](?:\{{([^}}]*)\}})?")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.<>-]+) \(.*\{$")
+_NAME = re.compile(r"^\s*(ROOT )?%?([\w.<>-]+) = ")
+_CALLED = re.compile(
+    r"\b(calls|body|condition|branch_computations|called_computations"
+    r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.<>-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CLOSES = {"(": ")", "{": "}", "[": "]"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array of a shape.
+
+    Attributes:
+      dtype: as HLO writes it, such as bf16.
+      dims: sizes of its axes.
+      is_in_hbm: whether it lies in the device's main memory, not in a TPU's VMEM.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    is_in_hbm: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements, without padding."""
+        return math.ceil(math.prod(self.dims) * dtype_bits(self.dtype) / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line.
+
+    Attributes:
+      name: of its result, unique in the module.
+      shape: of its result, as written.
+      opcode: such as fusion.
+      operands: names, or for a constant what it is.
+      attributes: all that follows, as written.
+      is_root: whether it is the computation's result.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str = ""
+    is_root: bool = False
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Arrays of the result, of a tuple those of all parts."""
+        return arrays(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @functools.cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Computations that it calls, by what for: calls, body, condition."""
+        return {
+            kind: tuple(re.findall(r"[\w.<>-]+", names))
+            for kind, names in _CALLED.findall(self.attributes)
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they run.
+
+    Attributes:
+      name: unique in the module.
+      instructions: in order.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """The instructions by their names."""
+        return {each.name: each for each in self.instructions}
+
+    @functools.cached_property
+    def position(self) -> dict[str, int]:
+        """Where each instruction stands."""
+        return {each.name: i for i, each in enumerate(self.instructions)}
+
+    @property
+    def root(self) -> Instruction:
+        """What the computation gives."""
+        return next((x for x in self.instructions if x.is_root), self.instructions[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      computations: by name.
+      entry: name of the one that the program is.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def __iter__(self) -> Iterator[Computation]:
+        """Iterate over the computations."""
+        return iter(self.computations.values())
+
+    def trip_count(self, loop: Instruction) -> int:
+        """Return how often a while's body runs.
+
+        As the compiler has noted it; else the constant that the condition compares
+        with, as a scan counts from 0 in steps of 1; else 1.
+        """
+        noted = _TRIPS.search(loop.attributes)
+        if noted:
+            return int(noted[1])
+        constants = [
+            int(each.operands[0])
+            for name in loop.called.get("condition", ())
+            for each in self._with_callees(self.computations[name])
+            if each.opcode == "constant" and re.fullmatch(r"\d+", each.operands[0])
+        ]
+        return max(constants, default=1)
+
+    def _with_callees(self, computation: Computation) -> Iterator[Instruction]:
+        for each in computation.instructions:
+            yield each
+            for name in each.called.get("calls", ()):
+                yield from self._with_callees(self.computations[name])
+
+    @functools.cached_property
+    def executions(self) -> dict[str, int]:
+        """How often each computation runs; of a conditional every branch counts.
+
+        What an instruction applies to single elements, as a reduction its sum, is not
+        called in this sense, and runs 0 times.
+        """
+        times = dict.fromkeys(self.computations, 0)
+
+        def visit(name: str, count: int) -> None:
+            times[name] += count
+            for each in self.computations[name].instructions:
+                for kind, callees in each.called.items():
+                    trips = self.trip_count(each) if kind == "body" else 1
+                    for callee in callees:
+                        visit(callee, count * trips)
+
+        visit(self.entry, 1)
+        return times
+
+    @functools.cached_property
+    def fused(self) -> frozenset[str]:
+        """Computations inside fusions: what they hold between never is an array."""
+        found: set[str] = set()
+
+        def visit(name: str) -> None:
+            if name not in found:
+                found.add(name)
+                for each in self.computations[name].instructions:
+                    for callees in each.called.values():
+                        for callee in callees:
+                            visit(callee)
+
+        for computation in self:
+            for each in computation.instructions:
+                if each.opcode == "fusion":
+                    for callee in each.called.get("calls", ()):
+                        visit(callee)
+        return frozenset(found)
+
+
+def parse(text: str) -> Module:
+    """Read a module.
+
+    Args:
+      text: as `as_text` gives it.
+
+    Raises:
+      ValueError: if it has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry = name = ""
+    instructions: list[Instruction] = []
+    for raw in text.splitlines():
+        line = _COMMENT.sub("", raw)
+        if header := _HEADER.match(line):
+            name, instructions = header[2], []
+            entry = name if header[1] else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, tuple(instructions))
+            name = ""
+        elif name and (found := _NAME.match(line)):
+            rest = line[found.end() :]
+            instructions.append(_instruction(found[2], rest, bool(found[1])))
+    if entry not in computations:
+        raise ValueError("the text has no ENTRY computation: it is no HLO module")
+    return Module(computations, entry)
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, rest = rest.partition("(")
+    end = _closing("(" + rest) - 2
+    operands = tuple(
+        part.split()[-1].lstrip("%") for part in split(rest[:end]) if part.split()
+    )
+    return Instruction(name, shape, opcode, operands, rest[end + 1 :], is_root)
+
+
+def _closing(text: str) -> int:
+    """Return the position after the bracket that closes the first one."""
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char in _CLOSES) - (char in _CLOSES.values())
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def split(text: str) -> list[str]:
+    """Split at the commas that stand in no bracket.
+
+    >>> split("f32[2,3]{1,0} %a, (b, c)")
+    ['f32[2,3]{1,0} %a', '(b, c)']
+    """
+    parts, depth, begin = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in _CLOSES) - (char in _CLOSES.values())
+        if char == "," and depth == 0:
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+    return [*parts, text[begin:].strip()]
+
+
+def elements(shape: str) -> list[str]:
+    """Return the parts of a tuple's shape; of an array's the array."""
+    return split(shape[1:-1]) if shape.startswith("(") else [shape]
+
+
+@functools.lru_cache(maxsize=4096)
+def arrays(shape: str) -> tuple[Array, ...]:
+    """Return the arrays of a shape.
+
+    >>> arrays("(bf16[2,8]{1,0:T(8,128)(2,1)S(1)}, u32[], token[])")[0]
+    Array(dtype='bf16', dims=(2, 8), is_in_hbm=False)
+    """
+    return tuple(
+        Array(
+            dtype,
+            tuple(int(size) for size in dims.split(",") if size),
+            "S(" not in layout or "S(0)" in layout,
+        )
+        for dtype, dims, layout in _ARRAY.findall(shape)
+        if dtype not in ("token", "opaque")
+    )
+
+
+def dtype_bits(dtype: str) -> int:
+    """Return the bits of an element.
+
+    >>> [dtype_bits(name) for name in ("pred", "s4", "f8e4m3fn", "bf16", "c64")]
+    [8, 4, 8, 16, 64]
+    """
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else 8

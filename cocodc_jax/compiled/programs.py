@@ -1,0 +1,232 @@
+"""What a run compiles for a machine, and what it would have to move at least."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from cocodc_jax import models
+from cocodc_jax.compiled.collectives import BETWEEN_SLICES
+from cocodc_jax.compiled.targets import GPUS_PER_HOST, Chip, Target
+from cocodc_jax.run.build import build_program, check_model
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.runtime.devices.mesh import DATA, REGION, make_mesh
+from cocodc_jax.runtime.listed import Listed
+from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram
+from cocodc_jax.sync.schedules.base import START, events_at
+
+PyTree = Any
+FIRST_STATE, INNER_STEPS = "first state", "inner steps"
+# Axes over which messages between regions lie.
+BETWEEN = frozenset({REGION, BETWEEN_SLICES})
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A run for a machine.
+
+    Attributes:
+      program: of the method.
+      mesh: of devices that can only be compiled for.
+      listed: what is compiled.
+      scan_steps: T, inner steps in one call.
+      syncs_per_step: that start, on average.
+      state: abstract, with as much in flight as ever.
+    """
+
+    program: RegionProgram
+    mesh: Mesh
+    listed: list[Listed]
+    scan_steps: int
+    syncs_per_step: float
+    state: Any
+
+
+def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainConfig:
+    """Divide a machine over a run's regions.
+
+    Args:
+      config: of the run.
+      target: the machine.
+      keep_data_axis: whether the configuration's own is meant; otherwise it is as long
+        as there are chips.
+
+    Returns:
+      The configuration with its data axis. Messages cross in the program, as where
+      regions share a fabric.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    run, num_chips = config.run, target.num_chips
+    if num_chips % run.regions:
+        raise ValueError(
+            f"regions={run.regions} do not divide the {num_chips} chips of "
+            f"target={target} * slices={target.slices}; use another number"
+        )
+    if target.slices > 1 and run.regions % target.slices:
+        raise ValueError(
+            f"slices={target.slices} do not hold regions={run.regions} in equal "
+            "numbers; use a divisor"
+        )
+    own = num_chips // run.regions
+    inside = run.stages * run.model_axis * (run.data_axis if keep_data_axis else 1)
+    if own % inside:
+        raise ValueError(
+            f"stages * data_axis * model_axis = {inside} do not divide the {own} chips "
+            f"of a region of target={target}; use divisors"
+        )
+    if not keep_data_axis:
+        config = config.replace(data_axis=own // inside)
+    if config.run.exchange == "auto":
+        config = config.replace(exchange="program")
+    return config
+
+
+def build(config: TrainConfig, target: Target) -> Built:
+    """Make the programs of a run and list them; compiles nothing.
+
+    The vocabulary is the preset's own, as no corpus is opened.
+
+    Args:
+      config: as `place` gives it.
+      target: whose compiler is installed.
+    """
+    run, model = config.run, config.model
+    check_model(config, model)
+    devices = target.devices()
+    if len(devices) > target.num_chips:  # Each chip shows as several.
+        config = config.replace(
+            data_axis=run.data_axis * (len(devices) // target.num_chips)
+        )
+        run = config.run
+    mesh = make_mesh(
+        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
+    )
+    program = build_program(config, model, mesh)
+    scan_steps, syncs_per_step, schedule = _walk(program, run.log_every)
+    data = config.data
+    shape = (scan_steps, run.regions, data.batch_per_region, data.sequence_length + 1)
+    batches = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return Built(
+        program,
+        mesh,
+        program.listed(batches),
+        scan_steps,
+        syncs_per_step,
+        program.abstract(schedule),
+    )
+
+
+def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
+    """Follow the schedule for three intervals.
+
+    Returns:
+      Steps of the longest scan, syncs that start in a step, and the schedule's state
+      with most in flight (None without syncs).
+    """
+    sync = program.method.sync
+    if sync is None:
+        return min(log_every, MAX_SCAN_STEPS), 0.0, None
+    schedule = sync.schedule
+    state, done, longest, starts = schedule.init(), 0, 1, 0
+    fullest = state
+    end = 3 * schedule.sync_interval
+    while (step := schedule.next_step(state)) <= end:
+        longest = max(longest, min(step - done, MAX_SCAN_STEPS))
+        done = step
+        for after, event in events_at(schedule, state, step, _observe(program)):
+            state = after
+            starts += event is not None and event.kind == START
+        if len(state.in_flight) > len(fullest.in_flight):
+            fullest = state
+    return longest, starts / end, fullest
+
+
+def _observe(program: RegionProgram) -> Any:
+    """Answer a schedule that chooses by what it sees: all fragments are alike."""
+    num_fragments = len(program.fragments)
+    return lambda name: [] if name == "applied" else [1.0] * num_fragments
+
+
+def model_flops(config: TrainConfig, num_devices: int) -> float:
+    """Count the model's own operations of one step, of each of a region's devices."""
+    data = config.data
+    tokens = data.batch_per_region * data.sequence_length
+    each = models.flops_per_token(config.model, data.sequence_length)
+    return each * tokens * config.run.regions / num_devices
+
+
+def least_bytes_inside(built: Built, config: TrainConfig) -> float:
+    """Count what one inner step has to move over the data axis, received by a device.
+
+    Fully sharded data parallelism's own: each weight is gathered twice, as it is
+    computed with (forward and backward), and its float32 gradient reduce-scattered;
+    gradients of what is whole on every device are all-reduced.
+    """
+    size = built.mesh.shape[DATA]
+    itemsize = jnp.dtype(config.model.compute_dtype).itemsize
+    total = 0.0
+    params = built.state.region.params
+    for leaf in jax.tree.leaves(params):
+        whole = _without(leaf, built.mesh, DATA) // leaf.dtype.itemsize
+        is_divided = DATA in jax.tree.leaves(tuple(leaf.sharding.spec))
+        each = 2 * itemsize + leaf.dtype.itemsize
+        total += whole * (each if is_divided else 2 * leaf.dtype.itemsize)
+    return total * (size - 1) / size
+
+
+def _without(leaf: Any, mesh: Mesh, axis: str) -> int:
+    """Return a device's bytes of an array if `axis` did not divide it."""
+    own = device_bytes([leaf], mesh)
+    named = jax.tree.leaves(tuple(leaf.sharding.spec))
+    return own * (mesh.shape[axis] if axis in named else 1)
+
+
+def device_bytes(tree: PyTree, mesh: Mesh) -> int:
+    """Return the bytes that a device of the mesh holds of abstract arrays."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh
+    )
+
+
+def held_bytes(built: Built, listed: Listed) -> int:
+    """Return what a device holds of the run's state besides a program's arguments."""
+    state = built.state
+    others = jax.tree.leaves((state.region, state.sync.arrays if state.sync else ()))
+    taken = collections.Counter(
+        _key(x) for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding")
+    )
+    held = []
+    for leaf in others:
+        if taken[_key(leaf)] > 0:
+            taken[_key(leaf)] -= 1
+        else:
+            held.append(leaf)
+    return 0 if listed.name == FIRST_STATE else device_bytes(held, built.mesh)
+
+
+def _key(leaf: Any) -> tuple:
+    return leaf.shape, str(leaf.dtype), leaf.sharding
+
+
+def device_of(target: Target, mesh: Mesh) -> Chip:
+    """Return what a device of the mesh can do, with the links that its region has.
+
+    A region of several GPU hosts has the network between its devices; regions of one
+    TPU slice have the slice's links between them.
+    """
+    chip = target.per_device(mesh.size)
+    if chip.platform == "cuda" and mesh.size // mesh.shape[REGION] > GPUS_PER_HOST:
+        return dataclasses.replace(chip, link_bps=chip.network_bps)
+    if chip.platform == "tpu" and target.slices == 1:
+        return dataclasses.replace(chip, network_bps=chip.link_bps)
+    return chip

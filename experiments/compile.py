@@ -1,0 +1,164 @@
+"""Compiles every program of a run for a machine that need not be there.
+
+    python -m experiments.compile --preset=paper_150m --target=v5e:4x4 --slices=4 \
+        --method=cocodc --workdir=DIR
+
+Targets: a slice of TPU chips (v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:8x8, 7x:4x4x4), any
+number of --slices, or hosts of eight GPUs (h100:4, h200:4). The regions share the
+chips; the data axis is as long as there are any. Prints for each program, of one
+device: memory, operations, collectives inside and between regions and which of them
+span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
+Exits with 1 if the run does not fit, and proposes flags with which it would. Needs the
+extra `tpu` or `cuda`, and no accelerator.
+"""
+
+import pathlib
+import sys
+from typing import Any
+
+from cocodc_jax._extras import extra
+from cocodc_jax.compiled import report
+from cocodc_jax.compiled.job import CompileError, Job
+from cocodc_jax.compiled.programs import place
+from cocodc_jax.compiled.targets import CHIPS, Target
+from cocodc_jax.run import flags
+from cocodc_jax.run.build import check_model
+from cocodc_jax.run.config import TrainConfig, dumps
+
+from . import commands
+
+with extra("train"):
+    from rich.console import Console
+
+RESULT_FILE = "compile.json"
+# Columns of the table, also where it goes to a file.
+WIDTH = 120
+
+
+def main() -> None:
+    """Read the flags, compile, print and write what was found."""
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    with flags.usage_errors():
+        job, workdir = read_flags()
+    try:
+        result = compile_run(job, console)
+    except CompileError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / RESULT_FILE).write_text(dumps(result))
+    if not result["fits"]:
+        sys.exit(1)
+
+
+def read_flags() -> tuple[Job, pathlib.Path]:
+    """Return what to compile, and the folder of the result.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    if not flags.given("target"):
+        raise ValueError(f"target=None is no machine; use one of {', '.join(CHIPS)}")
+    target = Target.parse(flags.value("target"), flags.value("slices"))
+    config = place(flags.config(), target, flags.given("data_axis"))
+    check_model(config, config.model)
+    target.check_installed()
+    default = pathlib.Path("runs") / f"compile_{config.preset}_{config.method.method}"
+    workdir = pathlib.Path(flags.value("workdir") or default)
+    hlo_dir = workdir / "hlo" if flags.value("keep_hlo") else None
+    if hlo_dir:
+        hlo_dir.mkdir(parents=True, exist_ok=True)
+    return Job(config, target, hlo_dir=hlo_dir), workdir
+
+
+def compile_run(job: Job, console: Console) -> dict[str, Any]:
+    """Compile and print; returns what compile.json holds.
+
+    Raises:
+      CompileError: if the process that compiles died.
+    """
+    with console.status("") as status:
+        about, programs = job.run(
+            lambda name: status.update(f"compiling {name} for {job.target}")
+        )
+        summary = report.summarise(about, programs)
+        if not summary["fits"] and flags.value("propose"):
+            summary["remedy"] = find_remedy(job, status.update)
+    console.print(report.table(about, programs))
+    for line in report.lines(job.config, about, programs, summary):
+        console.print(line, soft_wrap=True)
+    if not summary["fits"]:
+        console.print("[red]It does not fit.[/red]" + _advice(summary))
+    return (
+        dict(
+            preset=job.config.preset,
+            method=job.config.method.method,
+            target=str(job.target),
+            slices=job.target.slices,
+        )
+        | summary
+        | dict(about=about, programs=programs, config=job.config.to_json())
+    )
+
+
+def find_remedy(job: Job, say: Any) -> str | None:
+    """Return the first flags with which the inner steps fit; None if none do.
+
+    Args:
+      job: that does not fit.
+      say: told what is tried.
+    """
+    for text, config in report.remedies(job.config):
+        if not is_possible(config):
+            continue
+        say(f"does it fit with {text}?")
+        try:
+            _, programs = Job(config, job.target, only_steps=True).run()
+        except CompileError:  # A compiler that dies has not shown that it fits.
+            continue
+        if all(program["fits"] for program in programs):
+            return text
+    return None
+
+
+def is_possible(config: TrainConfig) -> bool:
+    """Tell whether a region's devices can share the model."""
+    try:
+        check_model(config, config.model)
+    except ValueError:
+        return False
+    return True
+
+
+def _advice(summary: dict[str, Any]) -> str:
+    if "remedy" not in summary:
+        return ""
+    if summary["remedy"] is None:
+        return " No flags that were tried make it fit; take a larger slice."
+    return f" The inner steps would with {summary['remedy']}"
+
+
+def define() -> None:
+    """Define the flags."""
+    flags.define()
+    flags.define_one(
+        str, "target", None, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."
+    )
+    flags.define_one(int, "slices", 1, "Slices of that shape, joined by their hosts.")
+    flags.define_one(
+        bool, "propose", True, "Whether to look for flags with which the run would fit."
+    )
+    flags.define_one(
+        bool, "keep_hlo", False, "Whether to write the scheduled programs to hlo/."
+    )
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    define()
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,148 @@
+"""`experiments.compile`: what it writes, prints and refuses; a run for a small TPU."""
+
+import importlib.util
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from cocodc_jax.compiled import report
+from cocodc_jax.compiled.job import CompileError, Job
+from cocodc_jax.compiled.programs import place
+from cocodc_jax.compiled.targets import Target
+from cocodc_jax.run.presets import PRESETS
+
+# Small: one block, one fragment, two regions of two chips.
+SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    code, out, error = run(
+        "experiments.compile", "--preset=smoke", "--method=streaming_diloco", *flags,
+        "--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}", "--keep_hlo",
+    )  # fmt: skip
+    assert code == 0, error
+    found = json.loads((tmp_path / "compile.json").read_text())
+    assert found["fits"]
+    assert not found["overlapped"]
+    assert found["hbm_bytes"] == int(15.75 * 2**30)
+    assert 0 < found["temp_bytes"] < 10**8
+    assert 0 < found["mfu"] < 1
+    # Products outside of the model's count are few, and none of its own is missing.
+    assert 0.97 <= found["flops_ratio"] < 1.1
+    programs = {program["name"]: program for program in found["programs"]}
+    assert set(programs) == {
+        "first state", "inner steps", "mean of regions", "send fragment 0",
+        "merge fragment 0",
+    }  # fmt: skip
+    (mean,) = programs["send fragment 0"]["collectives"]
+    assert (mean["kind"], mean["where"], mean["spans"]) == (
+        "all-reduce", "between", False,
+    )  # fmt: skip
+    least = programs["send fragment 0"]["sent_bytes"] / 2
+    assert mean["num_bytes"] >= least
+    inside = programs["inner steps"]["collectives"]
+    assert all(row["axes"] == ["data"] for row in inside)
+    assert "inner steps" in out
+    assert (tmp_path / "hlo" / "inner_steps.txt").stat().st_size > 0
+
+
+def test_what_is_refused_is_said_in_one_line(run):
+    code, _, error = run("experiments.compile", "--preset=smoke")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--target=None is no machine; use one of v4, v5e" in error
+
+
+def test_a_compiler_that_dies_is_reported(monkeypatch):
+    target = Target.parse("v5e:1x2", 2)
+    config = place(PRESETS["smoke"].replace(regions=2, eval_batches=2), target, False)
+    # No compiler is found where Python sees nothing but itself.
+    monkeypatch.setenv("PYTHONPATH", "/no/such")
+    monkeypatch.setattr(
+        Target, "environment", lambda self: {"JAX_PLATFORMS": "no_such_platform"}
+    )
+    with pytest.raises(CompileError, match="ended with code 1 at 'what comes first'"):
+        Job(config, target).run()
+
+
+ABOUT = dict(
+    num_devices=8,
+    hbm_bytes=16 * 10**9,
+    peak_flops=1e12,
+    scan_steps=5,
+    syncs_per_step=0.1,
+    num_fragments=1,
+    model_flops=2e9,
+    least_bytes_inside=1e6,
+)
+STEPS = dict(
+    name="inner steps",
+    fits=True,
+    sent_bytes=0,
+    argument_bytes=10**9,
+    temp_bytes=2 * 10**9,
+    peak_bytes=3 * 10**9,
+    flops=5 * 2.5e9,
+    seconds=7.0,
+    estimate=dict(seconds=5 * 0.004, limit="memory", compute_s=5 * 0.0025),
+    collectives=[
+        dict(kind="all-gather", where="inside", axes=["data"], is_async=False,
+             spans=False, count=2, executions=10, num_bytes=6e6, largest="bf16[8]"),
+    ],
+)  # fmt: skip
+SEND = dict(
+    name="send fragment 0",
+    fits=True,
+    sent_bytes=80,
+    argument_bytes=1,
+    temp_bytes=1,
+    peak_bytes=1,
+    flops=0,
+    seconds=1.0,
+    estimate=dict(seconds=0.01, limit="network", compute_s=0),
+    collectives=[
+        dict(kind="all-reduce", where="between", axes=["slice"], is_async=True,
+             spans=True, count=1, executions=1, num_bytes=20, largest="f32[8]"),
+    ],
+)  # fmt: skip
+
+
+def test_a_summary_by_hand():
+    found = report.summarise(ABOUT, [STEPS, SEND])
+    assert found == dict(
+        fits=True, overlapped=True, temp_bytes=2 * 10**9, peak_bytes=3 * 10**9,
+        hbm_bytes=16 * 10**9, step_seconds=0.004, mfu=pytest.approx(0.5),
+        step_seconds_with_syncs=pytest.approx(0.005),
+        mfu_with_syncs=pytest.approx(0.4), limit="memory",
+        flops_ratio=pytest.approx(1.25), inside_ratio=pytest.approx(1.2),
+    )  # fmt: skip
+
+
+def test_one_message_that_does_not_span_is_no_overlap():
+    late = SEND | dict(collectives=[SEND["collectives"][0] | dict(spans=False)])
+    assert not report.summarise(ABOUT, [STEPS, SEND, late])["overlapped"]
+    assert not report.summarise(ABOUT, [STEPS])["overlapped"]
+
+
+def test_a_program_that_is_refused_is_in_the_table():
+    refused = dict(
+        name="inner steps", fits=False, sent_bytes=0, temp_bytes=40 * 10**9,
+        refused="RESOURCE_EXHAUSTED: too much", seconds=1.0,
+    )  # fmt: skip
+    summary = report.summarise(ABOUT, [refused, SEND])
+    assert (summary["fits"], summary["mfu"]) == (False, None)
+    assert summary["temp_bytes"] == 40 * 10**9
+    console = Console(width=200, record=True, quiet=False, file=io.StringIO())
+    console.print(report.table(ABOUT, [refused, SEND]))
+    text = console.export_text()
+    assert "40.0 GB" in text
+    assert "80.0 B" not in text
+    config = PRESETS["smoke"]
+    lines = list(report.lines(config, ABOUT, [refused, SEND], summary))
+    assert lines[0] == "inner steps: RESOURCE_EXHAUSTED: too much"
+    assert any("spans the inner steps" in line for line in lines)
