@@ -4,6 +4,7 @@ Builds the wheel and installs it twice, with what the package index has: as it i
 with all extras.
 """
 
+import json
 import os
 import pathlib
 import shutil
@@ -153,3 +154,10 @@ def test_commands_train_compare_and_start_processes(everything, tmp_path):
     assert (tmp_path / "trained" / "process_1" / "metrics.jsonl").exists()
     done = finish(everything / "cocodc-wan", "--", "--preset=tiny", cwd=tmp_path)
     assert "as in -- cocodc-train --preset=tiny" in done.stderr
+
+
+def test_the_notebook_runs(everything, tmp_path):
+    cells = json.loads((ROOT / "experiments" / "tour.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    out = succeed(everything / "python", "-c", "\n\n".join(code), cwd=tmp_path)
+    assert "cocodc " in out
