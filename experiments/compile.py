@@ -32,7 +32,7 @@ with extra("train"):
 
 RESULT_FILE = "compile.json"
 # Columns of the table, also where it goes to a file.
-WIDTH = 120
+WIDTH = 160
 
 
 def main() -> None:

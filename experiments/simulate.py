@@ -10,8 +10,11 @@ it sends when is its own schedule's. `--plan` chooses K, H, N, tau and the colle
 network and says why; with `--stages` it first chooses which site runs which stage of a
 pipeline, and with `--swarm_s` simulates them for so long: batches wired by what sites
 manage (SWARM), with `--failures`, and with moves between stages every `--rebalance_s`.
-`--table` holds the simulator against published numbers. All times are simulated
-seconds. Exit code 2 and one line on standard error for bad flags.
+Links that change (`--links`) are named by what their messages take (network/faults.py).
+`--hours_between_failures`, with `--repair_s`, predicts goodput, the share of time in
+steps that count: of one job, which goes on from the last checkpoint, and of regions
+that are jobs of their own. `--table` holds the simulator against published numbers. All
+times are simulated seconds. Exit code 2 and one line on standard error for bad flags.
 
 Its flags are its own, apart from those of a training run (cocodc_jax/run/flags.py),
 which would refuse most of them: a network is described here, not a model.
@@ -30,7 +33,16 @@ from absl import flags
 from rich.table import Table
 
 from cocodc_jax.methods import Method
-from cocodc_jax.network import exchanges, placement, plan, published, swarm, trace
+from cocodc_jax.network import (
+    exchanges,
+    placement,
+    plan,
+    published,
+    swarm,
+    trace,
+    watch,
+)
+from cocodc_jax.network.faults import Finding
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.curves import steps_to_loss
@@ -61,6 +73,10 @@ def run_simulation(values: flags.FlagValues) -> None:
     )
     summary: dict[str, float | str | None] = {"method": values.method}
     summary |= timeline.summary()
+    interval_s = timeline.sim_s / steps * (schedule.sync_interval if schedule else 0)
+    summary |= simulate_flags.goodput_of(
+        values, topology.num_regions, interval_s, timeline.utilization()
+    )
     if values.loss_curve is not None:
         read = functools.partial(loss_curve.read_curve, key=values.loss_key)
         curve = named("loss_curve", values.loss_curve, read)
@@ -68,8 +84,11 @@ def run_simulation(values: flags.FlagValues) -> None:
         seconds = None if needed is None else timeline.seconds_until(needed)
         summary |= {"target_loss": values.target_loss, "sim_s_to_target": seconds}
     _print_summary(summary)
+    named_s = watch.watch_links(topology, timeline)
+    for time_s, finding in named_s:
+        print(f"- Faulty at {time_s:.4g} s: {finding.explain(topology.regions)}.")
     if folder:
-        _write(folder, values, summary, timeline)
+        _write(folder, values, summary, timeline, named_s)
 
 
 def _check_pairs(values: flags.FlagValues, method: Method) -> None:
@@ -106,7 +125,11 @@ def _folder(values: flags.FlagValues) -> pathlib.Path | None:
 
 
 def _write(
-    folder: pathlib.Path, values: flags.FlagValues, summary: dict, timeline: Timeline
+    folder: pathlib.Path,
+    values: flags.FlagValues,
+    summary: dict,
+    timeline: Timeline,
+    faulty: Sequence[tuple[float, Finding]],
 ) -> None:
     result = {
         "flags": {k: v for k, v in values.flag_values_dict().items() if k != "help"},
@@ -114,6 +137,7 @@ def _write(
         "stall_s": timeline.stall_s,
         "bytes_sent": timeline.bytes_sent,
         "syncs": [dataclasses.asdict(sync) for sync in timeline.syncs],
+        "faulty": [{"time_s": at} | dataclasses.asdict(x) for at, x in faulty],
     }
     _write_json(folder / "simulation.json", result)
     trace.write_trace(timeline, folder / "timeline.json")

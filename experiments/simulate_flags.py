@@ -15,7 +15,7 @@ from absl import flags
 
 from cocodc_jax import methods
 from cocodc_jax.methods import METHODS, Method
-from cocodc_jax.network import exchanges, world
+from cocodc_jax.network import exchanges, goodput, world
 from cocodc_jax.network.channel import SHARINGS
 from cocodc_jax.network.collectives import COLLECTIVES
 from cocodc_jax.network.links import Link, Topology, uniform
@@ -124,6 +124,10 @@ def _define_job(values: flags.FlagValues) -> None:
     text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
     text("loss_key", "eval_loss", "entry of metrics.jsonl to read")
     number("target_loss", None, "report the seconds until this loss")
+    number("hours_between_failures", None, "of each region on average, for goodput")
+    number("repair_s", 600.0, "seconds until a failed region goes on", lower_bound=0)
+    number("checkpoint_s", 1800.0, "seconds between checkpoints", lower_bound=0)
+    count("least_regions", 1, "regions without which none goes on", lower_bound=1)
     count("max_fragments", 32, "K that --plan may choose", lower_bound=1)
     count("stages", 1, "pipeline stages that --plan puts on sites", lower_bound=1)
     number("activation_mb", None, "10^6 bytes a stage hands on in a step, for --stages")
@@ -212,6 +216,42 @@ def build_workload(
     if not host > 0:
         raise ValueError(f"--host_mb_per_s={host} must be positive")
     return Workload((size,) * num, steps_s, values.num_layers, host * 1e6, 1 / share)
+
+
+def goodput_of(
+    values: flags.FlagValues, num_regions: int, sync_s: float, utilization: float
+) -> dict[str, float]:
+    """Return what is predicted of the share of time in steps that count, by policy.
+
+    Args:
+      values: with the rates of failures; `{}` without one.
+      num_regions: M.
+      sync_s: seconds between syncs.
+      utilization: share of the time spent computing while nothing fails.
+    """
+    if values.hours_between_failures is None:
+        return {}
+    try:
+        failing = goodput.Failures(
+            3600 * values.hours_between_failures, values.repair_s
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"--hours_between_failures={values.hours_between_failures}, --repair_s="
+            f"{values.repair_s}: {error}"
+        ) from error
+    if values.least_regions == 1:
+        apart = goodput.alone(failing, sync_s)
+    else:  # Some thousand failures are drawn.
+        seconds = 1000 * (failing.between_s + failing.repair_s)
+        apart = goodput.simulated(
+            failing, num_regions, values.least_regions, sync_s, seconds
+        )
+    one = goodput.together(failing, num_regions, values.checkpoint_s)
+    return {
+        "goodput_together": one * utilization,
+        "goodput_alone": apart * utilization,
+    }
 
 
 def failures(values: flags.FlagValues, names: Sequence[str]) -> list[Failure]:

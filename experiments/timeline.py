@@ -4,7 +4,8 @@
 
 Reads timeline.json of every process of a run (`experiments.train` writes it), and
 writes to DIR: trace.json, which ui.perfetto.dev opens, and timeline.png; prints stall,
-seconds of a sync and utilisation after the first two intervals, which are compiled in.
+seconds of a sync and utilisation after the first two intervals, which are compiled in;
+and processes whose steps have become slow, by robust z-scores (network/faults.py).
 """
 
 import pathlib
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from cocodc_jax.network import watch
 from cocodc_jax.run import timeline
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
@@ -63,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     if busy > 0 and quiet > 0:
         print(f"{'  sync in flight':18} {busy:.4g}")
         print(f"{'  none':18} {quiet:.4g}")
+    for step, finding in watch.watch_steps(found):
+        print(f"after step {since + step}: {finding.explain(found.regions)}")
     return 0
 
 

@@ -124,6 +124,8 @@ COMMON: dict[str, Any] = {
     "compress": None,
     "outer_placement": "host",
     "region_weights": None,
+    "exclude_above": None,
+    "robust_mean": None,
 }
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -165,7 +167,8 @@ def get(name: str, **overrides: Any) -> Method:
       name: a key of `METHODS`.
       **overrides: arguments of that method's function, and of `COMMON`: `compress`,
         a compressor for what is sent (see `transforms.compression.parse`),
-        `outer_placement` and `region_weights` (see `Method`).
+        `outer_placement`, `region_weights`, `exclude_above` and `robust_mean` (see
+        `Method`).
 
     Raises:
       ValueError: for an unknown name, or an argument that this method does not take.
@@ -189,7 +192,8 @@ def get(name: str, **overrides: Any) -> Method:
         method = method.compressed(compression.parse(compress))
     if "outer_placement" in overrides and "outer_placement" not in own:
         method = method.placed(overrides["outer_placement"])
-    return method.weighted(overrides.get("region_weights"))
+    method = method.weighted(overrides.get("region_weights"))
+    return method.guarded(overrides.get("exclude_above"), overrides.get("robust_mean"))
 
 
 def defaults(name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A simulator's timeline holds simulated seconds; one that was measured
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -103,6 +104,21 @@ class Timeline:
         past = [mark for mark in self.marks if mark[0] <= step]
         at, seconds = past[-1]
         return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
+
+    def stretches(self) -> list[tuple[int, np.ndarray]]:
+        """Return what a step took between every two marks, without waiting for syncs.
+
+        Returns:
+          (step of the later mark, seconds of a step in each region `[M]`).
+        """
+        waited: dict[int, float] = {}
+        for sync in self.syncs:  # A mark is made before the waiting that follows it.
+            waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
+        found = []
+        for (step, begins), (later, ends) in itertools.pairwise(self.marks):
+            took_s = np.subtract(ends, begins) - waited.get(step, 0.0)
+            found.append((later, np.maximum(took_s, 0) / (later - step)))
+        return found
 
     def seconds_until(self, steps: float) -> float:
         """Return the seconds until the slowest region has done `steps`, [0, infinity).

@@ -18,6 +18,7 @@ MEASURES = (
     "bytes_sent_per_region",
     "stall_seconds",
     "exposed_share",
+    "goodput",
     "tokens_per_second",
     "seconds",
     "correction_ratio",

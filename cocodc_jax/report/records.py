@@ -45,8 +45,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# Fields that only some runs have: bytes that a pipeline's stages sent in the last step.
-OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {"train": ("stage_bytes",)}
+# Fields that only some runs have: bytes that a pipeline's stages sent in the last step;
+# regions that were left out of a mean, and why.
+OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "train": ("stage_bytes",),
+    "sync": ("left_out",),
+}
 
 
 class MetricsWriter:

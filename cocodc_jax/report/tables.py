@@ -53,6 +53,7 @@ def further(comparison: Mapping[str, Any]) -> str:
     columns = [
         _measure("loss, outer", "eval_loss_outer", lambda x: f"{x:.4f}"),
         _measure("exposed", "exposed_share", lambda x: f"{100 * x:.1f} %"),
+        _measure("goodput", "goodput", lambda x: f"{100 * x:.1f} %"),
         _measure("kept", "outer_bytes", format_bytes),
         _measure("drift", "region_drift", lambda x: f"{x:.1e}"),
         _measure("tokens/s", "tokens_per_second", format_count),

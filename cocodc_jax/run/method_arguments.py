@@ -35,6 +35,17 @@ _OF_ALL = {
         str,
         "equal, or tokens to weigh regions by what they trained on",
     ),
+    "exclude_above": (
+        float,
+        "leaves a region out of a mean whose parameters or message are not finite or "
+        "whose message is longer than so many times the median over the regions, and "
+        "restores it from the outer parameters; inf is only what is not finite",
+    ),
+    "robust_mean": (
+        str,
+        "clip cuts messages to the median length over the regions, trim:0.25 drops the "
+        "quarter of the values at either end, entry by entry",
+    ),
 }
 
 

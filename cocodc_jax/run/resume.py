@@ -161,7 +161,8 @@ def position(saved: list[dict]) -> dict:
     there was one, whatever the number of processes now.
     """
     process = jax.process_index()
-    own = saved[process] if process < len(saved) else {"seconds": saved[0]["seconds"]}
+    clock = {name: saved[0][name] for name in ("seconds", "began_s")}
+    own = saved[process] if process < len(saved) else clock
     regions: dict = {}
     for each in saved:
         regions |= each["stream"]["regions"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -124,6 +125,7 @@ class Session:
                 stop_signal() as should_stop,
             ):
                 earlier_s = position.get("seconds", 0.0)
+                began_s = position.get("began_s", time.time())
                 watch = Watch(writer, bar, earlier_s)
                 result = train(
                     self.program,
@@ -142,6 +144,7 @@ class Session:
                                     "stream": stream.get_state(),
                                     "metrics_bytes": writer.offset,
                                     "seconds": watch.seconds,
+                                    "began_s": began_s,
                                 }
                             )
                         },
@@ -153,7 +156,8 @@ class Session:
                     earlier_s=earlier_s,
                 )
             self._write_timeline(result, state.step)
-            summary = self._summary(result, earlier_s)
+            wall_s = time.time() - began_s
+            summary = self._summary(result, earlier_s, wall_s)
             if result.state.step == run.steps:
                 write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
         return summary
@@ -235,10 +239,13 @@ class Session:
         warm_step = method.schedule.warm_up_steps if method.schedule else 0
         return timeline.exposed_share(self.own_dir, warm_step)
 
-    def _summary(self, result: Result, earlier_s: float) -> dict[str, Any]:
+    def _summary(
+        self, result: Result, earlier_s: float, wall_s: float
+    ) -> dict[str, Any]:
         evaluated = result.last_eval or {}
         run = self.config.run
-        return {
+        out = result.left_out
+        return ({} if out is None else {"left_out": out}) | {
             "method": self.config.method.method,
             "preset": self.config.preset,
             "seed": run.seed,
@@ -255,6 +262,7 @@ class Session:
             "seconds": earlier_s + result.seconds,
             "stall_seconds": result.stall_seconds,
             "exposed_share": self._exposed_share(),
+            "goodput": timeline.goodput(self.own_dir, result.state.step, wall_s),
             "tokens_per_second": result.tokens_per_second,
             "correction_ratio": result.correction_ratio,
         }

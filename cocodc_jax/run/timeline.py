@@ -236,6 +236,29 @@ def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
     return None
 
 
+def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
+    """Return the share of a run's time that its steps would have taken undisturbed.
+
+    The rest is compiling, evaluating, saving, waiting for others, steps done again and
+    the time in which nothing ran.
+
+    Args:
+      folder: of its timelines, as of `exposed_share`.
+      steps: that the run came to.
+      seconds: since it began, by the wall.
+
+    Returns:
+      At most 1; None where there are too few marks to tell. An undisturbed step takes
+      the median of what steps took without waiting for syncs, in the slowest process.
+    """
+    try:
+        stretches = read(folder).stretches()
+    except ValueError:  # Too short.
+        return None
+    step_s = np.median([each for _, each in stretches], axis=0).max()
+    return float(min(steps * step_s / seconds, 1.0)) if seconds > 0 else None
+
+
 def show(workdir: pathlib.Path) -> None:
     """Write a run's trace and plot, if it went on after its first two intervals."""
     since = first_warm_step(workdir)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.shardings import with_shardings
@@ -28,6 +29,7 @@ from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.merge import make_drift, make_merge
+from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
     InFlight,
@@ -38,6 +40,7 @@ from cocodc_jax.runtime.state import (
 )
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.robust import VERDICT, left_out
 from cocodc_jax.sync.schedules.base import (
     FINISH,
     MIDWAY,
@@ -62,6 +65,8 @@ class AppliedSync(NamedTuple):
       num_bytes: bytes one region sent for it.
       norm: L2 norm of the mean pseudo-gradient, float32 scalar on its device.
       metrics: the merge's metrics, float32 `[R]` on their devices.
+      verdict: who was left out of the mean, int32 `[R]` on its device, see
+        `sync.robust`; None where nobody is.
     """
 
     fragment_id: int
@@ -70,6 +75,7 @@ class AppliedSync(NamedTuple):
     num_bytes: int
     norm: jax.Array
     metrics: dict[str, jax.Array]
+    verdict: jax.Array | None = None
 
 
 class _Turns:
@@ -92,13 +98,18 @@ class _Turns:
 class SyncPrograms:
     """The compiled programs of every fragment, run as the schedule's events say."""
 
-    def __init__(self, setting: Setting, route: Route, opt_state: PyTree):
+    def __init__(
+        self,
+        setting: Setting,
+        route: Route,
+        optimizer: optax.GradientTransformation,
+    ):
         """Wrap every program in one jit.
 
         Args:
           setting: of the run.
           route: that messages take.
-          opt_state: shapes of one region's inner optimizer state.
+          optimizer: the inner optimizer.
 
         Raises:
           ValueError: if a part of the method needs what is not given.
@@ -111,9 +122,16 @@ class SyncPrograms:
             else SharedOuterModel(setting, outer, route)
         )
         self._moments = (
-            MomentPrograms(setting, route, opt_state) if setting.sync.moments else None
+            MomentPrograms(
+                setting, route, jax.eval_shape(optimizer.init, setting.params)
+            )
+            if setting.sync.moments
+            else None
         )
         self._average_state = make_average(setting)
+        self._restore = None
+        if isinstance(self._outer, SharedOuterModel) and setting.sync.robust:
+            self._restore = Restore(setting, self._outer, optimizer)
         is_cpu = setting.mesh.devices.flat[0].platform == "cpu"
         # On the outer mesh a message has a device, and so its threads, to itself.
         is_inside = is_cpu and route.shares_mesh
@@ -234,7 +252,7 @@ class SyncPrograms:
                 region.params,
                 region.opt_state if wants_state else None,
                 region.key if needs.wants_key(rule) else None,
-                {n: copy for n in _OF_MERGE if n in setting.sync.copies},
+                {n: copy for n in needs.REGIONAL_COPIES if n in setting.sync.copies},
                 self._outer.abstract_near(k),
                 (batch, region.model_state) if needs.wants_batch(rule) else None,
                 rate if "learning_rate" in rule else None,
@@ -337,6 +355,13 @@ class SyncPrograms:
         outer = tuple(self._outer.on_mesh(sync, k) for k in each)
         return np.asarray(self._drift(region.params, outer)).tolist()
 
+    def restore(
+        self, region: RegionState, sync: SyncState, bad: np.ndarray
+    ) -> tuple[RegionState, SyncState]:
+        """Have the regions `bad`, bool `[R]`, begin anew; see `restore.py`."""
+        assert self._restore is not None
+        return self._restore(region, sync, bad)
+
     def outer_params(self, state: TrainState, mean: Any) -> PyTree:
         """Return the outer parameters on the mesh; `mean` is over regions."""
         assert state.sync is not None
@@ -408,21 +433,48 @@ class SyncPrograms:
         turn.sync, norm = self._outer.receive(k, flight, turn.sync)
         if self._outer.steps_on_mesh:
             self._turns.took(norm)
+        flight = self._restore_left_out(turn, event, flight)
         metrics = self._merge_in(turn, event, flight)
         num_bytes = 0
         if start_step > 0:  # Not a stale schedule's message of zero.
             num_bytes = self._sent_bytes(event)
             self._observe(turn, k, flight, norm)
         turn.applied.append(
-            AppliedSync(k, start_step, turn.step, num_bytes, norm, metrics)
+            AppliedSync(
+                k,
+                start_step,
+                turn.step,
+                num_bytes,
+                norm,
+                metrics,
+                flight.kept.get(VERDICT),
+            )
         )
+
+    def _restore_left_out(
+        self, turn: _Turn, event: Event, flight: InFlight
+    ) -> InFlight:
+        """Restore the regions that were left out of a mean which is now there.
+
+        Waits for the verdict, so that nothing is done where nobody was left out.
+        """
+        verdict = flight.kept.get(VERDICT)
+        if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
+            return flight
+        flights = {**turn.sync.in_flight, event.sync_id: flight}
+        sync = dataclasses.replace(turn.sync, in_flight=flights)
+        turn.region, sync = self.restore(turn.region, sync, bad)
+        flights = dict(sync.in_flight)
+        flight = flights.pop(event.sync_id)
+        turn.sync = dataclasses.replace(sync, in_flight=flights)
+        return flight
 
     def _merge_in(self, turn: _Turn, event: Event, flight: InFlight) -> dict:
         k, merge_needs = event.fragment_id, self._setting.sync.merge.needs
         turn.sync, outer, participating = self._outer.hand_out(event, turn.sync)
         wants_state = any(needs.NEEDS[n].of_regions for n in merge_needs)
         wants_rate = "learning_rate" in merge_needs
-        kept = {n: x for n, x in flight.kept.items() if n in _OF_MERGE}
+        kept = {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES}
         params, metrics = self._merge[k](
             turn.region.params,
             turn.region.opt_state if wants_state else None,
@@ -449,10 +501,6 @@ class SyncPrograms:
         if wanted:
             observed = (*turn.sync.observed, Observation(k, wanted))
             turn.sync = dataclasses.replace(turn.sync, observed=observed)
-
-
-# Copies in flight that a merge is given.
-_OF_MERGE = (needs.STAGED, needs.HALFWAY)
 
 
 class _Turn:

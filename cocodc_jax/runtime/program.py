@@ -199,7 +199,7 @@ class RegionProgram:
             self._syncs = SyncPrograms(
                 setting,
                 transport.route(setting, route),
-                jax.eval_shape(optimizer.init, self._params),
+                optimizer,
             )
 
     @functools.cached_property
@@ -448,6 +448,19 @@ class RegionProgram:
         """Tell whether all parameters of a region are finite, bool `[R]`."""
         checks.check_alive(state)
         return self._finite(state.region.params)
+
+    def restore_regions(self, state: TrainState, bad: np.ndarray) -> TrainState:
+        """Have the regions `bad`, bool `[R]`, begin anew from the outer parameters.
+
+        Raises:
+          ValueError: if the method leaves nobody out of its means (`exclude_above`).
+        """
+        if self._syncs is None or state.sync is None or not self.method.can_restore:
+            raise ValueError(
+                f"method={self.method.name!r} restores no region; pass exclude_above"
+            )
+        region, sync = self._syncs.restore(state.region, state.sync, bad)
+        return dataclasses.replace(state, region=region, sync=sync)
 
     def mean_params(self, state: TrainState) -> PyTree:
         """Return the mean of the regions' parameters: what methods are judged by."""

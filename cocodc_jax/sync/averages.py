@@ -39,6 +39,11 @@ class Average:
         """Whether it is made of a key of the sync, the same in every region."""
         return False
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether a pseudo-gradient times a number counts as many times."""
+        return True
+
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return what the mean is taken of.
 
@@ -82,6 +87,11 @@ class RadialDirectional(Average):
     """
 
     averaged: str = "embed"
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a pseudo-gradient times a number counts as many times: no."""
+        return False
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return lengths and directions; see `Average.before`."""

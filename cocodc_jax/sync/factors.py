@@ -45,6 +45,11 @@ class SummedFactors(Message):
         return "its second factors are made of the sum of all regions' first"
 
     @property
+    def only_weighted(self) -> str:
+        """Why its mean can be a weighted one only: nobody has one region's message."""
+        return "its factors are summed on their way"
+
+    @property
     def is_ranked(self) -> bool:
         """Whether the schedule must set a rank for each message."""
         return self.follows_rank
@@ -60,6 +65,10 @@ class SummedFactors(Message):
     def init(self, part: PyTree, rank: int = 0) -> power_sgd.PowerSgdState:
         """Return what one region remembers before its first message."""
         return power_sgd.init(part, rank or self.first)
+
+    def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
+        """Forget what was not sent; the right factors are everybody's."""
+        return fresh._replace(right=state.right)
 
     def resize(self, state: PyTree, tree: PyTree, rank: int) -> PyTree:
         """Make of a state of any rank one of `rank`, for a `tree` of these shapes."""

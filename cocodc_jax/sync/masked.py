@@ -30,6 +30,11 @@ class MaskedCore(Message):
     seed: int = 0
     num_regions: int = 1
 
+    @property
+    def only_weighted(self) -> str:
+        """Why its mean can be a weighted one only: entries have owners."""
+        return "a region's message does not have every entry"
+
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""
         del rank

@@ -49,6 +49,11 @@ class Message:
         return None
 
     @property
+    def only_weighted(self) -> str | None:
+        """Why its mean can be a weighted one only, see `sync.robust`; None if not."""
+        return None
+
+    @property
     def is_ranked(self) -> bool:
         """Whether the schedule must set a rank for each message."""
         return False
@@ -121,6 +126,16 @@ class Message:
         """
         return state
 
+    def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
+        """Return what compressors remember of regions that begin anew, `[R, ...]`.
+
+        Args:
+          state: of the regions as they are.
+          fresh: before the first message.
+        """
+        del state
+        return fresh
+
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Message):
@@ -151,6 +166,13 @@ class Compressed(Message):
             raise ValueError(
                 f"sparse_mean={self.mean_over!r} is unknown; use one of {MEANS}"
             )
+
+    @property
+    def only_weighted(self) -> str | None:
+        """Why its mean can be a weighted one only; None if not."""
+        if isinstance(self.by, SparseCompressor):
+            return "a region's message does not have every entry"
+        return None
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""

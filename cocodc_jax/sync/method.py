@@ -19,8 +19,9 @@ from cocodc_jax.sync.moments import Moments
 from cocodc_jax.sync.outer import Outer
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
+from cocodc_jax.sync.robust import Robust
 from cocodc_jax.sync.schedules.base import Schedule
-from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.compressor import Compressor, identity
 
 WEIGHTS = ("equal", "tokens")
 
@@ -38,6 +39,7 @@ class Sync:
       fragment_strategy: how units are dealt to fragments, see `fragments.cut`.
       moments: how often the inner optimizer's moments are averaged too; None leaves
         them to the regions.
+      robust: whom a mean leaves out; None has every region count as it is.
     """
 
     schedule: Schedule
@@ -47,6 +49,7 @@ class Sync:
     weigh: Weigh | None = None
     fragment_strategy: str = "strided"
     moments: Moments | None = None
+    robust: Robust | None = None
 
     def __post_init__(self):
         """Have the parts refuse one another.
@@ -57,6 +60,10 @@ class Sync:
         self.outer.check(self)
         if self.moments:
             self.moments.check(self.schedule)
+        if self.robust:
+            self.robust.check(self)
+            if self.moments:
+                raise ValueError("it averages the inner optimizer's moments too")
         if ("effective_rank" in self.schedule.needs) != self.message.is_ranked:
             raise ValueError(
                 f"{type(self.schedule).__name__} and {type(self.message).__name__} do "
@@ -121,6 +128,11 @@ class Method:
     per_step: PerStep | None = None
     inner: Inner = Inner()
     num_regions: int | None = None
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether regions that send nonsense begin anew from the outer parameters."""
+        return self.sync is not None and self.sync.robust is not None
 
     @property
     def num_fragments(self) -> int:
@@ -214,6 +226,37 @@ class Method:
             raise ValueError(
                 f"region_weights={region_weights!r} has no meaning for method="
                 f"{self.name!r}: {why}; leave it out"
+            ) from None
+
+    def guarded(self, exclude_above: float | None, robust_mean: str | None) -> Method:
+        """Return the same method with nonsense left out of its means.
+
+        Args:
+          exclude_above: see `robust.Robust`; None leaves nobody out, but with a
+            `robust_mean` those whose messages are not finite.
+          robust_mean: "clip" or "trim:b", see `robust.Robust.of`; None is a weighted
+            mean.
+
+        Raises:
+          ValueError: for other values, or a method that can have none of it.
+        """
+        if exclude_above is None and robust_mean is None:
+            return self
+        robust = Robust.of(exclude_above, robust_mean)
+        try:
+            if self.num_regions == 1:
+                raise ValueError("a region alone has nobody to be judged by")
+            if self.sync is None:
+                raise ValueError("it has no outer parameters to restore a region from")
+            message = self.sync.message
+            if robust.mean == "trim" and message.compressor() is None:
+                if message.only_weighted is None:  # Gathered, and not summed.
+                    message = message.compressed(identity())
+            return self.with_sync(robust=robust, message=message)
+        except ValueError as why:
+            raise ValueError(
+                f"exclude_above={exclude_above}, robust_mean={robust_mean!r} have no "
+                f"meaning for method={self.name!r}: {why}; leave them out"
             ) from None
 
     def bind(self, regions: Regions) -> Method:

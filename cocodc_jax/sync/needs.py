@@ -30,6 +30,8 @@ LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Ar
 
 # Copies that can be kept of a fragment while it is in flight.
 STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
+# Those that are of the regions' own.
+REGIONAL_COPIES = (STAGED, HALFWAY)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,6 +157,10 @@ class RegionalOuter:
                 f"{type(sync.message.average).__name__} makes one pseudo-gradient of "
                 "all, but it has outer parameters in every region"
             )
+        if sync.robust is not None:
+            raise ValueError(
+                "it has outer parameters in every region, and none to restore one from"
+            )
 
 
 Outer = SharedOuter | RegionalOuter

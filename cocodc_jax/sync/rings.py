@@ -47,6 +47,11 @@ class ByRings(Message):
         """Why it can cross in a compiled program only: rings lie on the inner mesh."""
         return "its rings lie on the inner mesh"
 
+    @property
+    def only_weighted(self) -> str:
+        """Why its mean can be a weighted one only: nobody has one region's message."""
+        return "its rings pass on sums"
+
     def compressed(self, compressor: Compressor) -> Message:
         """Refuse.
 

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import subprocess
 import sys
@@ -252,3 +253,38 @@ def test_help_lists_the_flags(capsys):
     out = capsys.readouterr().out
     assert "--bandwidth_gbps" in out
     assert "python -m experiments.simulate" in out
+
+
+def test_goodput_and_a_link_that_becomes_slow(tmp_path, capsys):
+    """A failure every 100 s, 25 s to repair; the link from b to a at a tenth."""
+    links = tmp_path / "links.yaml"
+    links.write_text(
+        """
+regions: [a, b, c]
+default: {bandwidth_gbps: 8, latency_ms: 10}
+changes:
+  - {start_s: 30, duration_s: 1000, bandwidth_factor: 0.1, from: b, to: a}
+"""
+    )
+    arguments = (
+        f"--links={links}",
+        "--params=1e8",
+        "--method=diloco",
+        "--sync_interval=4",
+        "--steps=80",
+        f"--hours_between_failures={100 / 3600}",
+        "--repair_s=25",
+        "--checkpoint_s=10",
+        f"--workdir={tmp_path}",
+    )
+    assert run(*arguments) == 0
+    assert "link from b to a" in capsys.readouterr().out
+    found = read(tmp_path)
+    assert found["faulty"][0]["kind"] == "link"
+    summary = found["summary"]
+    rate = 3 / 100
+    one = 10 / (math.expm1(10 * rate) * (1 / rate + 25)) * summary["utilization"]
+    assert summary["goodput_together"] == pytest.approx(one)
+    assert one < summary["goodput_alone"] < 0.8 * summary["utilization"]
+    assert run("--hours_between_failures=-1") == 2
+    assert "--hours_between_failures=-1.0" in capsys.readouterr().err

@@ -58,10 +58,11 @@ def test_files_and_summary(unbroken):
         "method", "preset", "seed", "regions", "parameters", "steps", "tokens",
         "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift",
         "outer_bytes", "bytes_sent_per_region", "seconds", "stall_seconds",
-        "exposed_share", "tokens_per_second", "correction_ratio",
+        "exposed_share", "goodput", "tokens_per_second", "correction_ratio",
     ]  # fmt: skip
     assert summary["tokens"] == 48 * 4 * 4 * 32
     assert 0 <= summary["exposed_share"] < 1
+    assert 0 < summary["goodput"] < 1
     assert summary["eval_perplexity"] == pytest.approx(np.exp(summary["eval_loss"]))
     assert list((workdir / "tb").glob("events.out.tfevents.*"))
     assert "step 48/48" in out  # Plain lines, since this is no terminal.
@@ -144,6 +145,7 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
         assert f"warning: {workdir / name} is damaged" in err
     after = json.loads((workdir / "summary.json").read_text())
     clock = ("seconds", "stall_seconds", "exposed_share", "tokens_per_second")
+    clock += ("goodput",)
     assert list(after) == list(before)
     assert {k: v for k, v in after.items() if k not in clock} == {
         k: v for k, v in before.items() if k not in clock

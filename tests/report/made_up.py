@@ -72,6 +72,7 @@ def summary(method, seed, records):
         "seconds": 60.0,
         "stall_seconds": 1.5,
         "exposed_share": None if method == "data_parallel" else 0.025,
+        "goodput": 0.75,
         "tokens_per_second": 20_000.0,
         "correction_ratio": 0.2 if method == "cocodc" else None,
     }

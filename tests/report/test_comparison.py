@@ -21,6 +21,7 @@ def evaluated(method, seed, points, **summary):
         "method": method, "seed": seed, "eval_loss": points[-1][1],
         "eval_perplexity": 2.0, "eval_loss_outer": 1.0, "bytes_sent_per_region": 10,
         "stall_seconds": 0.0, "exposed_share": 0.125, "tokens_per_second": 5.0,
+        "goodput": 0.75,
         "seconds": 1.0, "correction_ratio": None, "region_drift": 0.1,
         "outer_bytes": 64,
     }  # fmt: skip

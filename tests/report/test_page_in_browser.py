@@ -101,8 +101,8 @@ def test_every_column_is_inside_the_window(report, tmp_path):
         assert frame["content"] <= frame["width"], frame
         assert not frame["outside"], frame
         assert not frame["clipped"], frame
-        # Six and seven measures of five methods, and why two tables lack one.
-        assert frame["cells"] == 5 * (6 + 7) + 2
+        # Six and eight measures of five methods, and why two tables lack one.
+        assert frame["cells"] == 5 * (6 + 8) + 2
         # The command is shown, the configuration folded away.
         assert (frame["details"], frame["pres"]) == (1, 1)
 

@@ -163,6 +163,7 @@ class TestRecordsOfAnotherNumberOfProcesses:
                             {
                                 "metrics_bytes": writer.offset,
                                 "seconds": 7.0,
+                                "began_s": 0.0,
                                 "stream": {"regions": {str(len(saved)): 0}},
                             }
                         )

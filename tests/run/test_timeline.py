@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from cocodc_jax.network.timeline import SyncRecord, Timeline
@@ -74,6 +75,16 @@ def test_what_is_exposed_of_a_run_is_read_from_its_files(recorded_run):
     assert timeline.exposed_share(recorded_run, 6) == whole == 0.5 / 7.5
     (recorded_run / "timeline.json").write_text('{"marks": [], "syncs": []}')
     assert timeline.exposed_share(recorded_run, 0) is None
+
+
+def test_goodput_is_of_undisturbed_steps(recorded_run):
+    """Six steps of a second in the slower process, in 8 s by the wall."""
+    found = timeline.read(recorded_run)
+    step_s = max(np.median([s for _, s in found.stretches()], axis=0))
+    assert timeline.goodput(recorded_run, 6, 8.0) == 6 * step_s / 8
+    assert timeline.goodput(recorded_run, 6, 1.0) == 1
+    (recorded_run / "timeline.json").write_text('{"marks": [], "syncs": []}')
+    assert timeline.goodput(recorded_run, 6, 8.0) is None
 
 
 def test_clocks_that_began_at_different_moments_are_laid_over_one_another(recorded_run):

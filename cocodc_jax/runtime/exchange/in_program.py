@@ -21,6 +21,11 @@ from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import REGION, regional
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.judged import (
+    abstract_verdict,
+    judge_block,
+    judged_mean,
+)
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
     abstract_sent,
@@ -59,7 +64,7 @@ class InProgram:
         region: RegionState,
         stale_params: Fragment,
         compressor_state: PyTree,
-    ) -> tuple[Fragment | None, Fragment, None, PyTree]:
+    ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
         """Send a fragment.
 
         Args:
@@ -69,13 +74,13 @@ class InProgram:
           compressor_state: of the regions, of the message's rank.
 
         Returns:
-          The staged copy, if anyone needs it; the mean, on its way; None, as nothing
-          that was measured crosses here; the compressors' state after it.
+          The staged copy, if anyone needs it; the mean, on its way; what is told along
+          with it, see `abstract_told`; the compressors' state after it.
         """
         k, rank = departure.event.fragment_id, departure.event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
-        staged, mean, state = self._programs[k, rank](
+        staged, mean, state, told = self._programs[k, rank](
             region.params,
             stale_params,
             compressor_state,
@@ -83,7 +88,7 @@ class InProgram:
             region.key,
             start_step_of(self._setting, departure.event),
         )
-        return staged, mean, None, state
+        return staged, mean, told, state
 
     def listed(
         self,
@@ -112,13 +117,14 @@ class InProgram:
             shardings.staged[fragment_id] if keeps else None,
             shardings.fragments[fragment_id],
             shardings.of_regions(fragment_id, compressor_state),
+            {name: x.sharding for name, x in self.abstract_told(fragment_id).items()},
         )
         send = _choose(self._setting, rank)(self._setting, fragment_id, rank)
         restore = make_restore(self._setting, fragment_id)
 
         def sent(*arguments):
-            staged, mean, state = send(*arguments)
-            return staged, restore(mean, arguments[-1]), state
+            staged, mean, state, told = send(*arguments)
+            return staged, restore(mean, arguments[-1]), state, told
 
         return jax.jit(sent, out_shardings=out_shardings)
 
@@ -130,8 +136,14 @@ class InProgram:
         """Return shapes and shardings of a mean on its way; `part` the outer one's."""
         return with_shardings(part, self._setting.shardings.fragments[fragment_id])
 
-    def abstract_times(self, fragment_id: int) -> None:
-        """Return nothing: what is measured crosses on the outer mesh only."""
+    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and shardings of what is told along with a mean, by name.
+
+        The verdicts of all regions, if any may be left out. What is measured crosses on
+        the outer mesh only.
+        """
+        del fragment_id
+        return abstract_verdict(self._setting, NamedSharding(self._setting.mesh, P()))
 
 
 def _choose(setting: Setting, rank: int) -> Callable:
@@ -148,27 +160,28 @@ def make_summed(setting: Setting, fragment_id: int, rank: int) -> Callable:
     """Make `send(params, stale_params, state, weights, keys, start_step)`.
 
     Returns:
-      A program that gives `(staged, mean, state)`, by an all-reduce.
+      A program that gives `(staged, mean, state, told)`, by an all-reduce.
     """
     outgoing = make_outgoing(setting, fragment_id, rank)
 
     def summed(params, stale_params, state, weights, keys, start_step):
-        staged, delta, state = outgoing(
+        staged, sent, state = outgoing(
             params, stale_params, state, weights, keys, start_step
         )
-        return staged, psum_over_regions(sum_of_block(delta, weights)), state
+        delta, weights, told = judge_block(setting, sent, weights)
+        mean = psum_over_regions(sum_of_block(delta, weights))
+        return staged, mean, state, told
 
     return region_shard_map(
         summed,
         setting.mesh,
         in_specs=in_specs(setting),
-        out_specs=(P(REGION), P(), P(REGION)),
+        out_specs=(P(REGION), P(), P(REGION), P()),
     )
 
 
 def make_decoded(setting: Setting, fragment_id: int, rank: int) -> Callable:
     """Make the same for messages that are gathered as they are and decoded by all."""
-    combine = setting.sync.message.combine
     encoded = region_shard_map(
         make_outgoing(setting, fragment_id, rank),
         setting.mesh,
@@ -182,7 +195,8 @@ def make_decoded(setting: Setting, fragment_id: int, rank: int) -> Callable:
         )
         # The weights too: else every message decoded would wait for its own.
         message, weights = everywhere(setting.mesh, (message, weights))
-        return staged, combine(message, weights, rank), state
+        mean, told = judged_mean(setting, rank, message, weights)
+        return staged, mean, state, told
 
     return decoded
 
@@ -194,19 +208,23 @@ def make_ringed(setting: Setting, fragment_id: int, rank: int) -> Callable:
     ring_sum = make_ring_sum(setting.mesh, setting.sync.message)
 
     def partial(params, stale_params, state, weights, keys, start_step):
-        staged, delta, state = outgoing(
+        staged, sent, state = outgoing(
             params, stale_params, state, weights, keys, start_step
         )
+        delta, weights, told = judge_block(setting, sent, weights)
         own = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
-        return staged, own, state
+        return staged, own, state, told
 
     mapped = region_shard_map(
-        partial, setting.mesh, in_specs=in_specs(setting), out_specs=P(REGION)
+        partial,
+        setting.mesh,
+        in_specs=in_specs(setting),
+        out_specs=(P(REGION), P(REGION), P(REGION), P()),
     )
 
     def ringed(*arguments):
-        staged, own, state = mapped(*arguments)
-        return staged, ring_sum(own), state
+        staged, own, state, told = mapped(*arguments)
+        return staged, ring_sum(own), state, told
 
     return ringed
 
@@ -220,9 +238,10 @@ def make_factored(setting: Setting, fragment_id: int, rank: int) -> Callable:
     of_regions = setting.local.map
 
     def factored(params, stale_params, state, weights, keys, start_step):
-        staged, delta, old = outgoing(
+        staged, sent, old = outgoing(
             params, stale_params, state, weights, keys, start_step
         )
+        delta, weights, told = judge_block(setting, sent, weights)
 
         def summed(each):
             return psum_over_regions(sum_of_block(each, weights))
@@ -247,13 +266,13 @@ def make_factored(setting: Setting, fragment_id: int, rank: int) -> Callable:
             )
             return vary_like(power_sgd.PowerSgdState(residual, shared), old)
 
-        return staged, mean, of_regions(remembered)(meant, old, weights)
+        return staged, mean, of_regions(remembered)(meant, old, weights), told
 
     return region_shard_map(
         factored,
         setting.mesh,
         in_specs=in_specs(setting),
-        out_specs=(P(REGION), P(), P(REGION)),
+        out_specs=(P(REGION), P(), P(REGION), P()),
     )
 
 

@@ -19,7 +19,8 @@ from jax.sharding import Sharding
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import regional
 from cocodc_jax.runtime.devices.shardings import with_shardings
-from cocodc_jax.runtime.exchange.combine import make_buffer, make_combine
+from cocodc_jax.runtime.exchange.combine import make_buffer
+from cocodc_jax.runtime.exchange.judged import abstract_verdict, make_judged_combine
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
     abstract_sent,
@@ -57,13 +58,8 @@ class OnOuterMesh:
         region: RegionState,
         stale_params: Fragment,
         compressor_state: PyTree,
-    ) -> tuple[Fragment | None, Fragment, jax.Array | None, PyTree]:
-        """Send a fragment; arguments and results as of `InProgram.send`.
-
-        Returns:
-          The staged copy; the mean, on its way; what regions had measured, float32
-          `[R, 2]`, on its way too, or None; the compressors' state after it.
-        """
+    ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
+        """Send a fragment; arguments and results as of `InProgram.send`."""
         k, rank = departure.event.fragment_id, departure.event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
@@ -83,8 +79,9 @@ class OnOuterMesh:
         )
         rows = transfer.gather_rows(buffer, channel.rows)
         weights = self._weights(departure.weights, channel.host)
-        mean, times = combine(rows, weights, start_step)
-        return staged, mean, times, state
+        mean, times, told = combine(rows, weights, start_step)
+        told = told if times is None else {**told, "times": times}
+        return staged, mean, told, state
 
     def listed(
         self,
@@ -113,8 +110,9 @@ class OnOuterMesh:
         message = setting.sync.message
         compressor = message.compressor(rank)
         host = setting.shardings.channel(k).host
-        combine = make_combine(
-            functools.partial(message.combine, rank=rank) if compressor else None,
+        combine = make_judged_combine(
+            setting,
+            rank,
             host,
             message.encoded(setting.outer_shapes[k], rank),
             self._num_times,
@@ -125,8 +123,8 @@ class OnOuterMesh:
         restore = make_restore(setting, k)
 
         def arriving(rows, weights, start_step):
-            mean, times = combine(rows, weights)
-            return restore(mean, start_step), times
+            mean, times, told = combine(rows, weights)
+            return restore(mean, start_step), times, told
 
         return encode, jax.jit(arriving, out_shardings=host)
 
@@ -146,9 +144,15 @@ class OnOuterMesh:
         host = self._setting.shardings.on_host(fragment_id, part)
         return with_shardings(part, host)
 
-    def abstract_times(self, fragment_id: int) -> Any:
-        """Return shape and sharding of what was measured; None if nothing is."""
-        if not self._num_times:
-            return None
+    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and shardings of what is told along with a mean, by name.
+
+        The verdicts of all regions, if any may be left out; "times", what regions had
+        measured, if they do.
+        """
         host = self._setting.shardings.channel(fragment_id).host
-        return jax.ShapeDtypeStruct((self._num_times, 2), jnp.float32, sharding=host)
+        told = abstract_verdict(self._setting, host)
+        if self._num_times:
+            shape = (self._num_times, 2)
+            told["times"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=host)
+        return told

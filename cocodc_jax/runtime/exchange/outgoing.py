@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices.mesh import REGION, regional
 from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.exchange.judged import Measured
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.robust import length
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.numerics import vary_like
 
@@ -58,8 +60,9 @@ def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
       `outgoing(params, stale_params, state, weights, keys, start_step) -> (staged,
       message, state)` over the regions of a shard: `staged` is the fragment as it is
       now where someone needs it, else None; `message` is what the mean is taken of (see
-      `sync.averages`), encoded where the method compresses. A region of weight 0 keeps
-      its compressor's state. `start_step` is as of `start_step_of`.
+      `sync.averages`), encoded where the method compresses, and `Measured` where
+      regions may be left out. A region of weight 0 keeps its compressor's state.
+      `start_step` is as of `start_step_of`.
     """
     sync, average = setting.sync, setting.sync.message.average
     compressor = sync.message.compressor(rank)
@@ -80,8 +83,16 @@ def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
         )
         key = None if start_step is None else sync_key(fragment_id, start_step)
         message = setting.local.map(lambda delta: average.before(delta, key))(message)
+        lengths = None
+        if sync.robust:
+            lengths = setting.local.map(length)(params, message)
+            # What is summed has one dtype.
+            dtype = jnp.float32 if compressor else jax.tree.leaves(message)[0].dtype
+            lengths = lengths.astype(dtype)
         if compressor is not None:
             message, state = setting.local.map(encode)(message, state, weights, keys)
+        if lengths is not None:
+            message = Measured(message, lengths)
         return staged if keeps else None, message, state
 
     return outgoing

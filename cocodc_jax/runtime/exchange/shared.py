@@ -34,6 +34,7 @@ from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.robust import LENGTH_BYTES
 from cocodc_jax.sync.schedules.base import Event, replaced
 
 PyTree = Any
@@ -92,9 +93,15 @@ class SharedOuterModel:
     def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
         parts = outer_parts(self._setting.fragments, params)
         outer = OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
-        return outer, (self._compressors(parts, rank), self._stale_params(parts))
+        return outer, (self.compressors(parts, rank), self._stale_params(parts))
 
-    def _compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
+    def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
+        """Return what regions' compressors remember before the first message.
+
+        Args:
+          parts: the fragments.
+          rank: of the message, where the schedule sets one.
+        """
         spread = functools.partial(
             for_all_regions, num_regions=self._setting.regions.num
         )
@@ -141,9 +148,7 @@ class SharedOuterModel:
         kept: dict[str, Any] = {}
         if STALE in setting.sync.copies:
             kept[STALE] = part
-        times = self._route.abstract_times(fragment_id)
-        if times is not None:
-            kept["times"] = times
+        kept |= self._route.abstract_told(fragment_id)
         return InFlight(self._route.abstract_mean(fragment_id, part), kept)
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
@@ -157,6 +162,7 @@ class SharedOuterModel:
         message, num_regions = setting.sync.message, setting.regions.num
         told = num_regions if setting.is_measured else 0
         size = message.num_bytes(part, num_regions, rank)
+        size += LENGTH_BYTES if setting.sync.robust else 0
         return size + times_bytes(message.compressor(rank), told)
 
     def send(
@@ -179,13 +185,12 @@ class SharedOuterModel:
         if STALE in self._setting.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copy(outer)
         stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
-        staged, mean, times, state = self._route.send(
+        staged, mean, told, state = self._route.send(
             departure, region, stale, sync.compressors[k]
         )
         if staged is not None:
             kept[STAGED] = staged
-        if times is not None:
-            kept["times"] = times
+        kept |= told
         compressors = replaced(sync.compressors, k, state)
         return dataclasses.replace(sync, compressors=compressors), InFlight(mean, kept)
 
@@ -251,7 +256,7 @@ class SharedOuterModel:
         message = self._setting.sync.message
         assert isinstance(message, Ranked | SummedFactors)
         shapes = jax.eval_shape(lambda x: x, part)
-        (kept,) = jax.eval_shape(lambda x: self._compressors((x,), rank), shapes)
+        (kept,) = jax.eval_shape(lambda x: self.compressors((x,), rank), shapes)
         return jax.jit(
             jax.vmap(lambda state: message.resize(state, shapes, rank)),
             out_shardings=self._setting.shardings.of_regions(fragment_id, kept),

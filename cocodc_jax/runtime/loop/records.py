@@ -14,6 +14,7 @@ import numpy as np
 
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.events import AppliedSync
+from cocodc_jax.sync.robust import told
 
 Record = dict[str, Any]
 
@@ -39,6 +40,7 @@ class Records:
         self._tokens_at = tokens_at
         self._window: list[np.ndarray] = []
         self._ratios: list[float] = []
+        self.left_out: dict[str, int] = {}
         self.last_eval: Record | None = None
 
     @property
@@ -52,6 +54,7 @@ class Records:
             "window": [x.tolist() for x in self._window],
             "ratios": self._ratios,
             "last_eval": self.last_eval,
+            "left_out": self.left_out,
         }
 
     def continue_from(self, progress: dict) -> None:
@@ -59,6 +62,7 @@ class Records:
         self._window = [np.array(x, np.float32) for x in progress["window"]]
         self._ratios = list(progress["ratios"])
         self.last_eval = progress["last_eval"]
+        self.left_out = dict(progress["left_out"])
 
     def step(
         self,
@@ -79,14 +83,17 @@ class Records:
         self._window.append(loss)
         if step % self._log_every:
             return
-        regions = np.mean(np.stack(self._window), axis=0, dtype=np.float64)
+        window = np.stack(self._window)
+        regions = np.mean(window, axis=0, dtype=np.float64)
+        if not np.isfinite(regions).all():
+            regions = np.array([finite_mean(x, np.float64) for x in window.T])
         self._window = []
         record = {
             "kind": "train",
             "step": step,
             "tokens": self._tokens_at(step),
-            "loss": float(regions.mean()),
-            "loss_regions": regions.tolist(),
+            "loss": _plain(finite_mean(regions)),
+            "loss_regions": [_plain(x) for x in regions],
             "bytes_sent_per_region": bytes_sent,
         }
         if stage_bytes is not None:
@@ -98,20 +105,25 @@ class Records:
         ratio = None
         if "correction_ratio" in sync.metrics:
             ratios = transfer.local_rows(sync.metrics["correction_ratio"])
-            ratio = float(ratios.mean(dtype=np.float64))
+            ratio = float(finite_mean(ratios, np.float64))
             self._ratios.append(ratio)
-        self._write(
-            {
-                "kind": "sync",
-                "step": sync.apply_step,
-                "fragment": sync.fragment_id,
-                "start_step": sync.start_step,
-                "apply_step": sync.apply_step,
-                "bytes": sync.num_bytes,
-                "pseudo_gradient_norm": float(sync.norm),
-                "correction_ratio": ratio,
-            }
-        )
+        record = {
+            "kind": "sync",
+            "step": sync.apply_step,
+            "fragment": sync.fragment_id,
+            "start_step": sync.start_step,
+            "apply_step": sync.apply_step,
+            "bytes": sync.num_bytes,
+            "pseudo_gradient_norm": float(sync.norm),
+            "correction_ratio": ratio,
+        }
+        if sync.verdict is not None:
+            out = told(np.asarray(sync.verdict))
+            record["left_out"] = {str(m): reason for m, reason in out.items()}
+            for m, reason in out.items():
+                name = f"region {m}: {reason}"
+                self.left_out[name] = self.left_out.get(name, 0) + 1
+        self._write(record)
 
     def evaluation(
         self, step: int, bytes_sent: int, loss: float, loss_outer: float, drift: float
@@ -131,3 +143,19 @@ class Records:
             "region_drift": drift,
         }
         self._write(self.last_eval)
+
+
+def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
+    """Return the mean of the values that are finite, NaN if none is.
+
+    Args:
+      values: `[n]`.
+      dtype: to sum in; None is theirs.
+    """
+    finite = values[np.isfinite(values)]
+    return np.mean(finite, dtype=dtype) if len(finite) else np.float64(np.nan)
+
+
+def _plain(value: Any) -> float | None:
+    """Return a number that JSON has: None for what is not finite."""
+    return float(value) if np.isfinite(value) else None

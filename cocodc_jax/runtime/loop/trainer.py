@@ -9,6 +9,10 @@ The order is a contract. Each turn
 3. where an evaluation or a checkpoint is due, reads everything first: no checkpoint
    holds a loss or a parameter that is not finite.
 
+Where the method restores regions (`sync.robust`) a loss that is not finite ends
+nothing, and in 3. a region whose parameters are not is restored; a sync that leaves out
+all regions ends the run.
+
 Records hold only what a resumed run repeats bit for bit; what the clock says goes to
 `Clock`. Where the scans are cut changes no number.
 """
@@ -28,7 +32,7 @@ from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.events import AppliedSync
 from cocodc_jax.runtime.loop.checkpoint import CheckpointError, Checkpoints
 from cocodc_jax.runtime.loop.clock import FlightRecorder
-from cocodc_jax.runtime.loop.records import Record, Records
+from cocodc_jax.runtime.loop.records import Record, Records, finite_mean
 from cocodc_jax.runtime.program import (
     MAX_SCAN_STEPS,
     Output,
@@ -36,6 +40,7 @@ from cocodc_jax.runtime.program import (
     take_batches,
 )
 from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.sync.robust import told
 
 PyTree = Any
 
@@ -125,6 +130,8 @@ class Result(NamedTuple):
       tokens_per_second: of all regions, over the turns that compiled nothing; None
         for a run that was too short to have one.
       timeline: when steps, syncs, arrivals and merges were; see `FlightRecorder`.
+      left_out: how often each region was left out of a mean, by region and reason; None
+        where nobody is.
     """
 
     state: TrainState
@@ -134,6 +141,7 @@ class Result(NamedTuple):
     stall_seconds: float
     tokens_per_second: float | None
     timeline: dict[str, Any] = {}
+    left_out: dict[str, int] | None = None
 
 
 def train(
@@ -177,12 +185,12 @@ def train(
         while state.step < num_steps and not hooks.should_stop():
             state = loop.turn(state, batches, num_steps)
             if evaluate and _is_due(state.step, cadence.eval_every, num_steps):
-                loop.evaluate(state, evaluate)
+                state = loop.evaluate(state, evaluate)
             if checkpoints and _is_due(state.step, cadence.checkpoint_every, num_steps):
                 state = loop.save(state)
         if checkpoints and checkpoints.latest_step != state.step:
             state = loop.save(state)  # Asked to stop between two checkpoints.
-        loop.synchronize(state)
+        state = loop.synchronize(state)
     if checkpoints:
         checkpoints.wait()
     return loop.result(state)._replace(timeline=flights.to_json())
@@ -293,7 +301,7 @@ class _Loop:
             self._read(turn, state)
         self._unread = []
 
-    def synchronize(self, state: TrainState) -> None:
+    def synchronize(self, state: TrainState) -> TrainState:
         """Read everything: what is judged, kept or given back is finite.
 
         Messages on their way are waited for: what follows has collectives of its own,
@@ -301,7 +309,7 @@ class _Loop:
         """
         self.flush(state)
         jax.block_until_ready(state.sync.in_flight if state.sync else ())
-        self._check_params(state)
+        return self._check_params(state)
 
     def _read(self, turn: _Turn, state: TrainState) -> None:
         losses = transfer.local_rows(turn.output.losses, axis=1)
@@ -327,15 +335,21 @@ class _Loop:
 
     def _check_losses(self, first_step: int, losses, first_region: int) -> None:
         bad = np.argwhere(~np.isfinite(losses))
-        if len(bad):
+        if len(bad) and not self._program.method.can_restore:
             step = first_step + int(bad[0][0]) + 1
             region = first_region + int(bad[0][1])
             self._stop(f"loss is {losses[tuple(bad[0])]}", step, f"region {region}")
 
     def _check_sync(self, sync: AppliedSync, state: TrainState) -> None:
         """Refuse a merge whose numbers are not finite: the losses after it may be."""
+        if sync.verdict is not None:
+            out = told(np.asarray(sync.verdict))
+            if len(out) == self._program.num_regions:
+                why = ", ".join(f"region {m}: {reason}" for m, reason in out.items())
+                what = f"no message of fragment {sync.fragment_id} was fit for a mean"
+                self._stop(f"{what} ({why})", sync.apply_step, "all regions")
         ratios = sync.metrics.get("correction_ratio")
-        if ratios is not None:
+        if ratios is not None and sync.verdict is None:
             (bad,) = np.nonzero(~np.isfinite(transfer.local_rows(ratios)))
             if len(bad):
                 region = transfer.first_local_row(ratios) + int(bad[0])
@@ -347,11 +361,15 @@ class _Loop:
             what = f"pseudo_gradient_norm of fragment {sync.fragment_id}"
             self._stop(f"{what} is not finite", sync.apply_step, where)
 
-    def _check_params(self, state: TrainState) -> None:
-        """Refuse parameters that are not finite, which a finite loss may hide."""
-        (bad,) = np.nonzero(~np.asarray(self._program.finite_regions(state)))
-        if len(bad):
-            self._stop("a parameter is not finite", state.step, f"region {bad[0]}")
+    def _check_params(self, state: TrainState) -> TrainState:
+        """Restore, or refuse, parameters not finite, which a finite loss may hide."""
+        is_bad = ~np.asarray(self._program.finite_regions(state))
+        (bad,) = np.nonzero(is_bad)
+        if not len(bad):
+            return state
+        if self._program.method.can_restore and not is_bad.all():
+            return self._program.restore_regions(state, is_bad)
+        self._stop("a parameter is not finite", state.step, f"region {bad[0]}")
 
     def _stop(self, what: str, step: int, where: str) -> NoReturn:
         saved = None
@@ -377,7 +395,7 @@ class _Loop:
         self._hooks.clock(
             Clock(
                 step=turn.first_step + len(losses),
-                loss=float(losses[-1].mean()),
+                loss=float(finite_mean(losses[-1])),
                 wall_s=now - self._began_s,
                 tokens_per_second=tokens / seconds,
                 stall_s=self._flights.stall_s,
@@ -386,9 +404,9 @@ class _Loop:
             )
         )
 
-    def evaluate(self, state: TrainState, evaluate) -> None:
+    def evaluate(self, state: TrainState, evaluate) -> TrainState:
         """Judges the regions' mean and the outer parameters, and records it."""
-        self.synchronize(state)
+        state = self.synchronize(state)
         program = self._program
         of_model = (program.mean_model_state(state),) if program.model_state else ()
         loss = evaluate(program.mean_params(state), *of_model)
@@ -406,10 +424,11 @@ class _Loop:
                 self._stop(f"{what} is {value}", state.step, where)
         self._records.evaluation(state.step, state.bytes_sent, loss, outer, drift)
         self._read_s = time.perf_counter()  # Not training time.
+        return state
 
     def save(self, state: TrainState) -> TrainState:
         """Read everything, then start to save."""
-        self.synchronize(state)
+        state = self.synchronize(state)
         extra = self._hooks.snapshot(self._records.progress())
         state = self._checkpoints.save(self._program, state, extra)
         self._read_s = time.perf_counter()
@@ -417,6 +436,7 @@ class _Loop:
 
     def result(self, state: TrainState) -> Result:
         """Return what the run came to."""
+        can_restore = self._program.method.can_restore
         seconds = time.perf_counter() - self._began_s
         steady = self._steady_tokens / self._steady_s if self._steady_s else None
         return Result(
@@ -426,4 +446,5 @@ class _Loop:
             seconds,
             self._flights.stall_s,
             steady,
+            left_out=self._records.left_out if can_restore else None,
         )

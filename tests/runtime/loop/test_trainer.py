@@ -209,7 +209,7 @@ class TestCadence:
     def test_lengths_are_few_where_events_may_come_at_any_step(self):
         measured = types.SimpleNamespace(is_measured=True, warm_up_steps=27)
         program = FakeProgram(13)
-        program.method = types.SimpleNamespace(schedule=measured)
+        program.method = types.SimpleNamespace(schedule=measured, can_restore=False)
         train_fake(program, 26, Cadence())
         assert program.lengths == [8, 4, 1, 8, 4, 1]
 
@@ -243,7 +243,7 @@ class FakeProgram:
 
     model_state = None
     bytes_per_step = 0
-    method = types.SimpleNamespace(schedule=None, sync=None)
+    method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
 
     def __init__(self, event_every=None, compile_s=0.0, aux=None):
         self.event_every, self.compile_s = event_every, compile_s

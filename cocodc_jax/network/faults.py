@@ -1,0 +1,270 @@
+"""Names what is faulty: a link, a sender, a receiver, a region, from times alone.
+
+Collectives of training are periodic and alike: each sync sends messages of one size
+over the same pairs, so what a message takes is compared with what that pair took before
+(C4, arXiv 2406.04594). With x a time in seconds, over the healthy past of its own pair
+
+    z = (x - median) / max(1.4826 MAD, 0.1 median)                      robust z-score
+
+a cell of the matrix of pairs (row sends, column receives) is bad where z is above
+`threshold` in `patience` of the last five syncs. Bad cells are then explained by as few
+causes as do, the one that explains most first:
+
+    most of a row       the sender        most of the row and of the column   the region
+    most of a column    the receiver      most of every row and column    the network
+    a cell by itself    the link
+
+Two regions have one cell each way: always a link. What is bad is not learned from, so a
+fault stays named as long as it lasts. A message that never came takes infinitely long;
+one that was not measured is NaN, and says nothing. The floor of a tenth of the median,
+the threshold and the patience are ours.
+
+Times of steps and lengths of messages, a number for each region, go the same way, by
+`Regions`: against a region's own past, and how many times it against the others.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import numpy as np
+
+_WINDOW = 32  # healthy times that are remembered
+_LOOKED_AT = 5  # syncs among which `patience` bad ones are looked for
+_LEAST_PAST = 3  # times by which anything can be judged
+_MAD_TO_SIGMA = 1.4826  # of normal numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is faulty, and by what it is told.
+
+    Attributes:
+      kind: "link", "sender", "receiver", "region" or "network" of messages; "slow" or
+        "unusual" of numbers.
+      where: the regions by number: two of a link, none of the network, else one.
+      seconds: the median of the bad values now.
+      usual: the median of their medians before.
+      score: the median of their robust z-scores.
+    """
+
+    kind: str
+    where: tuple[int, ...]
+    seconds: float
+    usual: float
+    score: float
+
+    def explain(self, regions: tuple[str, ...] = (), unit: str = "s") -> str:
+        """Say it in a line, with the evidence.
+
+        Args:
+          regions: their names.
+          unit: of the values.
+
+        >>> Finding("link", (0, 2), 1.5, 0.5, 40.0).explain()
+        'link from region 0 to region 2: 1.5 s, usually 0.5 s (z = 40)'
+        """
+        names = [regions[i] if regions else f"region {i}" for i in self.where]
+        what = {
+            "link": "link from {} to {}",
+            "network": "the network",
+            "region": "{}, all that it sends and receives",
+        }.get(self.kind, f"{self.kind} {{}}")
+        return (
+            f"{what.format(*names)}: {self.seconds:.3g} {unit}, usually "
+            f"{self.usual:.3g} {unit} (z = {self.score:.3g})"
+        )
+
+
+def robust_z(
+    value: np.ndarray, median: np.ndarray, mad: np.ndarray, floor: float = 0.1
+) -> np.ndarray:
+    """Return robust z-scores.
+
+    Args:
+      value: float array.
+      median: of what is usual, broadcastable to it.
+      mad: median of the distances to it.
+      floor: share of the median that a deviation is measured by at least.
+    """
+    scale = np.maximum(_MAD_TO_SIGMA * mad, floor * np.abs(median))
+    with np.errstate(invalid="ignore"):
+        return (value - median) / np.maximum(scale, 1e-12)
+
+
+class _Past:
+    """What is usual of an array of numbers, each by itself, and which are bad now."""
+
+    def __init__(self, threshold: float, patience: int, floor: float):
+        if not threshold > 0 or not 1 <= patience <= _LOOKED_AT:
+            raise ValueError(
+                f"threshold={threshold} must be positive and patience={patience} "
+                f"between 1 and {_LOOKED_AT}"
+            )
+        self._threshold, self._patience, self._floor = threshold, patience, floor
+        self._values: collections.deque[np.ndarray] = collections.deque(maxlen=_WINDOW)
+        self._bad: collections.deque[np.ndarray] = collections.deque(maxlen=_LOOKED_AT)
+
+    def score(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return medians of the past and scores, NaN where too little is known."""
+        if not self._values:
+            nothing = np.full(values.shape, np.nan)
+            return nothing, nothing
+        past = np.stack(self._values)
+        known = np.isfinite(past).sum(0) >= _LEAST_PAST
+        past = np.where(known, past, 0.0)  # NaN in all rows has no median.
+        median = np.nanmedian(past, 0)
+        mad = np.nanmedian(np.abs(past - median), 0)
+        z = robust_z(values, median, mad, self._floor)
+        return np.where(known, median, np.nan), np.where(known, z, np.nan)
+
+    def learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
+        """Take in new values; return which have been bad for long enough."""
+        self._bad.append(bad)
+        self._values.append(np.where(bad | ~np.isfinite(values), np.nan, values))
+        return bad & (np.stack(self._bad).sum(0) >= self._patience)
+
+    def is_bad(self, score: np.ndarray) -> np.ndarray:
+        """Tell which scores are above the threshold."""
+        return np.nan_to_num(score, nan=0.0, posinf=np.inf) > self._threshold
+
+
+class Messages:
+    """Watches the times of messages between all pairs of regions."""
+
+    def __init__(self, threshold: float = 6.0, patience: int = 3, floor: float = 0.1):
+        """Begin with nothing known.
+
+        Args:
+          threshold: robust z-score above which a time is bad.
+          patience: bad syncs among the last five by which something is named.
+          floor: see `robust_z`.
+
+        Raises:
+          ValueError: for numbers out of range.
+        """
+        self._past = _Past(threshold, patience, floor)
+
+    def observe(self, seconds: np.ndarray) -> list[Finding]:
+        """Take in one sync, and say what is faulty now.
+
+        Args:
+          seconds: `[M, M]`, what each message took; row sends. The diagonal is not
+            read; NaN is not measured, infinity did not come.
+        """
+        seconds = np.array(seconds, float)
+        np.fill_diagonal(seconds, np.nan)
+        median, score = self._past.score(seconds)
+        bad = self._past.learn(seconds, self._past.is_bad(score))
+        return [
+            Finding(
+                kind,
+                where,
+                float(np.median(seconds[cells])),
+                float(np.median(median[cells])),
+                float(np.median(score[cells])),
+            )
+            for kind, where, cells in explain(bad, np.isnan(seconds))
+        ]
+
+
+def explain(
+    bad: np.ndarray, unknown: np.ndarray | None = None
+) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+    """Explain bad cells of the matrix of pairs by as few causes as do.
+
+    Args:
+      bad: bool `[M, M]`, row sends.
+      unknown: cells that tell nothing; None is the diagonal.
+
+    Returns:
+      Kind, regions and cells (bool `[M, M]`) of each cause, by the number of cells.
+
+    >>> bad = np.zeros((4, 4), bool)
+    >>> bad[1] = [True, False, True, True]
+    >>> bad[2, 3] = True
+    >>> [(kind, where) for kind, where, _ in explain(bad)]
+    [('sender', (1,)), ('link', (2, 3))]
+    """
+    num = len(bad)
+    there = ~(np.eye(num, dtype=bool) if unknown is None else unknown)
+    np.fill_diagonal(there, False)
+    left, lines = bad & there, []
+    if not left.any():
+        return []
+    shares = [left.sum(axis) > there.sum(axis) / 2 for axis in (0, 1)]
+    if num > 2 and np.all(shares):
+        return [("network", (), left)]
+    while True:
+        candidates = []
+        for i in range(num):
+            for kind, cells in (("sender", np.s_[i, :]), ("receiver", np.s_[:, i])):
+                count = int(left[cells].sum())
+                if count > 1 and 2 * count > there[cells].sum():
+                    candidates.append((count, kind, i, cells))
+        if not candidates:
+            break
+        _, kind, i, cells = max(candidates, key=lambda found: found[0])
+        line = np.zeros_like(left)
+        line[cells] = left[cells]
+        left = left & ~line
+        lines.append((kind, i, line))
+    found = []
+    for kind, i, line in lines:
+        other = [x for x in lines if x[1] == i and x[0] != kind]
+        if not other:
+            found.append((kind, (i,), line))
+        elif kind == "sender":
+            found.append(("region", (i,), line | other[0][2]))
+    for i, j in np.argwhere(left):
+        cell = np.zeros_like(left)
+        cell[i, j] = True
+        found.append(("link", (int(i), int(j)), cell))
+    return found
+
+
+class Regions:
+    """Watches a number of each region: seconds of a step, or lengths of messages."""
+
+    def __init__(
+        self,
+        threshold: float = 6.0,
+        patience: int = 3,
+        floor: float = 0.1,
+        against_others: bool = False,
+    ):
+        """Begin with nothing known.
+
+        Args:
+          threshold: as of `Messages`.
+          patience: as of `Messages`.
+          floor: see `robust_z`.
+          against_others: whether how many times its own median a number is must stand
+            out among the regions as well: lengths of messages change in all together.
+
+        Raises:
+          ValueError: for numbers out of range.
+        """
+        self._past = _Past(threshold, patience, floor)
+        self._threshold, self._floor = threshold, floor
+        self._against_others = against_others
+
+    def observe(self, values: np.ndarray) -> list[Finding]:
+        """Take in the numbers of one sync, `[M]`, and say whose are faulty now."""
+        values = np.array(values, float)
+        median, score = self._past.score(values)
+        bad = self._past.is_bad(score)
+        if self._against_others:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                grown = np.where(median > 0, values / median, 1.0)
+            middle = np.nanmedian(grown)
+            apart = np.nanmedian(np.abs(grown - middle))
+            bad &= robust_z(grown, middle, apart, self._floor) > self._threshold
+        kind = "unusual" if self._against_others else "slow"
+        return [
+            Finding(
+                kind, (int(i),), float(values[i]), float(median[i]), float(score[i])
+            )
+            for i in np.nonzero(self._past.learn(values, bad))[0]
+        ]

@@ -1,0 +1,173 @@
+"""Goodput: the share of their time in which regions do steps that count.
+
+Steps do not count that are done again, or lost with a region; time does not that is
+spent broken, waiting for others, or saving. Where regions fail by themselves, at rate
+1/F each (F the mean time between failures, exponential), and what was done is kept
+every s seconds (a sync for a region alone, a checkpoint for all), the share is
+
+    g = s / ((e^{rate (s + c)} - 1) (1 / rate + R))             c seconds to keep it
+
+R the mean time until it goes on. A stretch of s + c seconds without a failure is tried
+until it succeeds: e^{rate (s + c)} - 1 times the mean time of one failure and repair.
+
+- Together, one job: any of M regions ends all, which go on from the last checkpoint:
+  rate = M / F. Daly (2006) has the same with failures during a restart, from memory.
+- Alone, each region a job of its own: rate = 1 / F, s the time between syncs, and the
+  others go on. Any quorum other than one region makes those that are left wait: there
+  is a formula for the share of time that so many are there (`quorum_share`), but not
+  for what they lose, and `simulated` draws it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """How regions fail and come back.
+
+    Attributes:
+      between_s: F, mean seconds that a region goes on before it fails.
+      repair_s: R, mean seconds until it goes on again, its time to join included.
+    """
+
+    between_s: float
+    repair_s: float
+
+    def __post_init__(self):
+        """Check the numbers.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        if not 0 < self.between_s < math.inf:
+            raise ValueError(f"between_s={self.between_s} must be positive and finite")
+        if not 0 <= self.repair_s < math.inf:
+            raise ValueError(
+                f"repair_s={self.repair_s} must be finite and not negative"
+            )
+
+    @property
+    def availability(self) -> float:
+        """Share of the time in which a region is there."""
+        return self.between_s / (self.between_s + self.repair_s)
+
+
+def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -> float:
+    """Return the share of time whose work is kept, g of the module.
+
+    Args:
+      rate: failures a second of work.
+      repair_s: R.
+      kept_s: s, seconds of work that are kept at a time; 0 keeps every moment's.
+      save_s: c, seconds that this takes.
+
+    >>> kept_share(1 / 90, 10, 0)
+    0.9
+    """
+    if kept_s == 0:
+        return 1 / (1 + rate * repair_s)
+    tries = math.expm1(min(rate * (kept_s + save_s), 700))
+    return kept_s / (tries * (1 / rate + repair_s))
+
+
+def together(
+    failures: Failures, num_regions: int, checkpoint_s: float, save_s: float = 0
+) -> float:
+    """Return the goodput where any region's failure stops all.
+
+    Args:
+      failures: of each region.
+      num_regions: M.
+      checkpoint_s: seconds of work between checkpoints.
+      save_s: seconds in which all wait for one.
+    """
+    rate = num_regions / failures.between_s
+    return kept_share(rate, failures.repair_s, checkpoint_s, save_s)
+
+
+def alone(failures: Failures, sync_s: float) -> float:
+    """Return the goodput where the others go on, however few.
+
+    Args:
+      failures: of each region.
+      sync_s: seconds between syncs; a region that fails loses what it did since.
+    """
+    return kept_share(1 / failures.between_s, failures.repair_s, sync_s)
+
+
+def simulated(
+    failures: Failures,
+    num_regions: int,
+    quorum: int,
+    sync_s: float,
+    seconds: float,
+    seed: int = 0,
+) -> float:
+    """Draw failures, and return the goodput where a quorum must be there to go on.
+
+    Times between failures and repairs are exponential. A region that waits neither
+    works nor loses anything, but can fail. What a region did since it last kept
+    something is lost when it fails; it keeps every `sync_s` seconds of its own work.
+
+    Args:
+      failures: of each region.
+      num_regions: M.
+      quorum: regions that must be there.
+      sync_s: as of `alone`.
+      seconds: to simulate.
+      seed: of the draws.
+
+    Raises:
+      ValueError: for a quorum that there cannot be.
+    """
+    if not 1 <= quorum <= num_regions:
+        raise ValueError(
+            f"quorum={quorum} must be between 1 and the number of regions, "
+            f"{num_regions}"
+        )
+    rng = np.random.default_rng(seed)
+    is_there, worked_s = [True] * num_regions, [0.0] * num_regions
+    events = [(rng.exponential(failures.between_s), m) for m in range(num_regions)]
+    heapq.heapify(events)
+    now, kept_s = 0.0, 0.0
+    while now < seconds:
+        then, m = heapq.heappop(events)
+        then = min(then, seconds)
+        if sum(is_there) >= quorum:
+            for i in range(num_regions):
+                worked_s[i] += (then - now) * is_there[i]
+        now = then
+        if now == seconds:
+            break
+        if is_there[m]:
+            kept_s += _kept(worked_s[m], sync_s)
+            worked_s[m] = 0.0
+            mean_s = failures.repair_s
+        else:
+            mean_s = failures.between_s
+        is_there[m] = not is_there[m]
+        heapq.heappush(events, (now + rng.exponential(mean_s), m))
+    kept_s += sum(_kept(work, sync_s) for work in worked_s)
+    return kept_s / (num_regions * seconds)
+
+
+def _kept(worked_s: float, sync_s: float) -> float:
+    return worked_s // sync_s * sync_s if sync_s else worked_s
+
+
+def quorum_share(failures: Failures, num_regions: int, quorum: int) -> float:
+    """Return the goodput where nothing is lost but time: sync_s = 0.
+
+    sum_{k >= quorum} (k / M) C(M, k) a^k (1 - a)^(M - k)       a the availability
+    """
+    a, total = failures.availability, num_regions
+    return sum(
+        k / total * math.comb(total, k) * a**k * (1 - a) ** (total - k)
+        for k in range(quorum, total + 1)
+    )

@@ -1,0 +1,135 @@
+"""The mean over regions of messages that were judged first, see `sync.robust`.
+
+Lengths are measured as fragments leave. In the program they are all-reduced, a number
+each, before the messages are. On the outer mesh they go along with encoded messages;
+those that are summed on their way wait for them, one more delay of the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.region_map import psum_over_regions
+from cocodc_jax.runtime.exchange.combine import make_combine
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.sync.robust import VERDICT, without
+
+PyTree = Any
+
+
+class Measured(NamedTuple):
+    """A message and how long it is.
+
+    Attributes:
+      message: what the mean is taken of, encoded where the method compresses.
+      length: see `sync.robust.length`.
+    """
+
+    message: PyTree
+    length: Any
+
+
+def abstract_verdict(
+    setting: Setting, sharding: Sharding
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and sharding of the verdicts by name, `{}` if there are none."""
+    if setting.sync.robust is None:
+        return {}
+    shape = (setting.regions.num,)
+    return {VERDICT: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)}
+
+
+def judge_block(
+    setting: Setting, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
+    """Judge the messages of a shard among all, inside `region_shard_map`.
+
+    Args:
+      setting: of the run.
+      sent: `Measured` of the shard's regions, or where nobody is left out the messages.
+      weights: of the shard's regions.
+
+    Returns:
+      Messages and weights to sum, and the verdicts of all regions, `{}` of none.
+    """
+    robust = setting.sync.robust
+    if robust is None:
+        return sent, weights, {}
+    size = len(weights)
+    first = jax.lax.axis_index(REGION) * size
+
+    def of_all(x):
+        nowhere = jnp.zeros(setting.regions.num, x.dtype)
+        own = jax.lax.dynamic_update_slice_in_dim(nowhere, x, first, 0)
+        return psum_over_regions(own)
+
+    verdict, counted = robust.judge(of_all(sent.length), of_all(weights))
+    weights = jax.lax.dynamic_slice_in_dim(counted, first, size)
+    return without(sent.message, weights), weights, {VERDICT: verdict}
+
+
+def judged_mean(
+    setting: Setting, rank: int, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, dict[str, jax.Array]]:
+    """Return the mean of gathered messages, and the verdicts.
+
+    Args:
+      setting: of the run.
+      rank: of the messages.
+      sent: of all regions, as of `judge_block`.
+      weights: `[M]`.
+    """
+    message, robust = setting.sync.message, setting.sync.robust
+    if robust is None:
+        return message.combine(sent, weights, rank), {}
+    verdict, weights = robust.judge(sent.length, weights)
+    found = without(sent.message, weights)
+    return robust.combine(message, found, weights, rank), {VERDICT: verdict}
+
+
+def make_judged_combine(
+    setting: Setting,
+    rank: int,
+    everywhere: Sharding,
+    shapes: PyTree,
+    num_times: int,
+    all_reduce: str,
+) -> Callable:
+    """Make the program that crosses the outer mesh; see `combine.make_combine`.
+
+    Returns:
+      `combine(rows, weights) -> (mean, times, verdicts)`; verdicts are `{}` where
+      nobody is left out.
+    """
+    robust, is_summed = setting.sync.robust, True
+    mean_of = None
+    if setting.sync.message.compressor(rank) is not None:
+        is_summed, mean_of = False, functools.partial(judged_mean, setting, rank)
+    at = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    if robust is not None:
+        dtype = jax.tree.leaves(shapes)[0].dtype if is_summed else jnp.float32
+        shapes = Measured(shapes, jax.ShapeDtypeStruct((), dtype))
+    crossing = make_combine(mean_of, everywhere, shapes, num_times, all_reduce)
+
+    def combine(rows, weights):
+        told = {}
+        if robust is not None and is_summed:
+            lengths = jax.lax.with_sharding_constraint(rows[:, at], everywhere)
+            told[VERDICT], weights = robust.judge(lengths, weights)
+            rows = without(rows, weights)
+        mean, times = crossing(rows, weights)
+        if not is_summed:
+            mean, told = mean
+        elif robust is not None:
+            mean = mean.message
+        return mean, times, told
+
+    return combine

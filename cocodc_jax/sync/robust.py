@@ -1,0 +1,244 @@
+"""Which regions count in a mean when some send nonsense, and for how much.
+
+A region measures the length l_m = ||Delta_m|| of what it is about to send, before it is
+encoded; NaN stands for parameters or a message that are not finite. The lengths of all
+regions cross with the messages, so that every region comes to the same verdict:
+
+    left out, not finite:  l_m is NaN
+    left out, an outlier:  l_m > exclude_above * median(l), over those that are finite
+    weights:               those of the others, scaled to sum 1 again
+
+If nobody is left the mean is 0. A region that was left out is restored when the sync is
+applied: parameters from the outer ones, a fresh inner optimizer, nothing fed back. Of
+two regions none is ever an outlier (their median is their mean), nor where the median
+is 0. This is for what breaks by itself, not for regions that lie about their lengths.
+
+Among those that count the mean may be a robust one:
+
+- "clip": sum_m w_m min(1, median(l) / l_m) Delta_m, norms clipped at their median.
+  Adaptive robust clipping (Allouah et al., arXiv 2405.14432) clips at one of this very
+  round's norms too, which one by how many regions may be at fault; the median is ours.
+  Of encoded messages l_m is that of what was to be encoded.
+- "trim:b": entry by entry the mean of what is left without the floor(b n) largest and
+  smallest of n values (Yin et al., arXiv 1803.01498, Definition 2). Messages are
+  gathered, and all of them decoded at once: M times a fragment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax.sync.messages import Message
+from cocodc_jax.transforms.numerics import widen
+
+PyTree = Any
+
+COUNTED, NOT_FINITE, OUTLIER = 0, 1, 2
+REASONS = {NOT_FINITE: "not finite", OUTLIER: "outlier"}
+# Added to a verdict that came before its region was restored for another one.
+RESTORED = 4
+# What a flight keeps the verdicts under.
+VERDICT = "verdict"
+LENGTH_BYTES = 4
+MEANS = ("weighted", "clip", "trim")
+
+
+@dataclasses.dataclass(frozen=True)
+class Robust:
+    """How a mean over regions stands what some of them send.
+
+    Attributes:
+      exclude_above: a message longer than so many times the median over regions is left
+        out; infinity leaves out only what is not finite.
+      mean: one of `MEANS`.
+      trim: b, share of the values dropped at either end, of "trim".
+    """
+
+    exclude_above: float = math.inf
+    mean: str = "weighted"
+    trim: float = 0.0
+
+    def __post_init__(self):
+        """Check the numbers.
+
+        Raises:
+          ValueError: naming the argument, its value and what would be right.
+        """
+        if not self.exclude_above > 1:
+            raise ValueError(
+                f"exclude_above={self.exclude_above} must be above 1, times the median "
+                "length of the regions' messages"
+            )
+        if self.mean not in MEANS:
+            raise ValueError(f"mean={self.mean!r} is unknown; use one of {MEANS}")
+        if not 0 <= self.trim < 0.5:
+            raise ValueError(f"trim={self.trim} must be at least 0 and below 0.5")
+
+    @classmethod
+    def of(cls, exclude_above: float | None, robust_mean: str | None) -> Robust:
+        """Read the two arguments that methods take for it.
+
+        Args:
+          exclude_above: None is infinity.
+          robust_mean: "clip", "trim:0.25" or the like; None is a weighted mean.
+
+        Raises:
+          ValueError: naming the argument, its value and what would be right.
+        """
+        above = math.inf if exclude_above is None else exclude_above
+        if robust_mean is None:
+            return cls(above)
+        if robust_mean == "clip":
+            return cls(above, "clip")
+        name, _, share = robust_mean.partition(":")
+        try:
+            if name != "trim":
+                raise ValueError
+            return cls(above, "trim", float(share))
+        except ValueError:
+            raise ValueError(
+                f"robust_mean={robust_mean!r} must be 'clip', or 'trim:b' with b, the "
+                "share dropped at either end, at least 0 and below 0.5; and "
+                f"exclude_above={above} above 1"
+            ) from None
+
+    def check(self, sync: Any) -> None:
+        """Refuse what there is no robust mean of.
+
+        Raises:
+          ValueError: saying why.
+        """
+        if self.mean == "weighted":
+            return
+        if sync.schedule.is_by_region:
+            raise ValueError("its regions come one by one")
+        why = sync.message.only_weighted
+        if why is None and not sync.message.average.is_linear:
+            why = "what it takes the mean of are lengths and directions"
+        if why is None and self.mean == "trim" and sync.weigh is not None:
+            why = "its regions are weighed, and a trimmed mean has no weights"
+        if why is not None:
+            raise ValueError(why)
+
+    def judge(
+        self, lengths: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Say who is left out, and how much the others count.
+
+        Args:
+          lengths: `[M]`, as of `length`.
+          weights: `[M]`, of sum 1; one of weight 0 did not take part.
+
+        Returns:
+          Verdicts, int32 `[M]`: `COUNTED`, `NOT_FINITE` or `OUTLIER`; and the weights
+          to sum messages by, `[M]`. They are the very ones that were given where nobody
+          is left out or clipped.
+        """
+        there = weights > 0
+        finite = jnp.isfinite(lengths)
+        median = masked_median(lengths, there & finite)
+        far = (lengths > self.exclude_above * median) & (median > 0)
+        verdict = jnp.where(finite, jnp.where(far, OUTLIER, COUNTED), NOT_FINITE)
+        verdict = jnp.where(there, verdict, COUNTED).astype(jnp.int32)
+        kept = jnp.where(verdict == COUNTED, weights, 0)
+        total = kept.sum()
+        kept = kept / jnp.where(total > 0, total, 1)
+        weights = jnp.where((verdict == COUNTED).all(), weights, kept)
+        if self.mean == "clip":
+            limit = masked_median(lengths, weights > 0)
+            is_long = (weights > 0) & (lengths > limit)
+            scale = jnp.where(is_long, limit / jnp.where(is_long, lengths, 1), 1)
+            weights = weights * scale.astype(weights.dtype)
+        return verdict, weights
+
+    def combine(
+        self, message: Message, messages: PyTree, weights: jax.Array, rank: int = 0
+    ) -> PyTree:
+        """Return the mean of gathered messages; see `Message.combine`.
+
+        Args:
+          message: what they are.
+          messages: of all regions, `[M, ...]`, nonsense taken out.
+          weights: as of `judge`.
+          rank: of the messages.
+        """
+        if self.mean != "trim":
+            return message.combine(messages, weights, rank)
+        compressor = message.compressor(rank)
+        assert compressor is not None
+        decoded = jax.vmap(compressor.decode)(messages)
+        return jax.tree.map(lambda x: trimmed_mean(x, weights > 0, self.trim), decoded)
+
+
+def length(params: PyTree, message: PyTree) -> jax.Array:
+    """Measure one region's message: its L2 norm, NaN where something is not finite.
+
+    Args:
+      params: all of the region's parameters.
+      message: what it is about to send, not yet encoded.
+
+    Returns:
+      Scalar of at least float32; NaN also where the square of the norm is too large.
+    """
+    leaves = jax.tree.leaves((params, message))
+    finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+    norm = optax.tree_utils.tree_norm(jax.tree.map(widen, message))
+    return jnp.where(finite & jnp.isfinite(norm), norm, jnp.nan)
+
+
+def without(messages: PyTree, weights: jax.Array) -> PyTree:
+    """Put zeros in place of messages `[M, ...]` of weight 0: 0 times NaN is NaN."""
+    counts = weights > 0
+
+    def kept(x):
+        return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+    return jax.tree.map(kept, messages)
+
+
+def masked_median(values: jax.Array, counted: jax.Array) -> jax.Array:
+    """Return the median of the values `[M]` that count, bool `[M]`; 0 of none."""
+    num = counted.sum()
+    ordered = jnp.sort(jnp.where(counted, values, jnp.inf))
+    middle = (ordered[(num - 1) // 2] + ordered[num // 2]) / 2
+    return jnp.where(num > 0, middle, 0)
+
+
+def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:
+    """Return the mean over `[M, ...]` without the largest and smallest, entry by entry.
+
+    Args:
+      values: of M regions.
+      counted: bool `[M]`.
+      trim: share dropped at either end of those that count, rounded down.
+    """
+    num = counted.sum()
+    cut = jnp.floor(trim * num + 1e-6).astype(num.dtype)
+    shape = (-1, *(1,) * (values.ndim - 1))
+    ordered = jnp.sort(
+        jnp.where(counted.reshape(shape), widen(values), jnp.inf), axis=0
+    )
+    place = jnp.arange(len(values))
+    inside = (place >= cut) & (place < num - cut)
+    total = jnp.where(inside.reshape(shape), ordered, 0).sum(axis=0)
+    return (total / jnp.maximum(inside.sum(), 1)).astype(values.dtype)
+
+
+def left_out(verdict: np.ndarray) -> np.ndarray:
+    """Tell which regions a verdict says to restore, bool `[M]`."""
+    return (verdict == NOT_FINITE) | (verdict == OUTLIER)
+
+
+def told(verdict: np.ndarray) -> dict[int, str]:
+    """Return why regions were left out, by region."""
+    return {
+        int(m): REASONS[int(verdict[m]) % RESTORED]
+        for m in np.nonzero(verdict % RESTORED)[0]
+    }

@@ -1,0 +1,195 @@
+"""Faults put into made-up times are named, and noise is not."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.netlab.shaper import Conditions, Shaper
+from cocodc_jax.network.faults import (
+    Finding,
+    Messages,
+    Regions,
+    explain,
+    robust_z,
+)
+from cocodc_jax.network.links import Link, LinkChange, uniform
+from cocodc_jax.network.simulator import simulate
+from cocodc_jax.network.timeline import Timeline
+from cocodc_jax.network.watch import pair_seconds, watch_links, watch_steps
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.schedules import staggered
+
+
+def cells_of(kind, where, num):
+    """The cells that a fault makes slow."""
+    bad = np.zeros((num, num), bool)
+    if kind in ("sender", "region"):
+        bad[where[0]] = True
+    if kind in ("receiver", "region"):
+        bad[:, where[0]] = True
+    if kind == "link":
+        bad[where] = True
+    if kind == "network":
+        bad[:] = True
+    return bad
+
+
+@st.composite
+def faults(draw):
+    num = draw(st.integers(3, 7))
+    kind = draw(st.sampled_from(["link", "sender", "receiver", "region", "network"]))
+    first = draw(st.integers(0, num - 1))
+    second = (first + draw(st.integers(1, num - 1))) % num
+    where = {"link": (first, second), "network": ()}.get(kind, (first,))
+    return num, kind, where
+
+
+@settings(deadline=None, max_examples=60)
+@given(faults(), st.integers(0, 2**31), st.floats(2.5, 50.0))
+def test_the_injected_fault_is_named_within_five_syncs(fault, seed, factor):
+    """Links of unlike speeds, a fifth of noise either way."""
+    num, kind, where = fault
+    rng = np.random.default_rng(seed)
+    usual = rng.uniform(0.05, 2.0, (num, num))
+    bad, watch = cells_of(kind, where, num), Messages()
+    for sync in range(25):
+        seconds = usual * rng.uniform(0.8, 1.2, (num, num))
+        if sync >= 20:
+            seconds = np.where(bad, factor * seconds, seconds)
+        found = watch.observe(seconds)
+        if sync < 20:
+            assert found == []
+    assert [(x.kind, x.where) for x in found] == [(kind, where)]
+    assert found[0].score > 6
+    assert found[0].seconds > 1.5 * found[0].usual
+
+
+def test_an_hour_of_the_labs_noise_is_not_named():
+    """4 regions, 50 ms and 40 ms of jitter, a sync of 4 packets every 10 s."""
+    num, size = 4, 1500
+    each = [[8e6] * num for _ in range(num)]
+    conditions = Conditions(
+        0.0,
+        each,
+        [[0.05] * num for _ in range(num)],
+        [[0.04] * num for _ in range(num)],
+        [[0.0] * num for _ in range(num)],
+        [8e6] * num,
+        [8e6] * num,
+    )
+    shaper, watch = Shaper([conditions], 10.0, seed=0), Messages()
+    for sync in range(360):
+        start, arrived = 10.0 * sync, np.zeros((num, num))
+        for i, j in np.argwhere(~np.eye(num, dtype=bool)):
+            for _ in range(4):
+                shaper.send(start, i, j, bytes([i]) + bytes(size - 1))
+        while (now := shaper.next_s) < start + 10.0:
+            for target, packet in shaper.arrivals(now):
+                arrived[packet[0], target] = now - start
+        assert (arrived[~np.eye(num, dtype=bool)] > 0.01).all()
+        assert watch.observe(arrived) == []
+
+
+def test_rare_spikes_are_not_named():
+    """An hour, a sync every 3 s; one time in two hundred takes ten times as long."""
+    rng, watch = np.random.default_rng(0), Messages()
+    for _ in range(1200):
+        seconds = rng.uniform(0.8, 1.2, (3, 3))
+        seconds[rng.random((3, 3)) < 0.005] *= 10
+        assert watch.observe(seconds) == []
+
+
+def test_worked_by_hand():
+    """Times 1, 2, 3, 4, 9: median 3, MAD 1; 9 is 6 / 1.4826 away."""
+    past = np.array([1.0, 2.0, 3.0, 4.0, 9.0])
+    median, mad = np.median(past), np.median(np.abs(past - 3))
+    assert (median, mad) == (3, 1)
+    np.testing.assert_allclose(robust_z(np.float64(9), median, mad), 6 / 1.4826)
+    floor = robust_z(np.float64(6), np.float64(3), np.float64(0))  # A tenth of 3.
+    np.testing.assert_allclose(floor, 10)
+
+
+def test_a_message_that_never_comes_and_one_that_is_not_measured():
+    watch, seconds = Messages(), np.ones((3, 3))
+    for _ in range(10):
+        assert watch.observe(seconds) == []
+    lost = seconds.copy()
+    lost[2, :] = np.inf
+    lost[0, 1] = np.nan
+    for _ in range(3):
+        found = watch.observe(lost)
+    assert [(x.kind, x.where) for x in found] == [("sender", (2,))]
+    assert watch.observe(seconds) == []  # It is back.
+
+
+def test_two_faults_at_once():
+    bad = cells_of("receiver", (3,), 5) | cells_of("link", (0, 1), 5)
+    found = [(kind, where) for kind, where, _ in explain(bad)]
+    assert found == [("receiver", (3,)), ("link", (0, 1))]
+
+
+def test_of_two_regions_it_is_a_link():
+    bad = np.array([[False, True], [False, False]])
+    assert [(k, w) for k, w, _ in explain(bad)] == [("link", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "kind", "where"),
+    [
+        (0, 2, "link", (0, 2)),
+        (1, None, "sender", (1,)),
+        (None, 3, "receiver", (3,)),
+        (None, None, "network", ()),
+    ],
+)
+def test_in_a_simulated_run(source, target, kind, where):
+    """A tenth of the bandwidth from second 60 on; a sync every 5 s."""
+    change = LinkChange(60.0, 1000.0, 0.1, source=source, target=target)
+    topology = uniform(4, Link(0.1, 0.05), (change,))
+    work = Workload((5e6,), (0.5,) * 4)
+    schedule = staggered(10, num_fragments=1, delay_steps=9)
+    timeline = simulate(topology, work, schedule, 400, "direct")
+    ((time_s, finding),) = watch_links(topology, timeline)
+    assert (finding.kind, finding.where) == (kind, where)
+    starts = [sync.start_s for sync in timeline.syncs if sync.start_s >= 60]
+    assert starts.index(time_s) < 5
+    quiet = uniform(4, Link(0.1, 0.05))
+    assert watch_links(quiet, simulate(quiet, work, schedule, 400, "direct")) == []
+
+
+def test_regions_against_their_past_and_the_others():
+    slow, unusual = Regions(), Regions(against_others=True)
+    for sync in range(20):
+        values = np.array([1.0, 1.1, 4.0])  # One of them always takes longer.
+        if sync >= 10:
+            values = values * 3  # All change.
+        if sync >= 15:
+            values[1] *= 10
+        late, odd = slow.observe(values), unusual.observe(values)
+        if sync < 15:
+            assert odd == []
+    assert [x.where for x in late] == [(0,), (1,), (2,)]
+    assert [(x.kind, x.where) for x in odd] == [("unusual", (1,))]
+
+
+def test_slow_steps_of_a_timeline():
+    seconds, marks = np.zeros(3), [(0, (0.0, 0.0, 0.0))]
+    for i in range(1, 21):
+        seconds = seconds + 5 * np.array([1.0, 1.0, 5.0 if i > 10 else 1.0])
+        marks.append((5 * i, tuple(seconds)))
+    timeline = Timeline(
+        ("a", "b", "c"), (), 100, (1.0,) * 3, tuple(marks), (0.0,) * 3, (0.0,) * 3
+    )
+    ((step, finding),) = watch_steps(timeline)
+    assert (step, finding.where) == (65, (2,))
+    assert finding.explain(timeline.regions) == "slow c: 5 s, usually 1 s (z = 8)"
+
+
+def test_refusals_and_words():
+    with pytest.raises(ValueError, match="patience=9 between 1 and 5"):
+        Messages(patience=9)
+    assert (
+        Finding("network", (), 2.0, 1.0, 9.0).explain().startswith("the network: 2 s")
+    )
+    assert pair_seconds(uniform(2, Link(8e-9 * 100, 0.5)), 50.0, 0.0)[0, 1] == 1.0

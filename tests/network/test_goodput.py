@@ -1,0 +1,74 @@
+"""Goodput: formulas worked by hand, and the simulation that must agree with them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cocodc_jax.network.goodput import (
+    Failures,
+    alone,
+    kept_share,
+    quorum_share,
+    simulated,
+    together,
+)
+
+DAY = 86_400.0
+
+
+def test_by_hand():
+    """F 100, R 50, s 100 ln 2: a stretch is tried 2 times, 150 s for a failure."""
+    failures = Failures(100, 50)
+    stretch = 100 * math.log(2)
+    assert alone(failures, stretch) == pytest.approx(stretch / 150)
+    assert failures.availability == 2 / 3
+    assert alone(failures, 0) == pytest.approx(2 / 3)
+    # Two regions in one job fail twice as often: e^{2 ln 2} - 1 = 3, 50 + 50 each time.
+    assert together(failures, 2, stretch) == pytest.approx(stretch / 300)
+
+
+def test_saving_takes_its_time():
+    """Without failures to speak of, s of s + c."""
+    assert kept_share(1e-12, 60, 900, 100) == pytest.approx(0.9, rel=1e-6)
+
+
+def test_a_stretch_is_the_expectation_of_tries():
+    """The mean time until s seconds have passed without a failure, drawn."""
+    rng, rate, repair, stretch = np.random.default_rng(0), 0.5, 3.0, 2.0
+    spent = []
+    for _ in range(4000):
+        total = 0.0
+        while (up := rng.exponential(1 / rate)) < stretch:
+            total += up + repair
+        spent.append(total + stretch)
+    expected = stretch / np.mean(spent)
+    assert kept_share(rate, repair, stretch) == pytest.approx(expected, rel=0.05)
+
+
+def test_simulated_agrees_where_there_is_a_formula():
+    failures = Failures(3600.0, 900.0)
+    drawn = simulated(failures, 4, 1, 600.0, 100 * DAY)
+    assert drawn == pytest.approx(alone(failures, 600.0), rel=0.02)
+    for quorum in (1, 3, 4):
+        drawn = simulated(failures, 4, quorum, 0.0, 400 * DAY)
+        expected = quorum_share(failures, 4, quorum)
+        assert drawn == pytest.approx(expected, rel=0.03)
+    assert quorum_share(failures, 4, 1) == pytest.approx(0.8)
+    assert quorum_share(failures, 4, 4) == pytest.approx(0.8**4)
+
+
+def test_the_same_seed_draws_the_same():
+    failures = Failures(3600.0, 900.0)
+    assert simulated(failures, 3, 2, 60.0, DAY, 5) == simulated(
+        failures, 3, 2, 60.0, DAY, 5
+    )
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="between_s=0 must be positive"):
+        Failures(0, 1)
+    with pytest.raises(ValueError, match="repair_s=-1 must be finite"):
+        Failures(1, -1)
+    with pytest.raises(ValueError, match="quorum=5 must be between 1 and the number"):
+        simulated(Failures(1, 1), 4, 5, 0, 1)
