@@ -6,17 +6,21 @@ The flags after `--` are those of `experiments.train`. Process 0 writes to the t
 process N to WORKDIR/process_N/output.log. When one process fails, the others are ended,
 and the exit code is that of the first. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run
 after a checkpoint; a second one ends it at once.
+
+With `--jobs` every region is a job of its own (`--exchange=jobs`), writes to
+WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again.
 """
 
 import os
 import pathlib
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
-from cocodc_jax.netlab import children
+from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.help import options, render
 
@@ -43,6 +47,11 @@ def define_flags() -> absl_flags.FlagValues:
         flag_values=values,
         lower_bound=0,
     )
+    for name, text in (
+        ("jobs", "every region a job of its own, which may die and come back"),
+        ("restart", "with --jobs: start regions again that died"),
+    ):
+        absl_flags.DEFINE_bool(name, False, text, flag_values=values)
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values
 
@@ -82,6 +91,39 @@ def launch(
             group.kill()
 
 
+def launch_jobs(
+    train_flags: Sequence[str], workdir: pathlib.Path, count: int, restarts: bool
+) -> int:
+    """Start every region as a job of its own, and wait for their end.
+
+    Args:
+      train_flags: of `experiments.train`.
+      workdir: folder of the run.
+      count: regions.
+      restarts: whether to start again who died.
+
+    Returns:
+      0, or the exit code of the region that ended badly first.
+    """
+    told = independent.commands(
+        [*commands.python_m("train"), *train_flags], workdir, count
+    )
+    logs = independent.logs(workdir, count)
+    regions = [independent.Region(*each) for each in zip(told, logs, strict=True)]
+    asked: list[int] = []
+
+    def stop(code: int) -> None:
+        number = signal.SIGKILL if asked else signal.SIGTERM
+        asked.append(code)
+        for region in regions:
+            region.send(number)
+
+    with children.on_signals(stop):
+        for region in regions:
+            region.start()
+        return independent.wait(regions, restarts and not asked)
+
+
 def free_port() -> int:
     """Return a port of this machine that nobody listens on now."""
     with socket.socket() as probe:
@@ -104,6 +146,15 @@ def main(argv: Sequence[str]) -> int:
         # Read here too, so that what is wrong is said once, before anything starts.
         flags.parse([argv[0], *train_flags])
         config, workdir = read_flags()
+        if own.restart and not own.jobs:
+            raise ValueError("restart=True goes with --jobs; processes end together")
+        if own.jobs:
+            if own.processes:
+                raise ValueError(
+                    f"processes={own.processes} has no meaning with --jobs, where "
+                    "every region is one; leave it out"
+                )
+            return launch_jobs(train_flags, workdir, config.run.regions, own.restart)
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)
     return launch(train_flags, workdir, count, own.grace_s)

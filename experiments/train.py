@@ -27,7 +27,9 @@ def main() -> None:
         processes = flags.processes()
         processes.start(config.run.regions, config.run.devices_per_region)
         tracking = flags.tracking()
-        session = prepare(config, workdir, processes=processes, tracking=tracking)
+        session = prepare(
+            config, workdir, processes=processes, tracking=tracking, jobs=flags.jobs()
+        )
     try:
         summary = session.train()
     except RUN_ERRORS as error:

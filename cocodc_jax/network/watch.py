@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cocodc_jax.network.faults import Finding, Messages, Regions
@@ -23,7 +25,7 @@ def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndar
 
 
 def watch_links(
-    topology: Topology, timeline: Timeline, **options: float
+    topology: Topology, timeline: Timeline, **options: Any
 ) -> list[tuple[float, Finding]]:
     """Name what is faulty of a simulated network, as syncs meet it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from cocodc_jax.runtime.devices.mesh import (
     inner_devices,
 )
 from cocodc_jax.runtime.loop.evaluate import make_evaluate
+from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 
@@ -141,10 +143,38 @@ def program_key(config: TrainConfig) -> tuple:
     return (config.method, config.optimizer, run.steps, *others)
 
 
+def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
+    """Return the run as this process trains it: of one region, if that is a job.
+
+    Raises:
+      ValueError: if regions that are jobs are not alike, or share a pipeline's routes.
+    """
+    run = config.run
+    if place is None:
+        return run
+    if run.random_routing:
+        raise ValueError(
+            "random_routing=True hands activations on to other regions, which "
+            "exchange='jobs' does not; leave it out"
+        )
+    transport = dataclasses.replace(run.transport, place=place)
+    transport.own(run.unequal(config.data.batch_per_region), config.method.build())
+    return dataclasses.replace(run, regions=1, step_times="", batch_sizes="")
+
+
 def build_program(
-    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
+    config: TrainConfig,
+    model: models.TransformerConfig,
+    mesh: Mesh,
+    place: Place | None = None,
 ) -> cc.RegionProgram:
     """Return the method around the model's loss; compiles nothing.
+
+    Args:
+      config: of the run.
+      model: with the tokenizer's vocabulary.
+      mesh: the inner mesh.
+      place: of this region, if each is a job of its own.
 
     Raises:
       ValueError: if the method has no use for `step_seconds`.
@@ -159,7 +189,7 @@ def build_program(
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
     return cc.RegionProgram(
-        _make_loss_fn(config.run, model, method, mesh),
+        _make_loss_fn(own_part(config, place), model, method, mesh),
         optimizer,
         method,
         shapes,
@@ -173,7 +203,7 @@ def build_program(
             adam_second_moment(config.optimizer.second_moment_decay(method)),
             models.make_outputs(model),
         ),
-        transport=config.run.transport,
+        transport=dataclasses.replace(config.run.transport, place=place),
     )
 
 
@@ -212,10 +242,15 @@ def _layout(run: RunConfig) -> models.Layout | None:
 
 
 def open_for(
-    open_text: Callable[..., TextData], config: TrainConfig, mesh: Mesh
+    open_text: Callable[..., TextData],
+    config: TrainConfig,
+    mesh: Mesh,
+    place: Place | None = None,
 ) -> TextData:
     """Open the corpus for the regions of this process; process 0 prepares it."""
     regions = config.run.regions
+    if place is not None:
+        return open_text(config.data, regions, [place.region])
     if jax.process_count() == 1:
         return open_text(config.data, regions)
     size = regions // mesh.shape[REGION]

@@ -16,8 +16,9 @@ from cocodc_jax._extras import extra
 from cocodc_jax.methods import METHODS
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.help import options, render
+from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.leaf_help import run_sections
-from cocodc_jax.run.leaves import COUNT_OR_WORD
+from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
@@ -29,6 +30,7 @@ with extra("train"):
     from absl import app, flags, logging
 
 USAGE_ERROR = 2
+JOBS = leaves_of("jobs", Jobs)
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
 # Those of the program; a test puts others in their place.
@@ -86,6 +88,10 @@ def define(without: Sequence[str] = ()) -> None:
         str, "workdir", None, "Folder of the run; an interrupted run goes on there."
     )
     _define_processes()
+    for name, leaf in JOBS.items():
+        default = getattr(NO_JOBS, name)
+        text = f"With exchange=jobs: {leaf.help} Default: {default!r}."
+        define_one(leaf.type, name, None, text)
     for name, leaf in LEAVES.items():
         if name not in without:
             define_one(leaf.type, name, None, leaf.help)
@@ -157,6 +163,15 @@ def processes() -> Processes:
     return Processes.from_environment(
         **{name: value(name) for name in PROCESSES if given(name)}
     )
+
+
+def jobs() -> Jobs:
+    """Where regions are that are jobs of their own: the flags.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    return Jobs(**{name: value(name) for name in JOBS if given(name)})
 
 
 def config(
@@ -242,6 +257,7 @@ def help_of(doc: str) -> str:
     if "preset" not in FLAGS:
         return render(doc, sections)
     sections["Several processes"] = options(FLAGS, PROCESSES)
+    sections["Regions that are jobs of their own"] = options(FLAGS, tuple(JOBS))
     names = [name for name in LEAVES if name in FLAGS and not _is_own(name)]
     without = tuple(LEAVES.keys() - set(names))
     if "method" in names:
@@ -256,7 +272,7 @@ def _is_own(name: str) -> bool:
     """Whether a flag is the program's: a leaf with a default of its own is."""
     if name in LEAVES:
         return name in FLAGS and FLAGS[name].default is not None
-    return name not in PROCESSES
+    return name not in PROCESSES and name not in JOBS
 
 
 @contextlib.contextmanager

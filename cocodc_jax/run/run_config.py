@@ -34,7 +34,8 @@ class RunConfig:
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
       exchange: program averages messages in a program of the inner mesh, outer on the
-        outer mesh beside the inner steps; auto is outer with several processes.
+        outer mesh beside the inner steps; auto is outer with several processes; jobs
+        has every region be a job of its own, which may die and come back.
       all_reduce: how messages cross between processes: direct, every region with every
         other at once, or ring, the backend's own.
       outer_channels: outer meshes side by side, so many fragments can be on their way

@@ -34,11 +34,13 @@ from cocodc_jax.run.build import (
     check_model,
     init_params,
     open_for,
+    own_part,
     program_key,
     use_devices,
 )
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.hugging_face import model_of
+from cocodc_jax.run.jobs import NO_JOBS, Jobs, run_digest, taking_part
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
 from cocodc_jax.run.resume import (
@@ -59,6 +61,9 @@ from cocodc_jax.runtime.loop.trainer import (
     Result,
     train,
 )
+from cocodc_jax.runtime.membership.link import LeftBehindError
+from cocodc_jax.runtime.membership.place import Place
+from cocodc_jax.runtime.program import Output
 from cocodc_jax.runtime.state import TrainState
 
 with extra("train"):
@@ -68,8 +73,10 @@ SUMMARY_FILE = "summary.json"
 
 # What may end a run for a reason that a person can act on without a traceback: a
 # loss that is not finite, a disk that is full or gone, a checkpoint of other data, rows
-# without text.
-RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError)
+# without text, others that went on.
+RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError, LeftBehindError)
+
+Begun = tuple[TrainState, dict | None, dict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +92,8 @@ class Session:
       program: the method, not yet compiled.
       evaluate: judges parameters on the validation batches.
       tracking: where process 0 shows its records besides.
+      place: of this region, if each is a job of its own.
+      outer_digests: of `Jobs`.
     """
 
     config: TrainConfig
@@ -95,6 +104,8 @@ class Session:
     program: cc.RegionProgram
     evaluate: Callable[[models.Params], jax.Array]
     tracking: Tracking = NO_TRACKING
+    place: Place | None = None
+    outer_digests: bool = False
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
         """Trains to the last step, going on from the newest checkpoint if there is one.
@@ -105,7 +116,9 @@ class Session:
         Raises:
           NonFiniteLossError: naming step, region and last good checkpoint.
           ResumeError: if the newest checkpoint does not belong to this run.
-          OSError: if the disk refuses; a `CheckpointError` names the last good one.
+          LeftBehindError: if the other jobs go on without this region.
+          OSError: if nobody lets this region in, or the disk refuses; a
+            `CheckpointError` names the last good one.
         """
         run = self.config.run
         stream = self.text.train_stream()
@@ -117,50 +130,90 @@ class Session:
             finished = self._finished(saved)
             if finished is not None:
                 return finished
-            state, progress, position = self.begin(saved, stream)
-            mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
-            with (
-                open_records(self.own_dir, position, state.step, mirrors) as writer,
-                progress_bar(self.config, state.step, console) as bar,
-                stop_signal() as should_stop,
-            ):
-                earlier_s = position.get("seconds", 0.0)
-                began_s = position.get("began_s", time.time())
-                watch = Watch(writer, bar, earlier_s)
-                result = train(
-                    self.program,
-                    state,
-                    self._batches(stream),
-                    run.steps,
-                    self.tokens_at,
-                    cadence=run.cadence,
-                    hooks=Hooks(
-                        record=writer.write,
-                        clock=watch,
-                        snapshot=lambda progress: {
-                            "processes": gather(
-                                {
-                                    "progress": progress,
-                                    "stream": stream.get_state(),
-                                    "metrics_bytes": writer.offset,
-                                    "seconds": watch.seconds,
-                                    "began_s": began_s,
-                                }
-                            )
-                        },
-                        should_stop=should_stop,
-                    ),
-                    evaluate=self.evaluate,
-                    checkpoints=saved,
-                    progress=progress,
-                    earlier_s=earlier_s,
-                )
-            self._write_timeline(result, state.step)
-            wall_s = time.time() - began_s
-            summary = self._summary(result, earlier_s, wall_s)
-            if result.state.step == run.steps:
-                write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
+            with self._among_others(saved, stream) as (begun, handed_out):
+                summary = self._train_on(saved, stream, begun, handed_out, console)
         return summary
+
+    def _train_on(
+        self,
+        saved: Checkpoints,
+        stream: TrainStream,
+        begun: Begun,
+        handed_out: Callable[[TrainState, Output], None],
+        console: Console | None,
+    ) -> dict[str, Any]:
+        """Train from where the run is; see `train`."""
+        run, (state, progress, position) = self.config.run, begun
+        mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
+        with (
+            open_records(self.own_dir, position, state.step, mirrors) as writer,
+            progress_bar(self.config, state.step, console) as bar,
+            stop_signal() as should_stop,
+        ):
+            earlier_s = position.get("seconds", 0.0)
+            began_s = position.get("began_s", time.time())
+            watch = Watch(writer, bar, earlier_s)
+            result = train(
+                self.program,
+                state,
+                self._batches(stream),
+                run.steps,
+                self.tokens_at,
+                cadence=run.cadence,
+                hooks=Hooks(
+                    record=writer.write,
+                    clock=watch,
+                    snapshot=lambda progress: {
+                        "processes": gather(
+                            {
+                                "progress": progress,
+                                "stream": stream.get_state(),
+                                "metrics_bytes": writer.offset,
+                                "seconds": watch.seconds,
+                                "began_s": began_s,
+                            }
+                        )
+                    },
+                    should_stop=should_stop,
+                    handed_out=handed_out,
+                ),
+                evaluate=self.evaluate,
+                checkpoints=saved,
+                progress=progress,
+                earlier_s=earlier_s,
+            )
+        self._write_timeline(result, state.step)
+        wall_s = time.time() - began_s
+        summary = self._summary(result, earlier_s, wall_s)
+        if result.state.step == run.steps:
+            write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
+        return summary
+
+    @contextlib.contextmanager
+    def _among_others(
+        self, saved: Checkpoints, stream: TrainStream
+    ) -> Iterator[tuple[Begun, Callable[[TrainState, Output], None]]]:
+        """Yield where to go on from, and what takes the state of every turn."""
+        begun = self.begin(saved, stream)
+        if self.place is None:
+            yield begun, lambda state, output: None
+            return
+        with taking_part(
+            self.place,
+            run_digest(self.config, self.text.fingerprint),
+            self.program,
+            self.own_dir,
+            begun,
+            stream,
+            self._first_params,
+            self.outer_digests,
+        ) as (begun, attendance):
+            yield begun, attendance.handed_out
+
+    def _first_params(self) -> tuple[models.Params, jax.Array]:
+        """Return one region's first parameters, and the key that regions' come of."""
+        key = jax.random.key(self.config.run.seed)
+        return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
 
     def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
         """Return the summary, if every process has one of the whole run."""
@@ -190,11 +243,8 @@ class Session:
         which = np.arange(len(sizes))[:, None]
         return (batch[which, rows] for batch in stream)
 
-    def begin(
-        self, saved: Checkpoints, stream: TrainStream
-    ) -> tuple[TrainState, dict | None, dict]:
+    def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
         """State, progress and positions at the newest checkpoint, or at step 0."""
-        key = jax.random.key(self.config.run.seed)
         try:
             found = resume(saved, self.program, stream, self.text.regions)
             source = None if found else Source.of(self.config)
@@ -207,8 +257,7 @@ class Session:
                 "changed, or name another workdir"
             ) from error
         if found is None:
-            params = self.init_params(jax.random.fold_in(key, 0))
-            return self.program.init(params, jax.random.fold_in(key, 1)), None, {}
+            return self.program.init(*self._first_params()), None, {}
         return found
 
     @property
@@ -275,6 +324,7 @@ def prepare(
     earlier: Sequence[Session] = (),
     processes: Processes = ONE_PROCESS,
     tracking: Tracking = NO_TRACKING,
+    jobs: Jobs = NO_JOBS,
 ) -> Session:
     """Open the data, lays out the devices and build the program; compiles nothing.
 
@@ -285,14 +335,21 @@ def prepare(
       earlier: sessions whose compiled programs to use again where they are the same.
       processes: who takes part; started already.
       tracking: where process 0 shows its records besides.
+      jobs: where regions are, if each is a job of its own.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
     # A default may change with the version; a run keeps the one it began with.
     config = config.resolve()
-    run = config.run
     check_model(config, config.model)  # Before so many devices are made.
+    place = jobs.place(config.run.exchange)
+    if place is not None and processes.num_processes != 1:
+        raise ValueError(
+            f"num_processes={processes.num_processes} has no meaning for exchange="
+            "'jobs', where every region is one process of its own; leave it out"
+        )
+    run = own_part(config, place)
     devices = use_devices(run, processes.num_processes)
     mesh = cc.make_mesh(
         run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
@@ -300,9 +357,11 @@ def prepare(
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
     workdir = pathlib.Path(workdir)
+    if place is not None:
+        workdir /= f"region_{place.region}"
     check_workdir(config, workdir)
     Source.of(config)  # Its own checks.
-    text = open_for(open_text, config, mesh)
+    text = open_for(open_text, config, mesh, place)
     model = model_of(config, text.tokenizer)
     check_model(config, model)
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
@@ -313,9 +372,11 @@ def prepare(
         text,
         model,
         mesh,
-        twins[0].program if twins else build_program(config, model, mesh),
+        twins[0].program if twins else build_program(config, model, mesh, place),
         alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
         tracking,
+        place,
+        jobs.outer_digests,
     )
     if jax.process_index() == 0:
         write_config(config, workdir)

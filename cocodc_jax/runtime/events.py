@@ -115,7 +115,7 @@ class SyncPrograms:
           ValueError: if a part of the method needs what is not given.
         """
         self._setting, self._schedule = setting, setting.sync.schedule
-        outer = setting.sync.outer
+        outer, self._route = setting.sync.outer, route
         self._outer = (
             RegionalOuterModels(setting, outer)
             if isinstance(outer, RegionalOuter)
@@ -367,10 +367,14 @@ class SyncPrograms:
         assert state.sync is not None
         return self._outer.whole(state.sync, state.region, mean)
 
+    def copy(self, region: RegionState, fragment_id: int) -> PyTree:
+        """Return a copy of the regions' fragment as it is now."""
+        return self._copy[fragment_id](region.params)
+
     @functools.cache  # noqa: B019  (as long as the programs)
     def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes that one region sends for a sync; a region alone none."""
-        if self._setting.regions.num == 1:
+        if self._route.num_regions == 1:
             return 0
         return self._outer.num_bytes(fragment_id, rank)
 

@@ -128,14 +128,17 @@ class RegionProgram:
             optimizer = optax.GradientTransformationExtraArgs(*each)
         if isinstance(method, str):
             method = methods.get(method)
-        self.regions, self.num_regions = regions, regions.num
-        self.mesh = make_mesh(regions.num) if mesh is None else mesh
-        checks.check_mesh(self.mesh, regions.num)
+        own = transport.own(regions, method)
+        self.regions, self.num_regions = regions, own.num
+        self._own_keys = transport.own_keys
+        self.mesh = make_mesh(own.num) if mesh is None else mesh
+        checks.check_mesh(self.mesh, own.num)
         checks.check_params(params)
         needs.check(method.needs, supplies, f"method={method.name!r}")
         self.method = method = method.bind(regions)
         if model_state is not None:
             model_state.check(method)
+            transport.check_model_state(model_state)
         self.model_state = model_state
         self._model_state = () if model_state is None else model_state.init
         route = transport.resolve(method, jax.process_count())
@@ -155,12 +158,12 @@ class RegionProgram:
         # Every program is wrapped in one jit that lives as long as this object.
         where = self._where(self._params)
         self._new_region = jax.jit(self._make_region, out_shardings=where)
-        self._correct = make_correct(method.sync, self.fragments, regions.num)
+        self._correct = make_correct(method.sync, self.fragments, own.num)
         steps = step.make_steps(
             loss_fn,
             optimizer,
             self.mesh,
-            regions.num,
+            own.num,
             method.per_step,
             transport.all_reduce,
             self._correct,
@@ -184,11 +187,11 @@ class RegionProgram:
         self._finite = jax.jit(step.are_finite, out_shardings=everywhere)
         self._drift = jax.jit(merge.region_drift, out_shardings=everywhere)
         self._mean_state = make_mean(self.mesh)
-        self._syncs = None
+        self._syncs = self.route = None
         if method.sync is not None:
             setting = Setting(
                 method.sync,
-                regions,
+                own,
                 self.fragments,
                 self.shardings,
                 self._params,
@@ -196,9 +199,10 @@ class RegionProgram:
                 supplies,
                 model_state,
             )
+            self.route = transport.route(setting, route)
             self._syncs = SyncPrograms(
                 setting,
-                transport.route(setting, route),
+                self.route,
                 optimizer,
             )
 
@@ -277,7 +281,9 @@ class RegionProgram:
         return RegionState(
             spread(params),
             spread(self._optimizer.init(params)),
-            jax.random.key_data(jax.random.split(key, self.num_regions)),
+            self._own_keys(
+                jax.random.key_data(jax.random.split(key, self.regions.num))
+            ),
             spread(per_step),
             spread(jax.tree.map(jnp.asarray, self._model_state)),
         )
@@ -486,6 +492,11 @@ class RegionProgram:
         if self._syncs is None:
             return self.mean_params(state)
         return self._syncs.outer_params(state, self._mean)
+
+    def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
+        """Return a copy of the regions' fragment as it is now, `[R, ...]`."""
+        assert self._syncs is not None
+        return self._syncs.copy(state.region, fragment_id)
 
     def outer_bytes(self, state: TrainState) -> int:
         """Count the bytes a method keeps besides the regions' own training.

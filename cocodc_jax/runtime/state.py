@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from cocodc_jax.runtime.arriving import arrived
 from cocodc_jax.sync.needs import Fragment
 from cocodc_jax.sync.schedules.base import replaced
 
@@ -63,7 +64,7 @@ class InFlight(NamedTuple):
 
     Attributes:
       mean: the mean pseudo-gradient that will arrive, no region axis unless every pair
-        of regions has its own.
+        of regions has its own; an `Arriving` where it comes from other jobs.
       kept: what is kept until then for those who need it, by name: copies of the
         fragment (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and
         "times", which arrive with the mean.
@@ -116,13 +117,19 @@ class SyncState:
 
     @property
     def arrays(self) -> dict[str, PyTree]:
-        """All arrays that must not be lost; observations are told before a save."""
+        """All arrays that must not be lost; observations are told before a save.
+
+        Means that come from other jobs are waited for.
+        """
         return {
             "outer": self.outer,
             "compressors": self.compressors,
             "stale_params": self.stale_params,
             # Keys of dicts must be text.
-            "in_flight": {f"{k}_{s}": v for (k, s), v in self.in_flight.items()},
+            "in_flight": {
+                f"{k}_{s}": flight._replace(mean=arrived(flight.mean))
+                for (k, s), flight in self.in_flight.items()
+            },
         }
 
     def with_arrays(self, arrays: dict[str, PyTree]) -> SyncState:

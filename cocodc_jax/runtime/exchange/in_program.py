@@ -53,6 +53,11 @@ class InProgram:
 
     shares_mesh = True
 
+    @property
+    def num_regions(self) -> int:
+        """Regions whose messages there are."""
+        return self._setting.regions.num
+
     def __init__(self, setting: Setting):
         """Compile nothing yet."""
         self._setting = setting

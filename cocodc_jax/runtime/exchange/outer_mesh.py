@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import regional
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange import flat_buffer
 from cocodc_jax.runtime.exchange.combine import make_buffer
 from cocodc_jax.runtime.exchange.judged import abstract_verdict, make_judged_combine
 from cocodc_jax.runtime.exchange.outgoing import (
@@ -40,6 +41,11 @@ class OnOuterMesh:
 
     shares_mesh = False
 
+    @property
+    def num_regions(self) -> int:
+        """Regions whose messages there are."""
+        return self._setting.regions.num
+
     def __init__(self, setting: Setting, all_reduce: str):
         """Compile nothing yet.
 
@@ -60,11 +66,34 @@ class OnOuterMesh:
         compressor_state: PyTree,
     ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
         """Send a fragment; arguments and results as of `InProgram.send`."""
+        staged, buffer, state, arriving = self.encoded(
+            departure, region, stale_params, compressor_state
+        )
+        channel = self._setting.shardings.channel(departure.event.fragment_id)
+        rows = transfer.gather_rows(buffer, channel.rows)
+        mean, times, told = arriving(rows, departure.weights)
+        told = told if times is None else {**told, "times": times}
+        return staged, mean, told, state
+
+    def encoded(
+        self,
+        departure: Departure,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, jax.Array, PyTree, Callable]:
+        """Encode a fragment, as the arguments of `send` say, and send nothing yet.
+
+        Returns:
+          The staged copy; what regions send, `[R, n]`; the compressors' state after it;
+          and what makes `(mean, times, verdicts)` of all regions' rows on the outer
+          device, and of their weights.
+        """
         k, rank = departure.event.fragment_id, departure.event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
         encode, combine = self._programs[k, rank]
-        channel = self._setting.shardings.channel(k)
+        host = self._setting.shardings.channel(k).host
         told = self._of_own_regions(departure.times) if self._num_times else None
         inside = self._weights(departure.weights, regional(self._setting.mesh))
         start_step = start_step_of(self._setting, departure.event)
@@ -77,11 +106,8 @@ class OnOuterMesh:
             start_step,
             told,
         )
-        rows = transfer.gather_rows(buffer, channel.rows)
-        weights = self._weights(departure.weights, channel.host)
-        mean, times, told = combine(rows, weights, start_step)
-        told = told if times is None else {**told, "times": times}
-        return staged, mean, told, state
+
+        return staged, buffer, state, self._arriving(combine, host, start_step)
 
     def listed(
         self,
@@ -105,10 +131,40 @@ class OnOuterMesh:
         arguments = abstract_sent(setting, region, stale_params, compressor_state)
         return encode, (*arguments, told)
 
+    def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
+        """Return what makes the mean of a sync, and the shape of what regions send."""
+        k, start_step = sync_id
+        draws = self._setting.sync.message.average.draws
+        host = self._setting.shardings.channel(k).host
+        encoded = self._setting.sync.message.encoded(
+            self._setting.outer_shapes[k], rank
+        )
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), encoded
+        )
+        like = jax.eval_shape(flat_buffer.pack, one)
+        step = np.int32(start_step) if draws else None
+        return self._arriving(self._make_combine(k, rank), host, step), like
+
+    def _arriving(
+        self, combine: Callable, host: Sharding, start_step: np.int32 | None
+    ) -> Callable:
+        return lambda rows, weights: combine(
+            rows, self._weights(weights, host), start_step
+        )
+
     def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
+        pack = functools.partial(
+            make_buffer, compressor=self._setting.sync.message.compressor(rank)
+        )
+        return jit_outgoing(self._setting, k, rank, kept, pack), self._make_combine(
+            k, rank
+        )
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def _make_combine(self, k: int, rank: int) -> Callable:
         setting = self._setting
         message = setting.sync.message
-        compressor = message.compressor(rank)
         host = setting.shardings.channel(k).host
         combine = make_judged_combine(
             setting,
@@ -118,15 +174,13 @@ class OnOuterMesh:
             self._num_times,
             self.all_reduce,
         )
-        pack = functools.partial(make_buffer, compressor=compressor)
-        encode = jit_outgoing(setting, k, rank, kept, pack)
         restore = make_restore(setting, k)
 
         def arriving(rows, weights, start_step):
             mean, times, told = combine(rows, weights)
             return restore(mean, start_step), times, told
 
-        return encode, jax.jit(arriving, out_shardings=host)
+        return jax.jit(arriving, out_shardings=host)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:

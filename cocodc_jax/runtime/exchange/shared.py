@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cocodc_jax.runtime.arriving import arrived
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import (
     for_all_regions,
@@ -159,7 +160,7 @@ class SharedOuterModel:
           rank: of the message, where the schedule sets one.
         """
         setting, part = self._setting, self._setting.outer_shapes[fragment_id]
-        message, num_regions = setting.sync.message, setting.regions.num
+        message, num_regions = setting.sync.message, self._route.num_regions
         told = num_regions if setting.is_measured else 0
         size = message.num_bytes(part, num_regions, rank)
         size += LENGTH_BYTES if setting.sync.robust else 0
@@ -240,7 +241,7 @@ class SharedOuterModel:
         """Return the mean where the outer state is."""
         outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
-        return transfer.move(flight.mean, where)
+        return transfer.move(arrived(flight.mean), where)
 
     def _resized(self, sync: SyncState, rank: int) -> SyncState:
         """Return the state with compressors that fit messages of `rank`."""

@@ -4,22 +4,31 @@ A route is an object with `send`, which hands a fragment's message out and never
 and with the shapes of what will arrive:
 
 - `in_program.InProgram`: the program that sends takes the mean as well;
-- `outer_mesh.OnOuterMesh`: a second program crosses between hosts, beside the steps.
+- `outer_mesh.OnOuterMesh`: a second program crosses between hosts, beside the steps;
+- `jobs.BetweenJobs`: every region is a job of its own, which may die and come back, and
+  threads carry messages from host to host.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.in_program import InProgram
+from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
+from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.model_state import ModelState
+from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.regions import Regions
 
-EXCHANGES = ("auto", "program", "outer")
+EXCHANGES = ("auto", "program", "outer", "jobs")
 
-Route = InProgram | OnOuterMesh
+Route = InProgram | OnOuterMesh | BetweenJobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +38,19 @@ class Transport:
     Attributes:
       exchange: "program" averages messages in a program of the inner mesh, "outer" on
         the outer mesh, beside the inner steps; "auto" is the latter where there are
-        several processes and the method allows it.
+        several processes and the method allows it; "jobs" has every region be a job of
+        its own.
       all_reduce: how they cross between processes, where this package chooses: "direct"
         or "ring", see `collectives.py`.
       outer_channels: outer meshes side by side; fragment k crosses on number
         k mod outer_channels, so that as many can be on their way at once.
+      place: of this process's region among the jobs, for "jobs".
     """
 
     exchange: str = "auto"
     all_reduce: str = "direct"
     outer_channels: int = 1
+    place: Place | None = None
 
     def __post_init__(self):
         """Check the names and the number.
@@ -56,9 +68,63 @@ class Transport:
             )
         if self.outer_channels < 1:
             raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
+        if self.exchange == "jobs" and self.outer_channels > 1:
+            raise ValueError(
+                f"outer_channels={self.outer_channels} has no meaning for exchange="
+                "'jobs', where every message has a thread of its own; use 1"
+            )
+
+    def own(self, regions: Regions, method: Method) -> Regions:
+        """Return the regions that this program trains, of all `regions`.
+
+        Raises:
+          ValueError: if they or the method cannot be jobs of their own.
+        """
+        if self.exchange != "jobs":
+            return regions
+        if self.place is None:
+            raise ValueError(
+                "exchange='jobs' needs to know which region this is: place="
+            )
+        if self.place.num_regions != regions.num:
+            raise ValueError(
+                f"regions={regions.num} but region_addresses has "
+                f"{self.place.num_regions}; one for each"
+            )
+        if regions != Regions(
+            regions.step_times[:1] * regions.num, regions.batch_sizes[:1] * regions.num
+        ):
+            raise ValueError(
+                f"step_times={regions.step_times} and batch_sizes="
+                f"{regions.batch_sizes} must be alike for exchange='jobs'"
+            )
+        if why := _not_between_jobs(method):
+            raise ValueError(
+                f"exchange='jobs' is not possible for method={method.name!r}: {why}; "
+                "use 'outer'"
+            )
+        return Regions(regions.step_times[:1], regions.batch_sizes[:1])
+
+    def check_model_state(self, model_state: ModelState) -> None:
+        """Refuse a state that jobs of their own would have to average.
+
+        Raises:
+          ValueError: saying what would be right.
+        """
+        if self.exchange == "jobs" and model_state.averaged_bytes:
+            raise ValueError(
+                "exchange='jobs' does not average a model_state over regions; use "
+                "ModelState(init, average=False), or exchange='outer'"
+            )
+
+    def own_keys(self, keys: jax.Array) -> jax.Array:
+        """Return the keys of the regions that this program trains, of all regions'."""
+        if self.exchange != "jobs" or self.place is None:
+            return keys
+        return keys[self.place.region][None]
 
     def resolve(self, method: Method, num_processes: int) -> str:
-        """Return "program" or "outer".
+        """Return "program", "outer" or "jobs".
 
         Args:
           method: whose messages cross.
@@ -67,6 +133,8 @@ class Transport:
         Raises:
           ValueError: for what the method cannot have.
         """
+        if self.exchange == "jobs":
+            return "jobs"
         crosses_outside = self._crosses_outside(method, num_processes)
         if self.outer_channels == 1:
             return "outer" if crosses_outside else "program"
@@ -106,4 +174,31 @@ class Transport:
         """Make the route that `resolve` named."""
         if kind == "program":
             return InProgram(setting)
+        if kind == "jobs":
+            assert self.place is not None
+            return BetweenJobs(setting, self.place)
         return OnOuterMesh(setting, self.all_reduce)
+
+
+def _not_between_jobs(method: Method) -> str | None:
+    """Tell why a method's messages cannot cross between jobs, None if they can."""
+    sync = method.sync
+    if method.per_step is not None:
+        return "its regions exchange at every step"
+    if sync is None:
+        return "it exchanges nothing"
+    if not isinstance(sync.outer, SharedOuter):
+        return "its outer parameters lie in the regions"
+    if sync.only_in_program:
+        return sync.only_in_program
+    if sync.moments:
+        return "it averages the inner optimizer's state too"
+    if sync.robust:
+        return "exclude_above and robust_mean judge all regions' messages together"
+    if sync.schedule.is_by_region:
+        return "its regions come one by one"
+    if sync.schedule.is_measured:
+        return "delay_steps='auto' and syncs_per_interval='auto' follow all regions"
+    if "drift" in sync.schedule.needs:
+        return "its schedule looks at all regions' parameters"
+    return None

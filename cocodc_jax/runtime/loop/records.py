@@ -84,7 +84,7 @@ class Records:
         if step % self._log_every:
             return
         window = np.stack(self._window)
-        regions = np.mean(window, axis=0, dtype=np.float64)
+        regions = np.asarray(np.mean(window, axis=0, dtype=np.float64))
         if not np.isfinite(regions).all():
             regions = np.array([finite_mean(x, np.float64) for x in window.T])
         self._window = []

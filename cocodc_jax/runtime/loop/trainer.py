@@ -110,12 +110,14 @@ class Hooks:
       snapshot: what to keep with a checkpoint, JSON-able: given the sums of the
         records so far, this process's own, it adds positions (data, files).
       should_stop: asked every turn; True ends the run early, after a checkpoint.
+      handed_out: takes the state and the output of every turn, still on their devices.
     """
 
     record: Callable[[Record], None] = lambda record: None
     clock: Callable[[Clock], None] = lambda clock: None
     snapshot: Callable[[dict], dict] = lambda progress: {"progress": progress}
     should_stop: Callable[[], bool] = lambda: False
+    handed_out: Callable[[TrainState, Output], None] = lambda state, output: None
 
 
 class Result(NamedTuple):
@@ -245,6 +247,7 @@ class _Loop:
         times = (self._flights.step_s, self._flights.sync_s)
         state, output = self._program.advance(state, chunk, times)
         self._watch(state, output)
+        self._hooks.handed_out(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._has_compiled |= not is_warm
         self._lengths_seen.add(length)

@@ -1,0 +1,137 @@
+"""Regions as processes of this machine that live and die alone.
+
+Unlike a `children.Group`, none ends because another one has; who has died may be
+started again, by itself or when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from cocodc_jax.netlab.children import die_with_parent, exit_code
+
+_POLL_S = 0.1
+_USAGE_ERROR = 2
+
+
+class Region:
+    """One region's process, and those it has been before."""
+
+    def __init__(self, command: Sequence[str], log: pathlib.Path | None):
+        """Start nothing yet.
+
+        Args:
+          command: program and arguments.
+          log: where its output goes, one life after another; None is the terminal.
+        """
+        self._command, self._log = list(command), log
+        self.process: subprocess.Popen | None = None
+        self.lives = 0
+
+    def start(self) -> None:
+        """Start its next life."""
+        self.lives += 1
+        out = None
+        if self._log:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            out = self._log.open("ab")
+        self.process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
+        if out:
+            out.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def code(self) -> int | None:
+        """How its last life ended, None while it lives."""
+        if self.process is None or self.process.poll() is None:
+            return None
+        return exit_code(self.process.returncode)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+def commands(
+    train: Sequence[str], workdir: pathlib.Path, num_regions: int
+) -> list[list[str]]:
+    """Return the command of every region, at free ports of this machine.
+
+    Args:
+      train: the command that trains, with its flags but those of regions.
+      workdir: of the run; the key that the regions share is made there.
+      num_regions: M.
+    """
+    key = workdir / "key"
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not key.exists():
+        with open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+    probes = [socket.socket() for _ in range(num_regions)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    addresses = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
+    for probe in probes:
+        probe.close()
+    return [
+        [
+            *train,
+            f"--workdir={workdir}",
+            "--exchange=jobs",
+            f"--region_addresses={addresses}",
+            f"--region_id={region}",
+            f"--key_file={key}",
+        ]
+        for region in range(num_regions)
+    ]
+
+
+def logs(workdir: pathlib.Path, num_regions: int) -> list[pathlib.Path]:
+    """Return where every region's output goes."""
+    return [workdir / f"region_{r}" / "output.log" for r in range(num_regions)]
+
+
+def wait(regions: Sequence[Region], restarts: bool) -> int:
+    """Wait until all have ended.
+
+    Args:
+      regions: started.
+      restarts: whether to start again who died of anything but a wrong flag.
+
+    Returns:
+      0, or the exit code of the first that ended badly and was not started again.
+    """
+    ended: dict[int, int] = {}
+    while len(ended) < len(regions):
+        for number, region in enumerate(regions):
+            if number in ended or region.code is None:
+                continue
+            code = region.code
+            if code in (0, _USAGE_ERROR) or not restarts:
+                ended[number] = code
+            else:
+                print(f"region {number} ended with {code}: again", file=sys.stderr)
+                region.start()
+        time.sleep(_POLL_S)
+    return next((code for code in ended.values() if code), 0)

@@ -1,0 +1,286 @@
+"""A region that is a job of its own: how it takes part in a run, and comes back to it.
+
+Each region runs the same command with another `--region_id`. It listens first whether
+the others have begun. Where they have, it compiles and tries out its programs before
+it asks to be let in, so that nobody waits for that; then it goes on from the memory of
+one of them. A region that all others went on without ends with an error, and is let in
+again when it is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.run.agreement import code_digest
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.runtime.exchange.jobs import BetweenJobs
+from cocodc_jax.runtime.loop import joining
+from cocodc_jax.runtime.membership.link import Link
+from cocodc_jax.runtime.membership.messages import Snapshot
+from cocodc_jax.runtime.membership.place import Place, read_key
+from cocodc_jax.runtime.membership.protocol import Timing
+from cocodc_jax.runtime.program import MAX_SCAN_STEPS, Output, RegionProgram
+from cocodc_jax.runtime.state import TrainState
+
+SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
+_LISTEN_BEATS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Jobs:
+    """Where the regions of a run are, if each is a job of its own.
+
+    Attributes:
+      region_addresses: host:port of every region, with commas, in their order; as many
+        as there may ever be.
+      region_id: which of them this is.
+      key_file: file with the key that all share, at least 32 bytes, for nobody else to
+        read.
+      min_regions: regions that go on when the others are gone; more than half of them
+        keeps two parts of a cut network from going on both.
+      beat_s: seconds between two signs of life.
+      dead_after_s: seconds of silence after which a region is taken for dead.
+      grace_s: seconds after the first message of a sync after which nobody is waited
+        for.
+      start_s: seconds to wait until all regions have started.
+      outer_digests: write a digest of the outer fragment after every merge to
+        syncs.jsonl.
+    """
+
+    region_addresses: str = ""
+    region_id: int = -1
+    key_file: str = ""
+    min_regions: int = 1
+    beat_s: float = 0.5
+    dead_after_s: float = 10.0
+    grace_s: float = 120.0
+    start_s: float = 300.0
+    outer_digests: bool = False
+
+    def __post_init__(self):
+        """Check the times.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        for name in ("beat_s", "grace_s", "start_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if not 3 * self.beat_s <= self.dead_after_s < float("inf"):
+            raise ValueError(
+                f"dead_after_s={self.dead_after_s} must be at least three times "
+                f"beat_s={self.beat_s}"
+            )
+
+    def place(self, exchange: str) -> Place | None:
+        """Return the place of this region, None where regions are no jobs.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        if exchange != "jobs":
+            if self != NO_JOBS:
+                raise ValueError(
+                    "region_addresses, region_id and what goes with them have no "
+                    f"meaning for exchange={exchange!r}; use exchange='jobs'"
+                )
+            return None
+        for name, unset in (("region_addresses", ""), ("key_file", "")):
+            if getattr(self, name) == unset:
+                raise ValueError(f"exchange='jobs' needs {name}; see --help")
+        return Place(
+            self.region_id,
+            tuple(self.region_addresses.split(",")),
+            read_key(self.key_file),
+            Timing(self.beat_s, self.dead_after_s, self.grace_s, self.start_s),
+            self.min_regions,
+        )
+
+
+NO_JOBS = Jobs()
+
+
+class Attendance:
+    """One region's part in a run, from its start to its end."""
+
+    def __init__(
+        self, program: RegionProgram, link: Link, folder: pathlib.Path, digests: bool
+    ):
+        """Write to the region's own folder.
+
+        Args:
+          program: of the region.
+          link: to the others.
+          folder: of the region.
+          digests: whether to write digests of outer fragments.
+        """
+        assert isinstance(program.route, BetweenJobs)
+        self._program, self._route, self._link = program, program.route, link
+        self._folder, self._digests = folder, digests
+
+    def handed_out(self, state: TrainState, output: Output) -> None:
+        """Tell the others how far this region is; let in who waits for it."""
+        assert state.sync is not None
+        starts = [start for _, start in state.sync.in_flight]
+        oldest = min(starts, default=state.step)
+        for region, boot in self._link.at(oldest).items():
+            copy = joining.copy_of(self._program, state)
+            self._link.let_in(region, boot, copy, oldest)
+        for sync in output.syncs:
+            k = sync.fragment_id
+            line = {
+                "fragment": k,
+                "start_step": sync.start_step,
+                "apply_step": sync.apply_step,
+                "epoch": self._link.view.epoch,
+                "regions": self._route.in_mean.pop((k, sync.start_step), None),
+            }
+            if self._digests:
+                line["digest"] = _digest(state.sync.outer.params[k])
+            self._write(SYNCS_FILE, line)
+
+    def joined(self, line: dict[str, Any]) -> None:
+        """Note that this region takes part now."""
+        self._write(JOINS_FILE, line)
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _digest(fragment: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(fragment):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def run_digest(config: TrainConfig, fingerprint: str) -> str:
+    """Return what two jobs have in common if they are of one run."""
+    text = json.dumps([config.to_json(), code_digest(), fingerprint], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def taking_part(
+    place: Place,
+    run: str,
+    program: RegionProgram,
+    folder: pathlib.Path,
+    begun: tuple[TrainState, dict | None, dict],
+    stream: TrainStream,
+    make_params: Callable[[], tuple[Any, jax.Array]],
+    digests: bool,
+) -> Iterator[tuple[tuple[TrainState, dict | None, dict], Attendance]]:
+    """Take part in a run until the end of the context.
+
+    Args:
+      place: of the region.
+      run: `run_digest`.
+      program: of the region.
+      folder: of the region.
+      begun: state, sums and positions of the region's own checkpoint, or of step 0.
+      stream: of the region, where `begun` is.
+      make_params: makes one region's first parameters, and the key of the run.
+      digests: whether to write digests of outer fragments.
+
+    Yields:
+      State, sums and positions to go on from, and what has to be told of every turn.
+
+    Raises:
+      ValueError: if the region cannot listen.
+      LeftBehindError: if the others go on without this region.
+      TimeoutError: if nobody lets it in.
+    """
+    assert isinstance(program.route, BetweenJobs)
+    own, _, position = begun
+    began_s = time.monotonic()
+    largest = joining.max_frame_bytes(program)
+    with Link(place, run, largest, own.step, is_announced=False) as link:
+        listen_s = _LISTEN_BEATS * place.timing.beat_s
+        seconds = {"listened": listen_s, "rehearsed": 0.0}
+        initial = stream.get_state()
+        if link.hears_others(listen_s):
+            rehearse(program, make_params, stream)
+            stream.set_state(initial)
+            seconds["rehearsed"] = time.monotonic() - began_s - listen_s
+        asked_s = time.monotonic()
+        # Others have as long to start, and then as long to come to a turn's end.
+        copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
+        program.route.in_mean.clear()
+        program.route.link = link
+        if copy is not None:
+            begun = (
+                _go_on(program, copy, own.step, stream, make_params),
+                None,
+                {"seconds": position.get("seconds", 0.0)},
+            )
+        attendance = Attendance(program, link, folder, digests)
+        seconds["let_in"] = time.monotonic() - asked_s
+        attendance.joined(
+            {
+                "step": begun[0].step,
+                "own_step": own.step,
+                "from_peer": copy is not None,
+                "epoch": link.view.epoch,
+                "regions": sorted(link.view.seats),
+                "seconds": seconds,
+                "time": time.time(),
+            }
+        )
+        try:
+            yield begun, attendance
+        finally:
+            program.route.link = None
+
+
+def rehearse(
+    program: RegionProgram,
+    make_params: Callable[[], tuple[Any, jax.Array]],
+    stream: TrainStream,
+) -> None:
+    """Compile and try out the programs of a whole round, alone and for nothing."""
+    schedule = program.method.schedule
+    assert schedule is not None
+    state = program.init(*make_params())
+    batch = next(stream)
+    end = schedule.sync_interval + schedule.delay_steps + 1
+    while state.step < end:
+        ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
+        batches = np.stack([batch] * min(ahead, MAX_SCAN_STEPS))
+        state, _ = program.advance(state, batches)
+    jax.block_until_ready(state.region)
+
+
+def _go_on(
+    program: RegionProgram,
+    copy: Snapshot,
+    own_step: int,
+    stream: TrainStream,
+    make_params: Callable[[], tuple[Any, jax.Array]],
+) -> TrainState:
+    """Return the state made of a copy, with the data where that is."""
+    if own_step > copy.step:
+        raise ValueError(
+            f"the run is at step {copy.step}, and this region's own checkpoint at step "
+            f"{own_step}: of another run, or the others lost theirs; name another "
+            "workdir, or restore theirs"
+        )
+    print(f"going on from another region's step {copy.step}", file=sys.stderr)
+    params, key = make_params()
+    state = joining.adopt(program, params, key, copy)
+    for _ in range(copy.step - own_step):
+        next(stream)
+    return state

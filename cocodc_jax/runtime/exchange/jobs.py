@@ -1,0 +1,174 @@
+"""The route between regions that are jobs of their own: host to host, by threads.
+
+Each region is a JAX process that knows no other one's devices. Its message is encoded
+by the program of the outer mesh, into one flat row; a thread copies it to the host when
+it is made, gives it to the `Link`, and waits for the decision of which messages the
+mean is. All rows then go to the outer device, where the program that takes the mean is
+that of the outer mesh as well: one process with all regions has the same numbers.
+
+There are always M rows. Who is not in the mean has a weight of 0 and somebody else's
+row, so nothing is compiled when a region dies or comes back. Inner steps never wait:
+the main thread does, at the merge, for a mean that is late.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from cocodc_jax.runtime.arriving import Arriving
+from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
+from cocodc_jax.runtime.exchange.outgoing import Departure
+from cocodc_jax.runtime.membership.link import Link
+from cocodc_jax.runtime.membership.messages import SyncId
+from cocodc_jax.runtime.membership.place import Place
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync.fragments import Fragment
+
+PyTree = Any
+
+_REMEMBERED = 256  # Syncs of which is known who was in the mean, if nobody asks.
+
+
+class BetweenJobs:
+    """The programs of the outer mesh, and the threads between them.
+
+    Attributes:
+      link: to the other regions; None while this one rehearses, alone.
+      in_mean: regions in the mean of the syncs that arrived, by sync; whoever reads an
+        entry takes it away.
+    """
+
+    shares_mesh = False
+
+    def __init__(self, setting: Setting, place: Place):
+        """Compile nothing yet.
+
+        Args:
+          setting: of this region alone.
+          place: of this region among all.
+        """
+        self._setting, self._place = setting, place
+        self._programs = OnOuterMesh(setting, "direct")
+        self.link: Link | None = None
+        self.in_mean: dict[SyncId, tuple[int, ...]] = {}
+
+    @property
+    def num_regions(self) -> int:
+        """Regions whose messages there are at most, M."""
+        return self._place.num_regions
+
+    def send(
+        self,
+        departure: Departure,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, Arriving, dict[str, jax.Array], PyTree]:
+        """Send a fragment; arguments and results as of `InProgram.send`."""
+        staged, buffer, state, arriving = self._programs.encoded(
+            departure, region, stale_params, compressor_state
+        )
+        sync, link = departure.event.sync_id, self.link
+
+        def decide() -> dict[int, bytes]:
+            row = np.asarray(buffer)[0].tobytes()  # Waits for the steps.
+            if link is None:
+                return {self._place.region: row}
+            return link.send(sync, row).result().rows
+
+        mean = self._in_thread(sync, decide, arriving, buffer)
+        return staged, mean, {}, state
+
+    def listed(
+        self,
+        fragment_id: int,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Callable, tuple]:
+        """Return the program that encodes a fragment; see `InProgram.listed`."""
+        return self._programs.listed(
+            fragment_id, region, stale_params, compressor_state
+        )
+
+    def _in_thread(
+        self, sync: SyncId, decide: Callable, arriving: Callable, like: Any
+    ) -> Arriving:
+        """Have a thread wait for `decide() -> rows`, and take the mean."""
+        future: Future = Future()
+
+        def carry() -> None:
+            try:
+                rows = decide()
+                self.in_mean[sync] = tuple(sorted(rows))
+                while len(self.in_mean) > _REMEMBERED:
+                    self.in_mean.pop(next(iter(self.in_mean)), None)
+                future.set_result(self._mean(sync, rows, arriving, like))
+            except BaseException as error:  # It is the main thread's at the merge.
+                future.set_exception(error)
+
+        threading.Thread(target=carry, name=f"sync {sync}", daemon=True).start()
+        return Arriving(future)
+
+    def _mean(
+        self, sync: SyncId, rows: dict[int, bytes], arriving: Callable, like: Any
+    ) -> Fragment:
+        host = self._setting.shardings.channel(sync[0]).host
+        table, weights = _table(rows, self.num_regions, like.shape[1], like.dtype)
+        mean, _, _ = arriving(jax.device_put(table, host), weights)
+        return mean
+
+    def awaited(self, sync: SyncId, rank: int = 0) -> Arriving:
+        """Wait for the mean of a sync that this region has sent nothing for."""
+        assert self.link is not None
+        future = self.link.expect(sync)
+        arriving, like = self._programs.arriving(sync, rank)
+        return self._in_thread(sync, lambda: future.result().rows, arriving, like)
+
+    @property
+    def max_row_bytes(self) -> int:
+        """The most bytes that a row has, of any fragment."""
+        message = self._setting.sync.message
+        return max(
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+            for shapes in map(message.encoded, self._setting.outer_shapes)
+        )
+
+    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
+        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        return self._programs.abstract_mean(fragment_id, part)
+
+    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return `{}`: nothing is told along with a mean here."""
+        del fragment_id
+        return {}
+
+
+def _table(
+    rows: dict[int, bytes], num_regions: int, width: int, dtype: Any
+) -> tuple[np.ndarray, tuple[float, ...]]:
+    """Lay out the rows of those in a mean, `[M, n]`, and their weights.
+
+    Raises:
+      ValueError: naming a region whose row has another size.
+    """
+    size = width * np.dtype(dtype).itemsize
+    for region, row in rows.items():
+        if len(row) != size:
+            raise ValueError(
+                f"the message of region {region} has {len(row)} bytes, not {size}"
+            )
+    # Of nobody: every region that had it is gone, and the mean is zero.
+    blank = bytes(size) if not rows else rows[min(rows)]
+    table = np.stack(
+        [np.frombuffer(rows.get(r, blank), dtype) for r in range(num_regions)]
+    )
+    share = 1 / max(len(rows), 1)
+    return table, tuple(share if r in rows else 0.0 for r in range(num_regions))

@@ -1,0 +1,186 @@
+"""A region goes on from another one's memory: what it is sent, and what it makes of it.
+
+The copy is of what is the same for all regions, after the events of one step: outer
+parameters, outer optimizer states, the schedule's memory, and of the syncs in flight
+what they were measured from. What is a region's own is not in it: the region that
+joins begins at the outer parameters with a fresh inner optimizer (but for the step that
+its schedules are at), fresh compressors and a key that no earlier life of it has used,
+and takes part in the means of the syncs that start after the copy. Those that were in
+flight then it receives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from cocodc_jax.runtime.arriving import Arriving
+from cocodc_jax.runtime.exchange.jobs import BetweenJobs
+from cocodc_jax.runtime.membership.messages import Snapshot, SyncId
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.state import InFlight, SyncState, TrainState
+from cocodc_jax.sync.needs import STALE
+
+PyTree = Any
+
+# States of Optax that count the steps of a schedule.
+_SCHEDULED = (
+    "ScaleByScheduleState",
+    "WrappedScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+)
+
+
+def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
+    """Copy to the host what a region that joins needs; waits for the outer steps.
+
+    Args:
+      program: whose messages cross between jobs.
+      state: after the events of its step; is not changed.
+    """
+    told = program.synchronize(state)
+    assert told.sync is not None
+    arrays, flights = [told.sync.outer], {}
+    for (k, start_step), flight in sorted(told.sync.in_flight.items()):
+        has_mean = not isinstance(flight.mean, Arriving)
+        flights[f"{k}_{start_step}"] = has_mean
+        arrays += [flight.mean] if has_mean else []
+        arrays += [flight.kept[STALE]] if STALE in flight.kept else []
+    header = {
+        "schedule": told.sync.schedule.to_json(),
+        "bytes_sent": told.bytes_sent,
+        "has_mean": flights,
+    }
+    # Bytes of their own: the next outer step is given the buffers.
+    frames = tuple(np.asarray(x).tobytes() for x in jax.tree.leaves(arrays))
+    return Snapshot(told.step, header, frames)
+
+
+def adopt(
+    program: RegionProgram, params: PyTree, key: jax.Array, copy: Snapshot
+) -> TrainState:
+    """Make the state of a region that goes on from another one's.
+
+    Args:
+      program: linked to the other jobs.
+      params: one region's parameters, whatever they are.
+      key: of the run, as for `RegionProgram.init`.
+      copy: of another region's state.
+
+    Raises:
+      ValueError: if the copy's arrays are not those of `program`.
+    """
+    assert program.method.schedule is not None
+    schedule = program.method.schedule.restore(copy.header["schedule"])
+    abstract = program.abstract(schedule).sync
+    assert abstract is not None
+    frames = iter(copy.arrays)
+    outer = _read(frames, abstract.outer)
+
+    def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
+        assert state.sync is not None
+        sync = dataclasses.replace(
+            state.sync, outer=outer, schedule=schedule, in_flight=flights
+        )
+        return dataclasses.replace(
+            state, sync=sync, step=copy.step, bytes_sent=copy.header["bytes_sent"]
+        )
+
+    trained = program.outer_params(with_outer(program.init(params, key), {}))
+    params = jax.tree.map(lambda x, like: x.astype(like.dtype), trained, params)
+    # Its earlier life has used the keys that follow from the run's.
+    state = program.init(params, jax.random.fold_in(key, copy.step))
+    opt_state = _at_step(state.region.opt_state, copy.step)
+    state = dataclasses.replace(
+        state, region=state.region._replace(opt_state=opt_state)
+    )
+    flights = {
+        sync: _flight(program, state, abstract, sync, copy, frames)
+        for sync in sorted(abstract.in_flight)
+    }
+    if next(frames, None) is not None:
+        raise ValueError("the copy has more arrays than this program's state")
+    return with_outer(state, flights)
+
+
+def _at_step(opt_state: PyTree, step: int) -> PyTree:
+    """Set what the optimizer's own schedules count, and nothing else.
+
+    The moments are fresh, and so is the count that corrects their bias; a learning rate
+    is that of the run's step.
+    """
+    counts = optax.tree_utils.tree_get_all_with_path(
+        opt_state, "count", filtering=_is_of_schedule
+    )
+    if not counts:
+        return opt_state
+    like = counts[0][1]
+    value = jax.device_put(np.full(like.shape, step, like.dtype), like.sharding)
+    return optax.tree_utils.tree_set(opt_state, _is_of_schedule, count=value)
+
+
+def _is_of_schedule(path: tuple, value: Any) -> bool:
+    del value
+    last = path[-1]
+    return (
+        isinstance(last, optax.tree_utils.NamedTupleKey)
+        and last.tuple_name in _SCHEDULED
+    )
+
+
+def _flight(
+    program: RegionProgram,
+    state: TrainState,
+    abstract: SyncState,
+    sync: SyncId,
+    copy: Snapshot,
+    frames: Iterator[bytes],
+) -> InFlight:
+    """Return a sync in flight, which others have sent."""
+    k, start_step = sync
+    like = abstract.in_flight[sync]
+    assert isinstance(program.route, BetweenJobs)
+    if copy.header["has_mean"][f"{k}_{start_step}"]:
+        mean = _read(frames, like.mean)
+    else:
+        (rank,) = (p.rank for p in abstract.schedule.in_flight if p.sync_id == sync)
+        mean = program.route.awaited(sync, rank)
+    kept = {}
+    for name, shape in like.kept.items():
+        kept[name] = (
+            _read(frames, shape)
+            if name == STALE
+            else program.copy_fragment(state, k)  # As if it had stood there.
+        )
+    return InFlight(mean, kept)
+
+
+def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
+    """Take the arrays of a tree of shapes from frames of bytes."""
+
+    def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        frame = next(frames, b"")
+        if len(frame) != shape.size * shape.dtype.itemsize:
+            raise ValueError(
+                f"the copy has an array of {len(frame)} bytes where this program has "
+                f"{shape.dtype}{list(shape.shape)}: another model or method"
+            )
+        value = np.frombuffer(frame, shape.dtype).reshape(shape.shape)
+        return jax.device_put(value, shape.sharding, may_alias=False)
+
+    return jax.tree.map(one, like)
+
+
+def max_frame_bytes(program: RegionProgram) -> int:
+    """Return the size of the largest thing that regions send one another."""
+    assert isinstance(program.route, BetweenJobs)
+    sync = program.abstract().sync
+    leaves = jax.tree.leaves(sync.outer if sync else ())
+    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    return max(program.route.max_row_bytes, *sizes)

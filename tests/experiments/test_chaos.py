@@ -1,0 +1,81 @@
+"""Regions that are killed: what the records must say, and a run that is really hit."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments import chaos
+
+
+def write(folder, name, lines):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6):
+    """Two regions of eight steps; the second one was dead from step 3 to 6."""
+    for region, done in enumerate((range(1, 9), steps)):
+        folder = tmp_path / f"region_{region}"
+        write(folder, "metrics.jsonl", [{"kind": "train", "step": s} for s in done])
+        join = {"from_peer": False, "step": 0, "time": 0, "seconds": {"let_in": 0.5}}
+        joins = [join]
+        if region:
+            joins.append({**join, "from_peer": True, "step": back_at, "time": 20})
+        write(folder, "joins.jsonl", joins)
+        sync = {"fragment": 0, "start_step": 6, "digest": digest if region else "a"}
+        write(folder, "syncs.jsonl", [sync])
+        (folder / "summary.json").write_text(json.dumps({"eval_loss_outer": 2.0}))
+    kill = {"region": 1, "was_in": True, "coordinated": False, "time": 12}
+    return chaos.judge(tmp_path, 2, 8, [kill])
+
+
+def test_a_run_that_kept_what_is_promised(tmp_path):
+    result = made_up(tmp_path)
+    assert result["goodput"] == 13 / 16
+    assert result["gaps_in_steps"] == result["merges_compared"] == 1
+    assert result["seconds_from_kill_to_return"] == [8]
+    assert chaos.is_good(result | {"unbroken_loss": 2.05}, 2, 0.1)
+    assert not chaos.is_good(result | {"unbroken_loss": 2.2}, 2, 0.1)
+    assert not chaos.is_good(result, 3, 0.1)
+
+
+def test_a_survivors_lost_step_is_found(tmp_path):
+    result = made_up(tmp_path, steps=(1, 2, 3, 5, 7, 8))
+    assert result["gaps_unexplained"] == ["region 1: step 3 to 5"]
+    assert not chaos.is_good(result, 2, 1)
+
+
+def test_a_step_done_twice_is_found(tmp_path):
+    result = made_up(tmp_path, steps=(1, 2, 3, 3, 7, 8))
+    assert result["gaps_unexplained"] == ["region 1: step 3 to 3"]
+
+
+def test_regions_that_differ_are_found(tmp_path):
+    result = made_up(tmp_path, digest="b")
+    assert result["merges_that_differ"] == {"(0, 6)": {"a": [0], "b": [1]}}
+    assert not chaos.is_good(result, 2, 1)
+
+
+def test_a_cut_line_is_passed_over(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"a": \n{"a": 2}\n{"a"')
+    assert chaos.lines(path) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.slow
+def test_regions_are_killed_and_nothing_is_lost(tmp_path):
+    command = [
+        sys.executable, "-m", "experiments.chaos", "--regions=3", "--kills=2",
+        "--gap_s=6", f"--workdir={tmp_path}", "--", "--preset=smoke", "--steps=240",
+        "--step_seconds=0.25", "--eval_batches=6", "--eval_every=0",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=os.environ.copy()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "chaos.json").read_text())
+    assert result["kills"] == 2
+    assert result["merges_compared"] > 50

@@ -1,0 +1,56 @@
+"""Where regions that are jobs of their own are: what is refused, and named."""
+
+import re
+
+import pytest
+
+from cocodc_jax.run.jobs import Jobs
+
+ADDRESSES = "a:1,b:2"
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(b"k" * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_a_place(key_file):
+    place = Jobs(ADDRESSES, 1, key_file, min_regions=2).place("jobs")
+    assert (place.region, place.num_regions, place.min_regions) == (1, 2, 2)
+    assert Jobs().place("outer") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "exchange", "message"),
+    [
+        ({"region_id": 0}, "outer", "have no meaning for exchange='outer'"),
+        ({}, "jobs", "exchange='jobs' needs region_addresses"),
+        ({"region_addresses": ADDRESSES}, "jobs", "exchange='jobs' needs key_file"),
+        (
+            {"region_addresses": ADDRESSES, "key_file": "KEY"},
+            "jobs",
+            "region_id=-1 must be 0 to 1",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(key_file, fields, exchange, message):
+    if "key_file" in fields:
+        fields = {**fields, "key_file": key_file}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Jobs(**fields).place(exchange)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beat_s": 0.0}, "beat_s=0.0 must be above 0"),
+        ({"grace_s": float("inf")}, "grace_s=inf must be above 0"),
+        ({"dead_after_s": 1.0}, "dead_after_s=1.0 must be at least three times beat_s"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Jobs(**fields)
