@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cocodc_jax.runtime.exchange.transport import Transport
     from cocodc_jax.runtime.loop.checkpoint import Checkpoints
     from cocodc_jax.runtime.program import RegionProgram
-    from cocodc_jax.runtime.program import run as run_steps
+    from cocodc_jax.runtime.running import run as run_steps
     from cocodc_jax.sync.fragments import cut
     from cocodc_jax.sync.model_state import ModelState
     from cocodc_jax.sync.needs import Supplies
@@ -60,7 +60,7 @@ _PLACES = {
     "cut": "sync.fragments:cut",
     "make_mesh": "runtime.devices.mesh:make_mesh",
     "methods": "methods",
-    "run_steps": "runtime.program:run",
+    "run_steps": "runtime.running:run",
     "use_cpu_devices": "runtime.devices.mesh:use_cpu_devices",
 }
 

@@ -18,7 +18,8 @@ from cocodc_jax.run.build import build_program, check_model
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.runtime.devices.mesh import DATA, REGION, make_mesh
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS
 from cocodc_jax.sync.schedules.base import START, events_at
 
 PyTree = Any

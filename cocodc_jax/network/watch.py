@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cocodc_jax.network.faults import Finding, Messages, Regions
@@ -24,21 +22,18 @@ def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndar
         return links.delay_s + num_bytes / links.bytes_per_s
 
 
-def watch_links(
-    topology: Topology, timeline: Timeline, **options: Any
-) -> list[tuple[float, Finding]]:
+def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Finding]]:
     """Name what is faulty of a simulated network, as syncs meet it.
 
     Args:
       topology: with its changes.
       timeline: of the run; every region is taken to send each other the bytes of a
         sync, as they would in a direct exchange.
-      **options: of `Messages`.
 
     Returns:
       What is named and when, in seconds; again only when it has been gone meanwhile.
     """
-    watch, found = Messages(**options), []
+    watch, found = Messages(), []
     seen: set[tuple] = set()
     for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s):
         sent = max(sync.bytes_sent) / max(topology.num_regions - 1, 1)

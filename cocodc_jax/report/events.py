@@ -109,8 +109,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by the names that they are shown under.
 
     Args:
-      record: "kind", "step" and numbers, lists of numbers (one scalar a region), tables
-        (their length), or None (no scalar); a "fragment" becomes part of the name.
+      record: "kind", "step" and numbers, lists of numbers (one scalar a region), or
+        None (no scalar); a "fragment" becomes part of the name.
 
     >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
     {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
@@ -127,8 +127,6 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if isinstance(value, list):
             each = ((f"{name}/region_{i}", one) for i, one in enumerate(value))
             yield from ((name, one) for name, one in each if one is not None)
-        elif isinstance(value, dict):  # What happened to whom: how many of them.
-            yield name, float(len(value))
         else:
             yield name, value
 

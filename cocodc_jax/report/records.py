@@ -43,10 +43,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "pseudo_gradient_norm",
         "correction_ratio",
     ),
+    "spike": ("step", "region", "loss", "usual", "score"),
 }
 
 # Fields that only some runs have: bytes that a pipeline's stages sent in the last step;
-# regions that were left out of a mean, and why.
+# of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier.
 OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": ("stage_bytes",),
     "sync": ("left_out",),
@@ -108,7 +109,8 @@ class MetricsWriter:
         Args:
           record: "kind" and exactly the fields that `FIELDS` lists for it, besides
             those of `OPTIONAL_FIELDS`; values are numbers, lists of numbers, or None
-            where the method has no such quantity. NumPy and JAX scalars are converted.
+            where the method, or a region, has no such quantity. NumPy and JAX scalars
+            are converted.
 
         Raises:
           ValueError: unknown kind, missing or unknown field, or a value that is NaN or
@@ -228,6 +230,8 @@ def _parse(path: str | os.PathLike[str], data: bytes) -> list[Record]:
 def _plain(value: Any, field: str) -> Any:
     if value is None:
         return None
+    if isinstance(value, list) and None in value:  # Some region has none.
+        return [_plain(each, field) for each in value]
     number = np.asarray(value)
     if number.dtype.kind == "b" or not np.issubdtype(number.dtype, np.number):
         # bfloat16 and its kin are no np.number, yet convert exactly.

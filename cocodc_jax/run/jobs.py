@@ -31,7 +31,8 @@ from cocodc_jax.runtime.membership.link import Link
 from cocodc_jax.runtime.membership.messages import Snapshot
 from cocodc_jax.runtime.membership.place import Place, read_key
 from cocodc_jax.runtime.membership.protocol import Timing
-from cocodc_jax.runtime.program import MAX_SCAN_STEPS, Output, RegionProgram
+from cocodc_jax.runtime.program import Output, RegionProgram
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS
 from cocodc_jax.runtime.state import TrainState
 
 SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"

@@ -17,6 +17,7 @@ from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.spikes import LossSpikeError
 from cocodc_jax.runtime.state import TrainState
 
 CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
@@ -104,6 +105,22 @@ def resume(
     found = position(extra["processes"])
     stream.set_state(found["stream"])
     return state, progress(extra["processes"], regions), found
+
+
+def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
+    """Say that a run goes back; return what the summary tells of it.
+
+    Args:
+      error: with the spikes.
+      saved: the run's checkpoints, without the one that would have had a spike.
+    """
+    if jax.process_index() == 0:
+        print(
+            f"warning: {error}; the run goes back to it, or else to its beginning, and "
+            "on with the data that come next",
+            file=sys.stderr,
+        )
+    return {**error.spikes[0]._asdict(), "to_step": saved.latest_step or 0}
 
 
 def finished_summary(path: pathlib.Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from cocodc_jax.models import StageCodec
 from cocodc_jax.run.stage_codec import build_codec
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.loop.spikes import SpikeWatch
 from cocodc_jax.runtime.loop.trainer import Cadence
 from cocodc_jax.sync.regions import Regions
 
@@ -58,6 +59,11 @@ class RunConfig:
       adopt_from: WORKDIR or WORKDIR@STEP of a run of the same model, whose newest
         checkpoint or that of STEP a new run goes on from, with other regions, devices,
         method or optimizer; what does not fit is named. Empty begins at step 0.
+      spike_zscore: robust z-score of a region's loss, against its last 64, above which
+        three steps of five are a spike, recorded as such; 0 looks for none.
+      max_rollbacks: how often a run, as long as it is not killed, goes back to its last
+        checkpoint where it would save after a spike, and goes on with the data that
+        come next, without those since; after that, spikes are recorded only.
     """
 
     steps: int = 480
@@ -84,6 +90,8 @@ class RunConfig:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     adopt_from: str = ""
+    spike_zscore: float = 0.0
+    max_rollbacks: int = 0
 
     def __post_init__(self):
         """Check the numbers.
@@ -112,6 +120,13 @@ class RunConfig:
         _check_at_least("devices", self.devices, 0)
         _check_at_least("seed", self.seed, 0)
         _check_at_least("stage_subspace", self.stage_subspace, 0)
+        _check_at_least("max_rollbacks", self.max_rollbacks, 0)
+        self.spikes(self.max_rollbacks)
+        if self.max_rollbacks and self.exchange == "jobs":
+            raise ValueError(
+                f"max_rollbacks={self.max_rollbacks} has no meaning for exchange="
+                "'jobs', where one region cannot go back alone; use 0"
+            )
         if self.eval_batches % self.regions:
             raise ValueError(
                 f"eval_batches={self.eval_batches} must be a multiple of regions="
@@ -184,6 +199,10 @@ class RunConfig:
     def stage_codec(self) -> StageCodec | None:
         """How stages write what they send; None is as it is."""
         return build_codec(self.stage_compress) if self.stage_compress else None
+
+    def spikes(self, rollbacks_left: int) -> SpikeWatch:
+        """Return whether to look for spikes; to go back if there is a time left."""
+        return SpikeWatch(self.spike_zscore, rollbacks_left > 0)
 
     @property
     def cadence(self) -> Cadence:

@@ -50,11 +50,14 @@ from cocodc_jax.run.resume import (
     finished_summary,
     open_records,
     resume,
+    rolled_back,
     write_config,
 )
+from cocodc_jax.run.summary import summarize
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.runtime.devices.mesh import Mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.spikes import LossSpikeError
 from cocodc_jax.runtime.loop.trainer import (
     Hooks,
     NonFiniteLossError,
@@ -130,9 +133,25 @@ class Session:
             finished = self._finished(saved)
             if finished is not None:
                 return finished
-            with self._among_others(saved, stream) as (begun, handed_out):
-                summary = self._train_on(saved, stream, begun, handed_out, console)
-        return summary
+            began_s, rollbacks = time.time(), []
+            while True:
+                # A rollback goes on with the data that come next.
+                ahead = stream.get_state() if rollbacks else None
+                try:
+                    with self._among_others(saved, stream) as (begun, handed_out):
+                        if ahead is not None:
+                            stream.set_state(ahead)
+                        return self._train_on(
+                            saved,
+                            stream,
+                            begun,
+                            handed_out,
+                            console,
+                            began_s,
+                            rollbacks,
+                        )
+                except LossSpikeError as error:
+                    rollbacks.append(rolled_back(error, saved))
 
     def _train_on(
         self,
@@ -141,8 +160,20 @@ class Session:
         begun: Begun,
         handed_out: Callable[[TrainState, Output], None],
         console: Console | None,
+        began_s: float,
+        rollbacks: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Train from where the run is; see `train`."""
+        """Train from where the run is; see `train`.
+
+        Args:
+          saved: the run's checkpoints.
+          stream: where training is to go on in it.
+          begun: state, sums and positions.
+          handed_out: takes the state of every turn.
+          console: of the progress bar.
+          began_s: when this process began to train, by the wall.
+          rollbacks: those done so far.
+        """
         run, (state, progress, position) = self.config.run, begun
         mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
         with (
@@ -151,7 +182,7 @@ class Session:
             stop_signal() as should_stop,
         ):
             earlier_s = position.get("seconds", 0.0)
-            began_s = position.get("began_s", time.time())
+            began_s = position.get("began_s", began_s)
             watch = Watch(writer, bar, earlier_s)
             result = train(
                 self.program,
@@ -176,15 +207,17 @@ class Session:
                     },
                     should_stop=should_stop,
                     handed_out=handed_out,
+                    of_all=gather,
                 ),
                 evaluate=self.evaluate,
                 checkpoints=saved,
                 progress=progress,
                 earlier_s=earlier_s,
+                spikes=run.spikes(run.max_rollbacks - len(rollbacks)),
             )
         self._write_timeline(result, state.step)
         wall_s = time.time() - began_s
-        summary = self._summary(result, earlier_s, wall_s)
+        summary = summarize(self, result, earlier_s + result.seconds, wall_s, rollbacks)
         if result.state.step == run.steps:
             write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
         return summary
@@ -275,46 +308,6 @@ class Session:
         data = self.config.data
         sequences = self.program.regions.sequences_done(step).sum()
         return int(sequences) * data.sequence_length
-
-    def _exposed_share(self) -> float | None:
-        """Tell the share of a step in which something is sent and nothing computed.
-
-        What is exchanged at every step is part of the step's own program, and cannot
-        be told from it.
-        """
-        method = self.program.method
-        if method.per_step:
-            return None
-        warm_step = method.schedule.warm_up_steps if method.schedule else 0
-        return timeline.exposed_share(self.own_dir, warm_step)
-
-    def _summary(
-        self, result: Result, earlier_s: float, wall_s: float
-    ) -> dict[str, Any]:
-        evaluated = result.last_eval or {}
-        run = self.config.run
-        out = result.left_out
-        return ({} if out is None else {"left_out": out}) | {
-            "method": self.config.method.method,
-            "preset": self.config.preset,
-            "seed": run.seed,
-            "regions": run.regions,
-            "parameters": models.num_params(self.model),
-            "steps": result.state.step,
-            "tokens": self.tokens_at(result.state.step),
-            "eval_loss": evaluated.get("eval_loss"),
-            "eval_perplexity": evaluated.get("eval_perplexity"),
-            "eval_loss_outer": evaluated.get("eval_loss_outer"),
-            "region_drift": evaluated.get("region_drift"),
-            "outer_bytes": self.program.outer_bytes(result.state),
-            "bytes_sent_per_region": result.state.bytes_sent,
-            "seconds": earlier_s + result.seconds,
-            "stall_seconds": result.stall_seconds,
-            "exposed_share": self._exposed_share(),
-            "goodput": timeline.goodput(self.own_dir, result.state.step, wall_s),
-            "tokens_per_second": result.tokens_per_second,
-            "correction_ratio": result.correction_ratio,
-        }
 
 
 def prepare(

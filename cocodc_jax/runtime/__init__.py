@@ -42,9 +42,7 @@ if TYPE_CHECKING:
         Output,
         RegionProgram,
     )
-    from cocodc_jax.runtime.program import (
-        run as run_steps,
-    )
+    from cocodc_jax.runtime.running import run as run_steps
     from cocodc_jax.runtime.state import (
         TrainState,
     )
@@ -83,7 +81,7 @@ _PLACES = {
     "Transport": "exchange.transport:Transport",
     "make_evaluate": "loop.evaluate:make_evaluate",
     "make_mesh": "devices.mesh:make_mesh",
-    "run_steps": "program:run",
+    "run_steps": "running:run",
     "train": "loop.trainer:train",
     "use_cpu_devices": "devices.mesh:use_cpu_devices",
 }

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import warnings
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -53,8 +51,6 @@ from cocodc_jax.sync.schedules.base import Pending
 PyTree = Any
 
 NOTHING, AUTO = Supplies(), Transport()
-# Steps in one scan at most: their batches are all on the device at once.
-MAX_SCAN_STEPS = 100
 
 
 class Output(NamedTuple):
@@ -74,8 +70,8 @@ class Output(NamedTuple):
 class RegionProgram:
     """Compiled programs of one method for one model on one mesh.
 
-    Example: see `run`. Everything mutable is in the `TrainState` that goes in and
-    comes out; region arrays are donated, so an old state must not be used again.
+    Example: see `running.run`. Everything mutable is in the `TrainState` that goes in
+    and comes out; region arrays are donated, so an old state must not be used again.
     """
 
     def __init__(
@@ -531,52 +527,3 @@ def _fragments(
             f"fragments=cut(params, {method.num_fragments})"
         )
     return fragments
-
-
-def run(
-    program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
-) -> Iterator[tuple[TrainState, Output]]:
-    """Run `num_steps` inner steps and yields after every scan, so at every event.
-
-    Args:
-      program: the compiled method.
-      state: donated.
-      batches: one step's host batches at a time, leaves `[R, B, ...]`.
-      num_steps: inner steps to do.
-
-    Yields:
-      The state and the `Output` of the steps since the last yield.
-
-    Raises:
-      ValueError: if `batches` ends before.
-    """
-    stream, end = iter(batches), state.step + num_steps
-    while state.step < end:
-        ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
-        num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
-        batches = take_batches(stream, state.step, num_steps)
-        state, output = program.advance(state, batches)
-        yield state, output
-
-
-def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
-    """Stack the next batches for one `advance`.
-
-    Args:
-      stream: gives one step's host batches at a time.
-      step: inner steps done, for the error message.
-      num_steps: how many to take, T.
-
-    Returns:
-      Leaves `[T, R, B, ...]`.
-
-    Raises:
-      ValueError: if the stream ends before.
-    """
-    taken = list(itertools.islice(stream, num_steps))
-    if len(taken) < num_steps:
-        raise ValueError(
-            f"batches ended at step {step + len(taken)}, before the next cut at step "
-            f"{step + num_steps}; give an endless iterator, or ask for fewer steps"
-        )
-    return jax.tree.map(lambda *x: np.stack(x), *taken)

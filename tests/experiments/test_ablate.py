@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.runtime.program import run
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync import fragments as cutting
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync

@@ -15,6 +15,7 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.session import CHECKPOINTS, prepare
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.spikes import Spike, Spikes
 from experiments import train
 
 MODULE = train.__name__
@@ -159,6 +160,36 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch):
+    """One that is told at step 12: back to 8, and on with other data."""
+    told = []
+
+    def observe(self, step, losses, first_region):
+        if step == 12 and not told:
+            told.append(Spike(step, 1, 9.0, 5.0, 40.0))
+            return told
+        return []
+
+    monkeypatch.setattr(Spikes, "observe", observe)
+    flags = ["--preset=smoke", "--method=diloco", "--steps=24", "--checkpoint_every=8"]
+    flags += ["--regions=2", "--eval_batches=2"]
+    flags += ["--spike_zscore=10", "--max_rollbacks=2", "--exclude_above=50"]
+    code, _, err = call(train, *flags, *corpus, f"--workdir={tmp_path}")
+    assert code == 0, err
+    assert "loss 9.0 at step 12 in region 1 is a spike (usually 5, z = 40)" in err
+    assert "last good checkpoint: step 8; the run goes back to it" in err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(x["step"], x["to_step"]) for x in summary["rollbacks"]] == [(12, 8)]
+    assert summary["steps"] == 24
+    assert summary["left_out"] == {}
+    found = records(tmp_path)
+    steps = [r["step"] for r in found if r["kind"] == "train"]
+    assert steps == sorted(set(steps))
+    assert all(r["left_out"] == [0, 0] for r in found if r["kind"] == "sync")
+    assert "spike" not in {r["kind"] for r in found}  # Written after the checkpoint.
+
+
 def test_a_workdir_of_another_configuration_is_refused(unbroken, call, corpus):
     workdir, _ = unbroken
     before = (workdir / "config.json").read_text()
@@ -198,7 +229,7 @@ def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch)
     assert err == (
         "error: --mixing_alpha=0.5 has no meaning for diloco, which takes "
         "sync_interval, outer_lr, outer_momentum, compress, outer_placement, "
-        "region_weights; leave it out\n"
+        "region_weights, exclude_above, robust_mean; leave it out\n"
     )
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 
 
 def test_two_rounds_by_hand():

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from cocodc_jax.methods import Method, Sync
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.needs import NEEDS, STAGED, Need
 from cocodc_jax.sync.outer import nesterov

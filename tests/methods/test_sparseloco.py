@@ -10,7 +10,8 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.runtime.exchange.transport import Transport
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.transforms import compression

@@ -19,7 +19,8 @@ from cocodc_jax.models import (
 )
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.runtime.devices.mesh import make_mesh, regional
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from tests.models.pipelined import (
     BATCH,
     BFLOAT16,

@@ -7,7 +7,7 @@ from cocodc_jax import models
 from cocodc_jax.run.build import build_program, init_params
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.program import run
+from cocodc_jax.runtime.running import run
 from cocodc_jax.runtime.state import RegionState
 
 STEPS, BATCH, LENGTH = 3, 4, 8

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.second_moment import adam_second_moment
 

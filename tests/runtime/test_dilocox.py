@@ -20,7 +20,8 @@ from cocodc_jax import methods
 from cocodc_jax.methods.contrib.dilocox import dilocox
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.method import Method, Sync

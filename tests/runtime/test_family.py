@@ -15,7 +15,8 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.rings import ByRings

@@ -14,7 +14,8 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
 

@@ -13,7 +13,8 @@ from jax.sharding import SingleDeviceSharding
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices import shardings
 from cocodc_jax.runtime.devices.mesh import make_mesh, outer_device
-from cocodc_jax.runtime.program import MAX_SCAN_STEPS, RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS, run
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync import fragments, merge
 from cocodc_jax.sync.needs import Supplies

@@ -17,7 +17,8 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.runtime import reference

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.report.records import check_record
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.trainer import (
@@ -18,7 +19,8 @@ from cocodc_jax.runtime.loop.trainer import (
     NonFiniteLossError,
     train,
 )
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.robust import told
 from cocodc_jax.sync.schedules import events_at
@@ -253,8 +255,10 @@ class TestLoop:
             np.isfinite(x).all() for x in jax.tree.leaves(result.state.region.params)
         )
         syncs = [r for r in records if r["kind"] == "sync"]
-        assert {"2": "not finite"} in [r["left_out"] for r in syncs]
-        assert {"0": "outlier"} in [r["left_out"] for r in syncs]
+        assert [0, 0, 1, 0] in [r["left_out"] for r in syncs]
+        assert [2, 0, 0, 0] in [r["left_out"] for r in syncs]
+        for record in records:
+            check_record(record)
         assert result.left_out["region 2: not finite"] >= 1
         losses = [r for r in records if r["kind"] == "train"]
         assert all(r["loss"] is not None for r in losses)

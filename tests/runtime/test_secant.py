@@ -9,7 +9,8 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 
 LR, OUTER_LR, MOMENTUM, STRENGTH = 0.05, 0.4, 0.9, 0.8
 INTERVAL, DELAY, STEPS = 8, 5, 29

@@ -8,7 +8,8 @@ import optax
 
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.regions import Regions
 
 NUM_REGIONS = 3

@@ -14,7 +14,8 @@ import numpy as np
 
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.events import AppliedSync
-from cocodc_jax.sync.robust import told
+from cocodc_jax.runtime.loop.spikes import Spike, Spikes
+from cocodc_jax.sync.robust import RESTORED, told
 
 Record = dict[str, Any]
 
@@ -27,6 +28,7 @@ class Records:
         write: Callable[[Record], None],
         log_every: int,
         tokens_at: Callable[[int], int],
+        spikes: Spikes | None = None,
     ):
         """Begins with nothing.
 
@@ -34,8 +36,11 @@ class Records:
           write: takes each record.
           log_every: steps that one training record averages over.
           tokens_at: tokens that all regions have trained on by a step.
+          spikes: looks for spikes of the losses; None does not.
         """
         self._write = write
+        self._spikes = spikes
+        self.spikes: list[Spike] = []
         self._log_every = log_every
         self._tokens_at = tokens_at
         self._window: list[np.ndarray] = []
@@ -50,7 +55,8 @@ class Records:
 
     def progress(self) -> dict:
         """Return the sums, for a checkpoint; plain values."""
-        return {
+        spikes = {"spikes": self._spikes.to_json()} if self._spikes else {}
+        return spikes | {
             "window": [x.tolist() for x in self._window],
             "ratios": self._ratios,
             "last_eval": self.last_eval,
@@ -63,6 +69,8 @@ class Records:
         self._ratios = list(progress["ratios"])
         self.last_eval = progress["last_eval"]
         self.left_out = dict(progress["left_out"])
+        if self._spikes:
+            self._spikes.continue_from(progress["spikes"])
 
     def step(
         self,
@@ -70,6 +78,7 @@ class Records:
         loss: np.ndarray,
         bytes_sent: int,
         stage_bytes: np.ndarray | None = None,
+        first_region: int = 0,
     ) -> None:
         """Count one step in, and write a record where one is due.
 
@@ -79,7 +88,10 @@ class Records:
           bytes_sent: by one region, events of this step included.
           stage_bytes: float32 `[R]`, what the stages of each region sent one another
             in this step, if the loss tells.
+          first_region: number of the first of them.
         """
+        if self._spikes:
+            self._tell(self._spikes.observe(step, loss, first_region))
         self._window.append(loss)
         if step % self._log_every:
             return
@@ -100,6 +112,11 @@ class Records:
             record["stage_bytes"] = float(stage_bytes.mean(dtype=np.float64))
         self._write(record)
 
+    def _tell(self, spikes: list[Spike]) -> None:
+        for spike in spikes:
+            self._write({"kind": "spike", **spike._asdict()})
+        self.spikes += spikes
+
     def sync(self, sync: AppliedSync) -> None:
         """Write the record of an applied sync; waits for its numbers."""
         ratio = None
@@ -118,9 +135,9 @@ class Records:
             "correction_ratio": ratio,
         }
         if sync.verdict is not None:
-            out = told(np.asarray(sync.verdict))
-            record["left_out"] = {str(m): reason for m, reason in out.items()}
-            for m, reason in out.items():
+            verdict = np.asarray(sync.verdict)
+            record["left_out"] = (verdict % RESTORED).tolist()
+            for m, reason in told(verdict).items():
                 name = f"region {m}: {reason}"
                 self.left_out[name] = self.left_out.get(name, 0) + 1
         self._write(record)

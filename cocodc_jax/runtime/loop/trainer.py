@@ -33,12 +33,15 @@ from cocodc_jax.runtime.events import AppliedSync
 from cocodc_jax.runtime.loop.checkpoint import CheckpointError, Checkpoints
 from cocodc_jax.runtime.loop.clock import FlightRecorder
 from cocodc_jax.runtime.loop.records import Record, Records, finite_mean
-from cocodc_jax.runtime.program import (
-    MAX_SCAN_STEPS,
-    Output,
-    RegionProgram,
-    take_batches,
+from cocodc_jax.runtime.loop.spikes import (
+    NO_SPIKES,
+    LossSpikeError,
+    Spike,
+    Spikes,
+    SpikeWatch,
 )
+from cocodc_jax.runtime.program import Output, RegionProgram
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS, take_batches
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync.robust import told
 
@@ -111,6 +114,7 @@ class Hooks:
         records so far, this process's own, it adds positions (data, files).
       should_stop: asked every turn; True ends the run early, after a checkpoint.
       handed_out: takes the state and the output of every turn, still on their devices.
+      of_all: makes one list of what every process has to say, in their order.
     """
 
     record: Callable[[Record], None] = lambda record: None
@@ -118,6 +122,7 @@ class Hooks:
     snapshot: Callable[[dict], dict] = lambda progress: {"progress": progress}
     should_stop: Callable[[], bool] = lambda: False
     handed_out: Callable[[TrainState, Output], None] = lambda state, output: None
+    of_all: Callable[[Any], list] = lambda own: [own]
 
 
 class Result(NamedTuple):
@@ -159,6 +164,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     progress: dict | None = None,
     earlier_s: float = 0.0,
+    spikes: SpikeWatch = NO_SPIKES,
 ) -> Result:
     """Train up to inner step `num_steps`.
 
@@ -174,15 +180,17 @@ def train(
       checkpoints: where to save.
       progress: the sums of the records so far, as `Hooks.snapshot` was given them.
       earlier_s: seconds that the run has taken before, for its timeline.
+      spikes: whether to look for spikes of the loss, and not to save any.
 
     Raises:
+      LossSpikeError: where a checkpoint is due after a spike.
       NonFiniteLossError: naming step, region and the last good checkpoint.
       CheckpointError: naming the folder and the last good checkpoint.
       ValueError: if `batches` ends.
     """
     batches = iter(batches)  # A list would begin anew with every turn.
     with FlightRecorder(earlier_s) as flights:
-        loop = _Loop(program, tokens_at, cadence, hooks, checkpoints, flights)
+        loop = _Loop(program, tokens_at, cadence, hooks, checkpoints, flights, spikes)
         loop.continue_from(state.step, progress)
         while state.step < num_steps and not hooks.should_stop():
             state = loop.turn(state, batches, num_steps)
@@ -215,7 +223,9 @@ class _Turn(NamedTuple):
 class _Loop:
     """The loop's own memory: turns not yet read, and sums for the records."""
 
-    def __init__(self, program, tokens_at, cadence, hooks, checkpoints, flights):
+    def __init__(
+        self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes
+    ):
         self._program = program
         self._tokens_at = tokens_at
         self._cadence = cadence
@@ -223,7 +233,9 @@ class _Loop:
         self._checkpoints = checkpoints
         self._flights = flights
         self._unread: list[_Turn] = []
-        self._records = Records(hooks.record, cadence.log_every, tokens_at)
+        self._rolls_back = spikes.rolls_back
+        watch = Spikes(spikes.zscore) if spikes.zscore else None
+        self._records = Records(hooks.record, cadence.log_every, tokens_at, watch)
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
         self._has_compiled = False
@@ -330,6 +342,7 @@ class _Loop:
                 loss,
                 turn.bytes_after if is_last else sent,
                 None if stage_bytes is None else stage_bytes[i],
+                first_region,
             )
         for sync in turn.output.syncs:
             self._check_sync(sync, state)
@@ -430,8 +443,14 @@ class _Loop:
         return state
 
     def save(self, state: TrainState) -> TrainState:
-        """Read everything, then start to save."""
+        """Read everything, then start to save; or go back, all processes at once."""
         state = self.synchronize(state)
+        if self._rolls_back:
+            found = sum(self._hooks.of_all(self._records.spikes), [])
+            if found:
+                self._checkpoints.wait()
+                spikes = [Spike(*each) for each in found]
+                raise LossSpikeError(spikes, self._checkpoints.latest_step)
         extra = self._hooks.snapshot(self._records.progress())
         state = self._checkpoints.save(self._program, state, extra)
         self._read_s = time.perf_counter()

@@ -88,7 +88,7 @@ class Sockets:
 
     def receive(self, seconds: float) -> list[list[bytes]]:
         """Return what has come; waits for it, for a nudge, or so many seconds."""
-        self._poller.poll(int(seconds * 1000))
+        self._poller.poll(round(seconds * 1000))
         with contextlib.suppress(BlockingIOError):
             while self._waked.recv(4096):
                 pass

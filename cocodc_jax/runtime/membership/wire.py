@@ -102,7 +102,7 @@ def _plain(value: Any, data: list[Any]) -> Any:
     """Return what JSON can hold; bytes become the number of their frame."""
     match value:
         case bytes() | bytearray() | memoryview():
-            data.append(bytes(value) if isinstance(value, bytearray) else value)
+            data.append(value if isinstance(value, bytes) else bytes(value))
             return len(data) - 1
         case m.View(epoch, seats):
             return [epoch, [[r, *seat] for r, seat in sorted(seats.items())]]

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices import region_map
 from cocodc_jax.runtime.devices.mesh import REGION, make_mesh, regional
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 
 NUM_STEPS = 4
 # Sums over shards are taken in another order, and Adam divides by what may be small.

@@ -16,7 +16,8 @@ from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.membership.link import Link
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.membership.protocol import Timing
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.regions import Regions
 
 # Four threads compile the same programs into one cache, which is made for processes.

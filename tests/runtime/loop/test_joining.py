@@ -16,7 +16,8 @@ from cocodc_jax.runtime.loop import joining
 from cocodc_jax.runtime.membership.link import Link
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.membership.protocol import Timing
-from cocodc_jax.runtime.program import RegionProgram, run
+from cocodc_jax.runtime.program import RegionProgram
+from cocodc_jax.runtime.running import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 

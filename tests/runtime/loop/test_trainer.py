@@ -15,7 +15,8 @@ from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.evaluate import make_evaluate
 from cocodc_jax.runtime.loop.trainer import Cadence, Hooks, NonFiniteLossError, train
-from cocodc_jax.runtime.program import MAX_SCAN_STEPS, Output
+from cocodc_jax.runtime.program import Output
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS
 from cocodc_jax.runtime.state import TrainState
 
 

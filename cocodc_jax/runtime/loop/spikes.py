@@ -1,0 +1,163 @@
+"""Spikes of the loss: a region's against its own past, by robust z-scores.
+
+With x the loss of a region at a step and the median over its last 64 losses that were
+no part of a spike,
+
+    z = (x - median) / max(1.4826 MAD, 0.01 |median|)
+
+a spike begins where z is above a threshold at 3 of the last 5 steps; one hard batch is
+none. A loss that is not finite is as far off as can be. It has ended when none of the
+last 5 was above. The window, the floor and the three of five are ours.
+
+What to do about one: go back to the last checkpoint, and go on with other data, as PaLM
+was trained (arXiv 2204.02311, section 5.1: from some hundred steps before, without the
+batches around the spike).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WINDOW, LEAST_PAST, LOOKED_AT, PATIENCE = 64, 16, 5, 3
+_FLOOR = 0.01
+
+
+class Spike(NamedTuple):
+    """A spike that has begun.
+
+    Attributes:
+      step: at which it was told.
+      region: whose loss it is.
+      loss: at that step; None if it is not finite.
+      usual: the median before it.
+      score: z, at most 1e6.
+    """
+
+    step: int
+    region: int
+    loss: float | None
+    usual: float
+    score: float
+
+
+class LossSpikeError(ArithmeticError):
+    """A loss has a spike, and the run is to go back to its last checkpoint.
+
+    Attributes:
+      spikes: those of all processes.
+    """
+
+    def __init__(self, spikes: list[Spike], last_good: int | None):
+        """Say where, and what is left.
+
+        Args:
+          spikes: at least one.
+          last_good: step of the last checkpoint, None if there is none.
+        """
+        self.spikes = spikes
+        first = spikes[0]
+        where = "there is none" if last_good is None else f"step {last_good}"
+        super().__init__(
+            f"loss {first.loss} at step {first.step} in region {first.region} is a "
+            f"spike (usually {first.usual:.4g}, z = {first.score:.3g}); last good "
+            f"checkpoint: {where}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SpikeWatch:
+    """Whether spikes are looked for, and what follows from one.
+
+    Attributes:
+      zscore: the threshold; 0 looks for none.
+      rolls_back: whether a run with a spike refuses to save, and ends with a
+        `LossSpikeError` instead.
+    """
+
+    zscore: float = 0.0
+    rolls_back: bool = False
+
+    def __post_init__(self):
+        """Check the threshold.
+
+        Raises:
+          ValueError: if it is out of range, or nothing is looked for to go back from.
+        """
+        if not 0 <= self.zscore < math.inf:
+            raise ValueError(
+                f"spike_zscore={self.zscore} must be a positive number of robust "
+                "standard deviations, or 0 for none"
+            )
+        if self.rolls_back and not self.zscore:
+            raise ValueError(
+                "max_rollbacks goes back from spikes of the loss, and spike_zscore=0 "
+                "looks for none; set it, as to 10"
+            )
+
+
+NO_SPIKES = SpikeWatch()
+
+
+class Spikes:
+    """Looks for spikes, one step after the other."""
+
+    def __init__(self, zscore: float):
+        """Begin with nothing known; `zscore` is the threshold."""
+        self._zscore = zscore
+        self._past: list[collections.deque[float]] = []
+        self._high: list[collections.deque[int]] = []
+        self._is_on: list[bool] = []
+
+    def observe(self, step: int, losses: np.ndarray, first_region: int) -> list[Spike]:
+        """Take in the losses of a step, `[R]`; return the spikes that it begins.
+
+        Args:
+          step: inner steps done.
+          losses: of this process's regions.
+          first_region: number of the first of them.
+        """
+        while len(self._past) < len(losses):
+            self._past.append(collections.deque(maxlen=WINDOW))
+            self._high.append(collections.deque(maxlen=LOOKED_AT))
+            self._is_on.append(False)
+        found = []
+        for i, loss in enumerate(np.asarray(losses, float)):
+            usual, score = self._score(i, loss)
+            self._high[i].append(int(score > self._zscore))
+            if not self._high[i][-1] and math.isfinite(loss):
+                self._past[i].append(float(loss))
+            if sum(self._high[i]) >= PATIENCE and not self._is_on[i]:
+                self._is_on[i] = True
+                told = float(loss) if math.isfinite(loss) else None
+                found.append(Spike(step, first_region + i, told, usual, score))
+            self._is_on[i] &= any(self._high[i])
+        return found
+
+    def _score(self, i: int, loss: float) -> tuple[float, float]:
+        if len(self._past[i]) < LEAST_PAST:
+            return math.nan, 0.0
+        past = np.array(self._past[i])
+        median = float(np.median(past))
+        mad = float(np.median(np.abs(past - median)))
+        scale = max(1.4826 * mad, _FLOOR * abs(median), 1e-12)
+        score = (loss - median) / scale if math.isfinite(loss) else math.inf
+        return median, min(score, 1e6)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known, for a checkpoint; plain values."""
+        return {
+            "past": [list(x) for x in self._past],
+            "high": [list(x) for x in self._high],
+            "is_on": list(self._is_on),
+        }
+
+    def continue_from(self, known: dict[str, Any]) -> None:
+        """Take up what `to_json` gave."""
+        self._past = [collections.deque(x, WINDOW) for x in known["past"]]
+        self._high = [collections.deque(x, LOOKED_AT) for x in known["high"]]
+        self._is_on = list(known["is_on"])
