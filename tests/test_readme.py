@@ -78,12 +78,11 @@ def test_block_runs(number, tmp_path):
 @pytest.mark.slow
 def test_the_script_with_checkpoints_goes_on(tmp_path):
     whole = output_of(start_code(README[LINEN], tmp_path))
-    for step in (40, 60):
-        shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    shutil.rmtree(tmp_path / "checkpoints" / "60")  # The last two are kept.
     # Its batches are drawn anew, so that the numbers may differ.
     again = output_of(start_code(README[LINEN], tmp_path))
     steps = [[line.split()[0] for line in x.splitlines()] for x in (whole, again)]
-    assert steps == [["20", "40", "60"], ["40", "60"]]
+    assert steps == [["20", "40", "60"], ["60"]]
 
 
 def test_the_script_for_processes_does_the_same_as_two(tmp_path):
@@ -100,12 +99,9 @@ def test_the_script_for_processes_does_the_same_as_two(tmp_path):
         for i in range(2)
     ]
     printed = [output_of(process) for process in (alone, *both)]
-    # Without what the collectives say of themselves.
-    lines = [
-        [line for line in text.splitlines() if not line.startswith("[Gloo]")]
-        for text in printed
-    ]
-    assert lines[0] == lines[1] == lines[2] != []
+    # Without what the collectives say of themselves, now and then in parts.
+    numbers = [re.findall(r"^[\d.]+$", text, re.MULTILINE) for text in printed]
+    assert numbers[0] == numbers[1] == numbers[2] != []
 
 
 @pytest.mark.parametrize("number", range(len(RECIPES)))

@@ -67,7 +67,7 @@ def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -
       kept_s: s, seconds of work that are kept at a time; 0 keeps every moment's.
       save_s: c, seconds that this takes.
 
-    >>> kept_share(1 / 90, 10, 0)
+    >>> round(kept_share(1 / 90, 10, 0), 6)
     0.9
     """
     if kept_s == 0:

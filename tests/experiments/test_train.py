@@ -307,7 +307,7 @@ def test_another_run_goes_on_from_a_checkpoint(unbroken, run, corpus, tmp_path):
     [
         ("nowhere", "", "adopt_from='nowhere' holds no run with checkpoints"),
         ("{}", "--width=64", "is of another model or tokenizer .*width"),
-        ("{}@7", "", r"holds checkpoints of the steps \[40, 48\], but none of step 7"),
+        ("{}@7", "", "step=7 has no checkpoint in .*; there are those of steps 40, 48"),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_named(

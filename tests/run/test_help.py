@@ -46,7 +46,8 @@ def test_every_flag_is_there_once_in_its_section(call):
     others = text.partition("--method=NAME --help explains: ")[2].partition(".\n")[0]
     names = [*re.findall(r"^  --(\w+)", text, re.MULTILINE)]
     names += others.replace(",", "").split()
-    assert sorted(names) == sorted({"preset", "workdir", *flags.PROCESSES, *LEAVES})
+    of_all = {"preset", "workdir", *flags.PROCESSES, *flags.JOBS, *LEAVES}
+    assert sorted(names) == sorted(of_all)
     assert max(map(len, text.splitlines())) <= 88
 
 

@@ -168,7 +168,9 @@ def _find(root: pathlib.Path) -> list[_Found]:
     }
     if not rows:
         there = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
-        what = f"only {', '.join(there[:8])}" if files else "nothing"
+        what = f"only {', '.join(there[:8])}" if files else "nothing at all"
+        if not root.exists():
+            what = "as it is not there"
         raise RecordError(
             f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {what}"
         )
