@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,6 +34,36 @@ def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
     # For a parent that went before the call, nothing is sent.
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_child(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    log: pathlib.Path | None = None,
+    mode: str = "wb",
+) -> subprocess.Popen:
+    """Start a process that ends with this one, in a session of its own.
+
+    Args:
+      command: program and arguments.
+      env: its environment; None is this process's.
+      log: where its output goes; None is where this process's goes.
+      mode: that the log is opened in.
+    """
+    out = log.open(mode) if log else None
+    # Ctrl-C goes to this process alone, which ends the others in order.
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
+    )
+    if out:
+        out.close()
+    return process
 
 
 @contextlib.contextmanager
@@ -87,19 +117,7 @@ class Group:
           env: its environment.
           log: where its output goes; None is where this process's goes.
         """
-        out = log.open("wb") if log else None
-        # Ctrl-C goes to this process alone, which ends the others in order.
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
-        )
-        if out:
-            out.close()
+        process = start_child(command, env, log)
         number = len(self._logs)
         self._running[number] = process
         self._logs.append(log)

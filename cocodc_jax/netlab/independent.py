@@ -6,7 +6,6 @@ started again, by itself or when it is asked for.
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import secrets
@@ -17,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from cocodc_jax.netlab.children import die_with_parent, exit_code
+from cocodc_jax.netlab.children import exit_code, start_child
 
 _POLL_S = 0.1
 _USAGE_ERROR = 2
@@ -40,20 +39,9 @@ class Region:
     def start(self) -> None:
         """Start its next life."""
         self.lives += 1
-        out = None
         if self._log:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            out = self._log.open("ab")
-        self.process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
-        )
-        if out:
-            out.close()
+        self.process = start_child(self._command, log=self._log, mode="ab")
 
     @property
     def is_running(self) -> bool:

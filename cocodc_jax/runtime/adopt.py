@@ -29,14 +29,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
 from cocodc_jax.runtime.devices.shardings import Shardings
-from cocodc_jax.runtime.fit import difference, inside, mean_over_all, recut
+from cocodc_jax.runtime.fit import at_step, difference, inside, mean_over_all, recut
 from cocodc_jax.runtime.state import OuterState, RegionState, SyncState, TrainState
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
@@ -45,13 +44,6 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import Pending
 
 PyTree = Any
-
-# Optimizer states whose `count` is where a schedule of the learning rate stands.
-_SCHEDULED = (
-    optax.ScaleByScheduleState,
-    optax.InjectHyperparamsState,
-    optax.InjectStatefulHyperparamsState,
-)
 
 
 class Adopted(NamedTuple):
@@ -216,7 +208,10 @@ class _Adoption:
     def _region(self, old: RegionState, fresh: RegionState, step: int) -> RegionState:
         opt_state = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
         if "inner optimizer" in self._lost:
-            opt_state = self._with_counts(opt_state, step)
+            begun, done = opt_state, self._new.regions.steps_done(step)
+            opt_state = at_step(begun, done)
+            if opt_state is not begun:
+                self._kept["learning rate"] = "its schedule goes on"
         if self._num == self._was:
             key = transfer.move(old.key, fresh.key.sharding)
             self._kept["keys"] = "of each region"
@@ -229,22 +224,6 @@ class _Adoption:
             key,
             self._regional("per_step", old.per_step, fresh.per_step),
             self._regional("model_state", old.model_state, fresh.model_state),
-        )
-
-    def _with_counts(self, opt_state: PyTree, step: int) -> PyTree:
-        """Set the schedules of learning rates to `step`."""
-        done = self._new.regions.steps_done(step)
-
-        def set_count(x: Any) -> Any:
-            if not isinstance(x, _SCHEDULED):
-                return x
-            before: Any = x.count
-            count = transfer.put(done.astype(before.dtype), before.sharding)
-            self._kept["learning rate"] = "its schedule goes on"
-            return x._replace(count=count)
-
-        return jax.tree.map(
-            set_count, opt_state, is_leaf=lambda x: isinstance(x, _SCHEDULED)
         )
 
     def _regional(self, name: str, old: PyTree, fresh: PyTree) -> PyTree:

@@ -6,14 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
+
+# States of Optax, not all of them public, whose `count` is where a schedule stands.
+_SCHEDULED = (
+    "ScaleByScheduleState",
+    "WrappedScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+)
 
 
 def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
@@ -36,6 +46,37 @@ def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
             )
     is_alike = jax.tree.structure(old) == jax.tree.structure(new)
     return None if is_alike else "it is of another kind"
+
+
+def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
+    """Set what an optimizer's own schedules count, and nothing else.
+
+    Moments, and the counts that correct their bias, stay.
+
+    Args:
+      opt_state: of the regions, leaves `[R, ...]` on their devices.
+      steps_done: of each region, int `[R]`.
+
+    Returns:
+      The same state, or `opt_state` itself where no schedule counts.
+    """
+
+    def is_scheduled(x: Any) -> bool:
+        return type(x).__name__ in _SCHEDULED
+
+    def set_count(x: Any) -> Any:
+        if not is_scheduled(x):
+            return x
+        # Schedules may wrap schedules. An array for each: the state is donated.
+        count = transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
+        inside = {name: walk(getattr(x, name)) for name in x._fields}
+        return x._replace(**{**inside, "count": count})
+
+    def walk(tree: PyTree) -> PyTree:
+        return jax.tree.map(set_count, tree, is_leaf=is_scheduled)
+
+    found = jax.tree.leaves(opt_state, is_leaf=is_scheduled)
+    return walk(opt_state) if any(map(is_scheduled, found)) else opt_state
 
 
 def mean_over_all(x: jax.Array) -> jax.Array:

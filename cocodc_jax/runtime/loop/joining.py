@@ -17,24 +17,16 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from cocodc_jax.runtime.arriving import Arriving
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
+from cocodc_jax.runtime.fit import at_step
 from cocodc_jax.runtime.membership.messages import Snapshot, SyncId
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import InFlight, SyncState, TrainState
 from cocodc_jax.sync.needs import STALE
 
 PyTree = Any
-
-# States of Optax that count the steps of a schedule.
-_SCHEDULED = (
-    "ScaleByScheduleState",
-    "WrappedScheduleState",
-    "InjectHyperparamsState",
-    "InjectStatefulHyperparamsState",
-)
 
 
 def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
@@ -96,7 +88,9 @@ def adopt(
     params = jax.tree.map(lambda x, like: x.astype(like.dtype), trained, params)
     # Its earlier life has used the keys that follow from the run's.
     state = program.init(params, jax.random.fold_in(key, copy.step))
-    opt_state = _at_step(state.region.opt_state, copy.step)
+    # A learning rate is that of the run's step; the moments are fresh.
+    done = np.full(program.num_regions, copy.step)
+    opt_state = at_step(state.region.opt_state, done)
     state = dataclasses.replace(
         state, region=state.region._replace(opt_state=opt_state)
     )
@@ -107,31 +101,6 @@ def adopt(
     if next(frames, None) is not None:
         raise ValueError("the copy has more arrays than this program's state")
     return with_outer(state, flights)
-
-
-def _at_step(opt_state: PyTree, step: int) -> PyTree:
-    """Set what the optimizer's own schedules count, and nothing else.
-
-    The moments are fresh, and so is the count that corrects their bias; a learning rate
-    is that of the run's step.
-    """
-    counts = optax.tree_utils.tree_get_all_with_path(
-        opt_state, "count", filtering=_is_of_schedule
-    )
-    if not counts:
-        return opt_state
-    like = counts[0][1]
-    value = jax.device_put(np.full(like.shape, step, like.dtype), like.sharding)
-    return optax.tree_utils.tree_set(opt_state, _is_of_schedule, count=value)
-
-
-def _is_of_schedule(path: tuple, value: Any) -> bool:
-    del value
-    last = path[-1]
-    return (
-        isinstance(last, optax.tree_utils.NamedTupleKey)
-        and last.tuple_name in _SCHEDULED
-    )
 
 
 def _flight(
