@@ -4,12 +4,21 @@ The core needs JAX and Optax alone. What needs more imports it so:
 
     with extra("train"):
         import orbax.checkpoint as ocp
+
+and what takes long to import, and not every command needs, when it is first used:
+
+    if TYPE_CHECKING:
+        import orbax.checkpoint as ocp
+    else:
+        ocp = later("orbax.checkpoint", "train")
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -37,3 +46,25 @@ def extra(name: str) -> Iterator[None]:
             f"{error.name} is not installed: pip install 'cocodc_jax[{name}]'",
             name=error.name,
         ) from None
+
+
+class _Later:
+    """A module that is imported when something of it is first asked for."""
+
+    def __init__(self, module: str, extra_name: str):
+        self._module, self._extra = module, extra_name
+
+    def __getattr__(self, name: str) -> Any:
+        with extra(self._extra):
+            return getattr(importlib.import_module(self._module), name)
+
+
+def later(module: str, extra_name: str) -> Any:
+    """Stand for a module that comes with an extra, and is imported on use.
+
+    Args:
+      module: its whole name.
+      extra_name: the extra that brings it; asking for something of a module that is not
+        installed raises `MissingExtraError`.
+    """
+    return _Later(module, extra_name)

@@ -26,7 +26,6 @@ from rich.table import Table
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
-from cocodc_jax.report import gantt, page, plots
 from cocodc_jax.report.comparison import compare
 from cocodc_jax.report.runs import DamagedRunError, Run, load_run
 from cocodc_jax.report.units import format_bytes
@@ -152,6 +151,8 @@ def _write_report(
     workdir: pathlib.Path,
     console: Console,
 ) -> None:
+    from cocodc_jax.report import gantt, page, plots  # Matplotlib, on use.
+
     target = flags.value("target_method")
     if target in diverged:
         print(

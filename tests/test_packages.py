@@ -65,8 +65,9 @@ def test_the_core_needs_jax_and_optax_alone():
 
 
 SAYS = {
-    "cc.Checkpoints": "orbax is not installed: pip install 'cocodc_jax[train]'",
-    "cc.models": "flax is not installed: pip install 'cocodc_jax[train]'",
+    "cc.Checkpoints('/tmp/none', 1)": "orbax is not installed: pip install "
+    "'cocodc_jax[train]'",
+    "cc.models.init_params": "flax is not installed: pip install 'cocodc_jax[train]'",
     "cc.network.load_topology": "pip install 'cocodc_jax[train]'",
     "cc.data.load(cc.data.DataConfig(), 2)": "pip install 'cocodc_jax[data]'",
     "cc.report.save_png": "pip install 'cocodc_jax[report]'",

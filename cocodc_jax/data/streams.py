@@ -15,16 +15,18 @@ element is not paid per sequence: a training step only slices arrays.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cocodc_jax._extras import extra
+from cocodc_jax._extras import later
 from cocodc_jax.data.config import DataConfig
 from cocodc_jax.data.packing import TokenizedDocuments, pack_sequences
 
-with extra("data"):
+if TYPE_CHECKING:
     import grain
+else:
+    grain = later("grain", "data")
 
 
 class TrainStream:
@@ -89,7 +91,7 @@ def region_batches(
     config: DataConfig,
     window_documents: float,
     seed_words: tuple[int, ...],
-) -> grain.IterDataset:
+) -> "grain.IterDataset":
     """Build one region's endless pipeline.
 
     Args:

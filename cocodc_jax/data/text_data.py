@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cocodc_jax.data.config import DataConfig, cache_dir
-from cocodc_jax.data.corpora.corpus import open_corpus
 from cocodc_jax.data.corpora.documents import Corpus, Documents
 from cocodc_jax.data.packing import TokenizedDocuments, count_tokens, pack_sequences
 from cocodc_jax.data.partition import region_documents
@@ -161,6 +160,9 @@ def load(
       ValueError: if corpus or tokenizer cannot be read, `regions` names one that is
         not there, or a region's documents do not fill one batch.
     """
+    # Here, so that a command which is refused does not import TFDS.
+    from cocodc_jax.data.corpora.corpus import open_corpus
+
     corpus = open_corpus(config)
     tokenizer = load_tokenizer(
         config.tokenizer,

@@ -1,27 +1,37 @@
-"""The transformer: configurations, presets, pure functions and sharding."""
+"""The transformer: configurations, presets, pure functions and sharding.
 
-from cocodc_jax.models import hugging_face
-from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.models.layout import Layout
-from cocodc_jax.models.pipeline import make_pipelined_loss_fn
-from cocodc_jax.models.presets import PRESETS, get
-from cocodc_jax.models.sharding import (
-    check_divisible,
-    check_pipeline,
-    partition_specs,
-)
-from cocodc_jax.models.stage_links import StageCodec, stage_bytes
-from cocodc_jax.models.subspace import Subspace, confine, confined
-from cocodc_jax.models.transformer import (
-    LossFn,
-    Params,
-    apply,
-    flops_per_token,
-    init_params,
-    make_loss_fn,
-    make_outputs,
-    num_params,
-)
+Names are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.models import hugging_face
+    from cocodc_jax.models.config import TransformerConfig
+    from cocodc_jax.models.layout import Layout
+    from cocodc_jax.models.pipeline import make_pipelined_loss_fn
+    from cocodc_jax.models.presets import PRESETS, get
+    from cocodc_jax.models.sharding import (
+        check_divisible,
+        check_pipeline,
+        partition_specs,
+    )
+    from cocodc_jax.models.stage_links import StageCodec, stage_bytes
+    from cocodc_jax.models.subspace import Subspace, confine, confined
+    from cocodc_jax.models.transformer import (
+        LossFn,
+        Params,
+        apply,
+        flops_per_token,
+        init_params,
+        make_loss_fn,
+        make_outputs,
+        num_params,
+    )
 
 __all__ = [
     "PRESETS",
@@ -49,5 +59,30 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "Layout": "layout:Layout",
+    "LossFn": "transformer:LossFn",
+    "PRESETS": "presets:PRESETS",
+    "Params": "transformer:Params",
+    "StageCodec": "stage_links:StageCodec",
+    "Subspace": "subspace:Subspace",
+    "TransformerConfig": "config:TransformerConfig",
+    "apply": "transformer:apply",
+    "check_divisible": "sharding:check_divisible",
+    "check_pipeline": "sharding:check_pipeline",
+    "confine": "subspace:confine",
+    "confined": "subspace:confined",
+    "flops_per_token": "transformer:flops_per_token",
+    "get": "presets:get",
+    "hugging_face": "hugging_face",
+    "init_params": "transformer:init_params",
+    "make_loss_fn": "transformer:make_loss_fn",
+    "make_outputs": "transformer:make_outputs",
+    "make_pipelined_loss_fn": "pipeline:make_pipelined_loss_fn",
+    "num_params": "transformer:num_params",
+    "partition_specs": "sharding:partition_specs",
+    "stage_bytes": "stage_links:stage_bytes",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

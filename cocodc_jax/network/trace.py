@@ -1,10 +1,12 @@
 """Writes a timeline as a Chrome trace (opens in Perfetto) and as a Gantt plot."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,10 +14,9 @@ from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 
-with extra("report"):
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 _REGION_PID, _NETWORK_PID = 1, 2
 
@@ -107,6 +108,9 @@ def plot_timeline(
     Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
     """
+    with extra("report"):  # Here: every run imports this file, few plot at once.
+        from matplotlib.figure import Figure
+
     rows = len(timeline.regions) + len(_fragments(timeline))
     figure = Figure(figsize=(10, 1.6 + 0.3 * rows), layout="constrained")
     axes = figure.subplots()
@@ -155,6 +159,9 @@ def _bar(axes: Axes, row: int, begin_s: float, end_s: float, kind: str) -> None:
 
 def draw_legend(figure: Figure) -> None:
     """Say below the axes what the colours are."""
+    with extra("report"):
+        from matplotlib.patches import Patch
+
     handles = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False

@@ -16,7 +16,6 @@ from cocodc_jax.data import load
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.data.tokenizers import Tokenizer, round_up
 from cocodc_jax.files import read_table
-from cocodc_jax.models import hugging_face
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import CONFIG_FILE
@@ -40,7 +39,7 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerCon
     if not folder:
         return model
     try:
-        found = hugging_face.read_config(folder)
+        found = models.hugging_face.read_config(folder)
         rows, ends = found["vocab_size"], found.get("eos_token_id")
         if rows < tokenizer.num_tokens:
             raise ValueError(
@@ -58,7 +57,7 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerCon
         model = dataclasses.replace(
             model, vocab_size=max(model.vocab_size, round_up(rows))
         )
-        hugging_face.check(folder, model)
+        models.hugging_face.check(folder, model)
     except ValueError as error:
         raise ValueError(f"init_from={folder!r}: {error}") from error
     return model
@@ -101,7 +100,7 @@ def export(
     if not (workdir / CONFIG_FILE).is_file():
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
     config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
-    hugging_face.check_llama(config.model)
+    models.hugging_face.check_llama(config.model)
     if not (workdir / CHECKPOINTS).is_dir():
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
     session = prepare(config, workdir, open_text)
@@ -118,7 +117,7 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as folder:
         whole = pathlib.Path(folder, "whole")
-        hugging_face.write(
+        models.hugging_face.write(
             whole,
             session.model,
             jax.device_get(take(state)),

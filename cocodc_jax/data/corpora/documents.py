@@ -5,12 +5,14 @@ An element is one document, or a chunk of those that are only read together.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cocodc_jax._extras import extra
+from cocodc_jax._extras import later
 
-with extra("data"):
+if TYPE_CHECKING:
     import tensorflow_datasets as tfds
+else:
+    tfds = later("tensorflow_datasets", "data")
 
 
 class Documents(Protocol):
@@ -90,7 +92,7 @@ class Corpus:
 
 
 def read_split(
-    builder: tfds.core.DatasetBuilder, split: str, text_feature: str
+    builder: "tfds.core.DatasetBuilder", split: str, text_feature: str
 ) -> StoredDocuments:
     """Open one split of a prepared TFDS set.
 

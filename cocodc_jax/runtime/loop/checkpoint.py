@@ -16,18 +16,20 @@ from __future__ import annotations
 import contextlib
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from cocodc_jax._extras import extra
+from cocodc_jax._extras import later
 from cocodc_jax.runtime.loop import checksums
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.transforms.layers import named_leaves
 
-with extra("train"):
+if TYPE_CHECKING:
     import orbax.checkpoint as ocp
+else:
+    ocp = later("orbax.checkpoint", "train")
 
 PyTree = Any
 
