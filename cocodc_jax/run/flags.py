@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from cocodc_jax._extras import extra
 from cocodc_jax.methods import METHODS
+from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
@@ -235,6 +236,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
             with usage_errors():
                 print(help_of(doc))
             return
+        keep_programs()
         main()
 
     app.define_help_flags()
