@@ -73,7 +73,8 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     """Find the collectives of a program, in no order.
 
     A TPU's compiler may cut one collective into steps and fuse them with what runs
-    meanwhile; all steps carry its channel's number, and count once.
+    meanwhile; all steps carry its channel's number, and count once. 1 is no such number:
+    JAX gives it to all that a `shard_map` names.
 
     Args:
       module: scheduled.
@@ -89,7 +90,8 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
             if one is None:
                 continue
             channel = re.search(r"channel_id=(\d+)", each.attributes)
-            key = (one.kind, channel[1] if channel else each.name)
+            number = channel[1] if channel else "1"
+            key = (one.kind, each.name if number == "1" else number)
             first = found.get(key)
             times = max(times, first.times) if first else times
             parts = (one, first) if first else (one,)

@@ -13,6 +13,7 @@ import re
 import numpy as np
 
 from cocodc_jax.compiled.hlo import Computation, Instruction, Module, arrays
+from cocodc_jax.compiled.kernels import kernel_flops
 
 # What moves nothing by itself: names for parts, or what its own callees are counted by.
 _FREE = frozenset(
@@ -25,8 +26,8 @@ def flops(module: Module) -> float:
     """Return the floating-point operations of all matrix products, 2 a product.
 
     Args:
-      module: TPUs' products are convolutions, GPUs' dots or calls of cuBLAS. What
-        other custom calls compute is not seen.
+      module: TPUs' products are convolutions, GPUs' dots or calls of cuBLAS; what
+        other calls compute is seen of attention alone (`kernels.py`).
     """
     total = 0.0
     for computation in module:
@@ -50,7 +51,7 @@ def _flops_of(each: Instruction, inside: Computation) -> float:
         )
         numbers = contracted[1].replace('"', "") if contracted else ""
         return _dot_flops(each, inside, numbers)
-    return 0.0
+    return kernel_flops(each, inside) if each.opcode == "custom-call" else 0.0
 
 
 def _dot_flops(each: Instruction, inside: Computation, contracted: str) -> float:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.models import hugging_face
+    from cocodc_jax.models import attention, hugging_face
+    from cocodc_jax.models.accumulate import make_accumulated_loss_fn
     from cocodc_jax.models.config import TransformerConfig
+    from cocodc_jax.models.divided import make_divided_loss_fn
     from cocodc_jax.models.layout import Layout
     from cocodc_jax.models.pipeline import make_pipelined_loss_fn
     from cocodc_jax.models.presets import PRESETS, get
@@ -42,6 +44,7 @@ __all__ = [
     "Subspace",
     "TransformerConfig",
     "apply",
+    "attention",
     "check_divisible",
     "check_pipeline",
     "confine",
@@ -50,6 +53,8 @@ __all__ = [
     "get",
     "hugging_face",
     "init_params",
+    "make_accumulated_loss_fn",
+    "make_divided_loss_fn",
     "make_loss_fn",
     "make_outputs",
     "make_pipelined_loss_fn",
@@ -69,6 +74,7 @@ _PLACES = {
     "Subspace": "subspace:Subspace",
     "TransformerConfig": "config:TransformerConfig",
     "apply": "transformer:apply",
+    "attention": "attention",
     "check_divisible": "sharding:check_divisible",
     "check_pipeline": "sharding:check_pipeline",
     "confine": "subspace:confine",
@@ -77,6 +83,8 @@ _PLACES = {
     "get": "presets:get",
     "hugging_face": "hugging_face",
     "init_params": "transformer:init_params",
+    "make_accumulated_loss_fn": "accumulate:make_accumulated_loss_fn",
+    "make_divided_loss_fn": "divided:make_divided_loss_fn",
     "make_loss_fn": "transformer:make_loss_fn",
     "make_outputs": "transformer:make_outputs",
     "make_pipelined_loss_fn": "pipeline:make_pipelined_loss_fn",

@@ -8,7 +8,8 @@ import math
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
-REMAT_POLICIES = ("none", "dots", "full")
+REMAT_POLICIES = ("none", "dots", "attention", "full")
+ATTENTIONS = ("auto", "plain", "cudnn", "splash")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 _SIZES = (
@@ -42,7 +43,11 @@ class TransformerConfig:
         compiles one block whatever their number; otherwise each block has its
         own arrays and its own code, which is the faster on a CPU.
       remat: what backward computes again: "none" keeps every activation,
-        "dots" keeps the products with weights, "full" keeps block inputs only.
+        "dots" the products with weights and what a flash kernel gives, "attention"
+        the inputs of blocks and what a flash kernel gives, "full" the inputs of
+        blocks only.
+      attention: "plain" holds the scores of all pairs of positions; "cudnn" (GPUs,
+        bfloat16) and "splash" (TPUs) are flash kernels; "auto" is the platform's own.
       compute_dtype: "float32" or "bfloat16" for activations and for the weights
         as used; parameters, gradients and the loss are always float32.
       loss_chunk_tokens: tokens whose logits exist at one time in the loss.
@@ -60,6 +65,7 @@ class TransformerConfig:
     tie_embeddings: bool = True
     scan_layers: bool = True
     remat: str = "none"
+    attention: str = "auto"
     compute_dtype: str = "float32"
     loss_chunk_tokens: int = 2048
 
@@ -86,6 +92,7 @@ class TransformerConfig:
                 "1e-6"
             )
         _check_choice("remat", self.remat, REMAT_POLICIES)
+        _check_choice("attention", self.attention, ATTENTIONS)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         self._check_heads()
 

@@ -1,11 +1,20 @@
-"""How a region's devices share what the model computes with, not only what it keeps.
+"""Products and lookups of weights that lie divided over the devices of a region.
 
 `sharding.py` says how parameters lie. With them and the batch over one axis a compiler
 may as well gather the batch as the weights, and does: activations of the whole region
-then stand on each device. A `Layout` says what is meant. Activations stay divided over
-the batch, and over heads, features and vocabulary; a weight is gathered over the data
-axis where it is used, in the compute dtype, and its gradient summed and divided again
-at once (fully sharded data parallelism, ZeRO stage 3, arXiv 1910.02054).
+then stand on each device. Here every device computes with its own sequences, inside a
+`jax.shard_map` that is manual over all axes (`divided.py`), and each collective is
+written down:
+
+    a weight     is cast to the compute dtype, gathered over "data" where it is used,
+                 and gathered again for the backward pass if that computes again
+    its gradient is a float32 sum over the device's tokens, reduce-scattered over "data"
+                 (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054)
+    activations  are summed over "model" after each pair of matrices, and their
+                 cotangents before it (Megatron-LM, arXiv 1909.08053, section 3)
+
+Each function has its derivative by hand, since nothing tells a transposition which
+values are alike on all devices of an axis.
 """
 
 from __future__ import annotations
@@ -14,7 +23,11 @@ import dataclasses
 import functools
 
 import jax
-from jax.sharding import PartitionSpec as P
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+# What no policy of rematerialisation keeps: it would be the whole model on each device.
+WEIGHTS = "weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,57 +37,150 @@ class Layout:
     Attributes:
       data: over which the batch lies, and the width of weights.
       model: over which heads, features and vocabulary lie.
-      num_data: devices along the data axis.
     """
 
     data: str = "data"
     model: str = "model"
-    num_data: int = 1
 
 
-def divide(x: jax.Array, layout: Layout | None, *others: str | None) -> jax.Array:
-    """Keep activations `[B, ...]` divided over the batch.
+def read(x_BLD: jax.Array, w_DF: jax.Array, layout: Layout | None) -> jax.Array:
+    """Multiply the residual width by a weight; own features, in x's dtype.
 
     Args:
-      x: whose leading axis is the batch.
-      layout: None leaves everything to the compiler.
-      others: axes for the other sides of `x`, none by default.
+      x_BLD: own sequences, alike along the model axis, through `shared`.
+      w_DF: own part, divided over data and model.
+      layout: None where everything is on one device, or left to the compiler.
     """
     if layout is None:
-        return x
-    others = others or (None,) * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(x, P(layout.data, *others))
+        return x_BLD @ w_DF.astype(x_BLD.dtype)
+    return _product(x_BLD, w_DF, layout, 0)
 
 
-def gather_reads(w_DF: jax.Array, layout: Layout | None) -> jax.Array:
-    """Gather a weight that multiplies the residual width, `[D, F]`."""
+def write(x_BLF: jax.Array, w_FD: jax.Array, layout: Layout | None) -> jax.Array:
+    """Multiply features by a weight that gives the residual width, summed over them.
+
+    Args:
+      x_BLF: own sequences, own features.
+      w_FD: own part, divided over model and data.
+      layout: None where everything is on one device, or left to the compiler.
+    """
     if layout is None:
-        return w_DF
-    whole, divided = P(None, layout.model), P(layout.data, layout.model)
-    return _gather(w_DF, whole, divided)
+        return x_BLF @ w_FD.astype(x_BLF.dtype)
+    return _summed(_product(x_BLF, w_FD, layout, 1), layout)
 
 
-def gather_writes(w_FD: jax.Array, layout: Layout | None) -> jax.Array:
-    """Gather a weight that gives the residual width, `[F, D]`."""
+def shared(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """Mark activations that several products `read`: their cotangents are summed."""
+    return x if layout is None else _shared(x, layout)
+
+
+def lookup(
+    table_VD: jax.Array, ids_BL: jax.Array, dtype: str, layout: Layout | None
+) -> jax.Array:
+    """Return rows of a table, `[B, L, D]`, in `dtype`; gradients are summed in float32.
+
+    Args:
+      table_VD: float32; with a layout own part, divided over model and data.
+      ids_BL: int32, of own sequences.
+      dtype: of the result.
+      layout: None where everything is on one device, or left to the compiler.
+    """
     if layout is None:
-        return w_FD
-    whole, divided = P(layout.model, None), P(layout.model, layout.data)
-    return _gather(w_FD, whole, divided)
+        # Gathered, then cast: rows of one token repeat, and their gradients are
+        # summed in float32.
+        return table_VD[ids_BL].astype(dtype)
+    return _lookup(table_VD, ids_BL, dtype, layout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(w: jax.Array, whole: P, divided: P) -> jax.Array:
-    """Lay out as `whole`, and the cotangent as `divided`."""
-    return jax.lax.with_sharding_constraint(w, whole)
+def gather(w: jax.Array, dtype: str, side: int, layout: Layout) -> jax.Array:
+    """Return a weight in `dtype`, whole along the side that the data axis divides."""
+    cast = w.astype(dtype)
+    if jax.lax.axis_size(layout.data) == 1:
+        return cast
+    whole = jax.lax.all_gather(cast, layout.data, axis=side, tiled=True)
+    return checkpoint_name(whole, WEIGHTS)
 
 
-def _gather_forward(w, whole, divided):
-    return _gather(w, whole, divided), None
+def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
+    """Sum a gradient over the data axis, and keep the own part of a side."""
+    if jax.lax.axis_size(layout.data) == 1:
+        return grad
+    return jax.lax.psum_scatter(grad, layout.data, scatter_dimension=side, tiled=True)
 
 
-def _gather_backward(whole, divided, _, cotangent):
-    # Else it would be as `whole`: summed on every device, and cut afterwards.
-    return (jax.lax.with_sharding_constraint(cotangent, divided),)
+def sum_over(x: jax.Array, axis: str) -> jax.Array:
+    """Sum over an axis; where that is of one device nothing happens."""
+    return x if jax.lax.axis_size(axis) == 1 else jax.lax.psum(x, axis)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x: jax.Array, w: jax.Array, layout: Layout, side: int) -> jax.Array:
+    """Multiply by a weight, one side of which lies over data."""
+    return _product_forward(x, w, layout, side)[0]
+
+
+def _product_forward(x, w, layout, side):
+    whole = gather(w, x.dtype, side, layout)
+    return x @ whole, (x, whole)
+
+
+def _product_backward(layout, side, kept, grad):
+    x, whole = kept
+    tokens = tuple(range(x.ndim - 1))
+    grad_w = jax.lax.dot_general(
+        x, grad, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
+    )
+    return grad @ whole.T, scatter(grad_w, side, layout)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _shared(x: jax.Array, layout: Layout) -> jax.Array:
+    return x
+
+
+_shared.defvjp(
+    lambda x, layout: (x, None),
+    lambda layout, _, grad: (sum_over(grad, layout.model),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(x: jax.Array, layout: Layout) -> jax.Array:
+    """Sum over the model axis; the cotangent is that of the sum, for each device."""
+    return sum_over(x, layout.model)
+
+
+_summed.defvjp(
+    lambda x, layout: (sum_over(x, layout.model), None),
+    lambda layout, _, grad: (grad,),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD, ids_BL, dtype: str, layout: Layout) -> jax.Array:
+    return _lookup_forward(table_VD, ids_BL, dtype, layout)[0]
+
+
+def _lookup_forward(table_VD, ids_BL, dtype, layout):
+    whole_VD = gather(table_VD, dtype, 1, layout)
+    num_rows = whole_VD.shape[0]
+    if jax.lax.axis_size(layout.model) > 1:
+        ids_BL -= num_rows * jax.lax.axis_index(layout.model)
+    # Rows of other devices: past the end, where nothing is read or written.
+    ids_BL = jnp.where((ids_BL >= 0) & (ids_BL < num_rows), ids_BL, num_rows)
+    x_BLD = whole_VD.at[ids_BL].get(mode="fill", fill_value=0)
+    return sum_over(x_BLD, layout.model), (ids_BL, num_rows)
+
+
+def _lookup_backward(dtype, layout, kept, grad_BLD):
+    ids_BL, num_rows = kept
+    grad_VD = jnp.zeros((num_rows, grad_BLD.shape[-1]), jnp.float32)
+    grad_VD = grad_VD.at[ids_BL].add(grad_BLD.astype(jnp.float32), mode="drop")
+    # Turned: a TPU's compiler would sum the whole table on every device, and cut it.
+    return scatter(grad_VD.T, 0, layout).T, None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -16,8 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.models.layout import Layout, divide
-
 
 class TokenSums(NamedTuple):
     """Sums over tokens, float32 scalars."""
@@ -46,7 +44,6 @@ def cross_entropy(
     head_DV: jax.Array,
     targets_BL: jax.Array,
     chunk_tokens: int,
-    layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean cross-entropy and accuracy of next-token prediction.
 
@@ -58,25 +55,28 @@ def cross_entropy(
       targets_BL: int32 token ids in [0, V).
       chunk_tokens: tokens whose logits may exist at one time. A chunk holds at
         least one position of every sequence; with `B * L <= chunk_tokens` there
-        is one chunk and no scan. With a layout they are those of one device.
-      layout: how the devices of a region share the batch and the vocabulary.
+        is one chunk and no scan.
 
     Returns:
       Loss in nats per token and the share of tokens predicted, float32 scalars.
     """
     batch, length = targets_BL.shape
-    chunk_tokens *= layout.num_data if layout else 1
-    num_chunks = -(-length // max(1, chunk_tokens // batch))
-    if num_chunks == 1:
-        sums = _token_sums(hidden_BLD, head_DV, targets_BL, layout)
+    cut = num_chunks(targets_BL.shape, chunk_tokens)
+    if cut == 1:
+        sums = _token_sums(hidden_BLD, head_DV, targets_BL)
     else:
-        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, num_chunks, layout)
+        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, cut)
     return sums.loss / (batch * length), sums.num_correct / (batch * length)
 
 
-def _token_sums(hidden_BLD, head_DV, targets_BL, layout: Layout | None) -> TokenSums:
-    logits_BLV = logits_from_hidden(divide(hidden_BLD, layout), head_DV)
-    logits_BLV = divide(logits_BLV, layout, None, layout and layout.model)
+def num_chunks(shape: tuple[int, ...], chunk_tokens: int) -> int:
+    """Return into how many chunks sequences `[B, L]` are cut, by `chunk_tokens`."""
+    batch, length = shape
+    return -(-length // max(1, chunk_tokens // batch))
+
+
+def _token_sums(hidden_BLD, head_DV, targets_BL) -> TokenSums:
+    logits_BLV = logits_from_hidden(hidden_BLD, head_DV)
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
     # A masked sum in place of a gather: it fuses with the passes over the logits
     # and needs no exchange when the vocabulary is sharded. A padded target, -1,
@@ -92,29 +92,27 @@ def _token_sums(hidden_BLD, head_DV, targets_BL, layout: Layout | None) -> Token
     )
 
 
-def _chunked_sums(
-    hidden_BLD, head_DV, targets_BL, num_chunks: int, layout: Layout | None
-) -> TokenSums:
+def _chunked_sums(hidden_BLD, head_DV, targets_BL, cut: int) -> TokenSums:
     # The sums leave the scan as stacked outputs: a carry begun from a constant
     # would not vary over a manual mesh axis as the sums do.
     chunks = (
-        _split_length(hidden_BLD, num_chunks, 0),
-        _split_length(targets_BL, num_chunks, -1),
+        split_length(hidden_BLD, cut, 0),
+        split_length(targets_BL, cut, -1),
     )
 
     @jax.checkpoint
     def chunk_sums(hidden_BCD, targets_BC):
-        return _token_sums(hidden_BCD, head_DV, targets_BC, layout)
+        return _token_sums(hidden_BCD, head_DV, targets_BC)
 
     _, sums = jax.lax.scan(lambda _, chunk: (None, chunk_sums(*chunk)), None, chunks)
     return jax.tree.map(jnp.sum, sums)
 
 
-def _split_length(x_BL: jax.Array, num_chunks: int, padding) -> jax.Array:
+def split_length(x_BL: jax.Array, cut: int, padding) -> jax.Array:
     """Cut axis 1 into equal chunks, a new leading axis, padded at the end."""
     batch, length, *rest = x_BL.shape
-    chunk = -(-length // num_chunks)
+    chunk = -(-length // cut)
     pad = [(0, 0)] * x_BL.ndim
-    pad[1] = (0, num_chunks * chunk - length)
+    pad[1] = (0, cut * chunk - length)
     padded = jnp.pad(x_BL, pad, constant_values=padding)
-    return jnp.moveaxis(padded.reshape(batch, num_chunks, chunk, *rest), 1, 0)
+    return jnp.moveaxis(padded.reshape(batch, cut, chunk, *rest), 1, 0)

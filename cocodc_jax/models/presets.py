@@ -80,7 +80,25 @@ ONE_B = dataclasses.replace(
     mlp_width=5504,
     num_heads=32,
     num_kv_heads=32,
-    remat="full",
+    remat="attention",
+)
+
+# LLaMA 3 8B (arXiv 2407.21783, table 3): 32 layers, width 4,096, feed-forward 14,336,
+# 32 heads of 128 and 8 for keys and values, vocabulary 128,000 and 256 special ids,
+# rotary base 500,000. Its `config.json` has the epsilon. 8,030,261,248 parameters,
+# 32.1 GB a float32 copy.
+EIGHT_B = TransformerConfig(
+    vocab_size=128_256,
+    num_layers=32,
+    width=4096,
+    mlp_width=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    rope_theta=500_000.0,
+    norm_epsilon=1e-5,
+    tie_embeddings=False,
+    remat="attention",
+    compute_dtype="bfloat16",
 )
 
 PRESETS = {
@@ -89,6 +107,7 @@ PRESETS = {
     "small": SMALL,
     "paper_150m": PAPER_150M,
     "1b": ONE_B,
+    "8b": EIGHT_B,
 }
 
 

@@ -5,10 +5,10 @@ parallelism splits without communication between the two matrices of a pair:
 attention heads, feed-forward features, vocabulary (Megatron-LM, Shoeybi et al.,
 arXiv 1909.08053, section 3). Over "data" goes the residual width, gathered before
 use (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054). Norm scales
-are on every device, and the embedding is divided over "model" only: a lookup whose
-table and token ids share the "data" axis, inside a `shard_map` that is manual over
-regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU). The compiler
-derives the rest, activations included.
+are on every device. So is, but for "model", the embedding where the compiler derives
+the rest: a lookup whose table and token ids share the "data" axis, inside a `shard_map`
+that is manual over regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU).
+`divided.py` does its own lookup, of a table divided over both.
 
 A third axis, where asked for, divides the layers of scanned blocks between the
 stages of a pipeline (`pipeline.py`).
@@ -31,6 +31,7 @@ def partition_specs(
     params: Any,
     axes: tuple[str, str] = ("data", "model"),
     stage: str | None = None,
+    divides_embedding: bool = False,
 ) -> Any:
     """Return a `PartitionSpec` per parameter over the axes inside a region.
 
@@ -42,6 +43,7 @@ def partition_specs(
         feed-forward features and vocabulary.
       stage: name of the mesh axis that divides the layers of scanned blocks, for a
         pipeline; None leaves every layer on all devices.
+      divides_embedding: whether the first axis divides the embedding too.
 
     Returns:
       A tree of the same structure.
@@ -51,7 +53,8 @@ def partition_specs(
         and blocks that are not scanned.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(path, leaf.ndim, *axes, stage), params
+        lambda path, leaf: _leaf_spec(path, leaf.ndim, *axes, stage, divides_embedding),
+        params,
     )
 
 
@@ -136,13 +139,18 @@ def check_pipeline(
 
 
 def _leaf_spec(
-    path, ndim: int, data: str, model: str, stage: str | None
+    path,
+    ndim: int,
+    data: str,
+    model: str,
+    stage: str | None,
+    divides_embedding: bool,
 ) -> PartitionSpec:
     name = path[-1].key
     if name == "scale":
         sides = (None,)
     elif name == "embedding":
-        sides = (model, None)
+        sides = (model, data if divides_embedding else None)
     elif name in _READS_WIDTH:
         sides = (data, model)
     elif name in _WRITES_WIDTH:

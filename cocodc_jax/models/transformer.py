@@ -32,10 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from cocodc_jax._extras import extra
+from cocodc_jax.models.attention import ATTENTION, attend
 from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.models.layout import Layout, divide, gather_reads, gather_writes
+from cocodc_jax.models.layout import WEIGHTS, Layout, lookup, read, shared, write
 from cocodc_jax.models.loss import cross_entropy, logits_from_hidden
 
 with extra("train"):
@@ -81,26 +83,25 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
         """Attend within each sequence; `rotation` comes from `rotary_tables`."""
-        query_BLHd = self._heads(x_BLD, self.query, self.config.num_heads)
-        key_BLHd = self._heads(x_BLD, self.key, self.config.num_kv_heads)
-        value_BLHd = self._heads(x_BLD, self.value, self.config.num_kv_heads)
+        x_BLD = shared(x_BLD, self.layout)
+        query_BLHd = self._heads(x_BLD, self.query)
+        key_BLHd = self._heads(x_BLD, self.key)
+        value_BLHd = self._heads(x_BLD, self.value)
         if self.config.qk_norm:
             query_BLHd = self.query_norm(query_BLHd)
             key_BLHd = self.key_norm(key_BLHd)
-        mixed_BLHd = jax.nn.dot_product_attention(
+        mixed_BLHd = attend(
             rotate(query_BLHd, *rotation),
             rotate(key_BLHd, *rotation),
             value_BLHd,
-            is_causal=True,
+            self.config.attention,
         )
-        mixed_BLD = mixed_BLHd.reshape(x_BLD.shape)
-        return _write(mixed_BLD, self.output, self.layout)
+        mixed_BLF = mixed_BLHd.reshape(*x_BLD.shape[:2], -1)
+        return write(mixed_BLF, self.output[...], self.layout)
 
-    def _heads(self, x_BLD: jax.Array, kernel: nnx.Param, num_heads: int):
-        flat = _read(x_BLD, kernel, self.layout)
-        x_BLHd = flat.reshape(*x_BLD.shape[:2], num_heads, -1)
-        model = self.layout and self.layout.model
-        return divide(x_BLHd, self.layout, None, model, None)
+    def _heads(self, x_BLD: jax.Array, kernel: nnx.Param):
+        flat = read(x_BLD, kernel[...], self.layout)
+        return flat.reshape(*x_BLD.shape[:2], -1, self.config.head_width)
 
 
 class MLP(nnx.Module):
@@ -116,9 +117,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map each position by itself."""
-        gate_BLF = jax.nn.silu(_read(x_BLD, self.gate, self.layout))
-        gated_BLF = gate_BLF * _read(x_BLD, self.up, self.layout)
-        return _write(gated_BLF, self.down, self.layout)
+        x_BLD = shared(x_BLD, self.layout)
+        gate_BLF = jax.nn.silu(read(x_BLD, self.gate[...], self.layout))
+        gated_BLF = gate_BLF * read(x_BLD, self.up[...], self.layout)
+        return write(gated_BLF, self.down[...], self.layout)
 
 
 class Block(nnx.Module):
@@ -131,13 +133,11 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, layout)
         self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
         self.mlp = MLP(config, rngs, layout)
-        self.layout = layout
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
         """Add attention, then the feed-forward, to the residual stream."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
-        x_BLD = divide(x_BLD, self.layout)
-        return divide(x_BLD + self.mlp(self.mlp_norm(x_BLD)), self.layout)
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
 
 
 class Transformer(nnx.Module):
@@ -169,16 +169,15 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens_BL: jax.Array) -> jax.Array:
         """Return what enters the first block, [B, L, D] in the compute dtype."""
-        # Gathered, then cast: rows of one token repeat, and their gradients are
-        # summed in float32.
-        x_BLD = self.embedding[...][tokens_BL].astype(self.config.compute_dtype)
-        return divide(x_BLD, self.layout)
+        return lookup(
+            self.embedding[...], tokens_BL, self.config.compute_dtype, self.layout
+        )
 
     def output_head(self) -> jax.Array:
-        """Return the float32 output projection [D, V]."""
+        """Return the float32 output projection [D, V]; with a layout its own part."""
         if self.config.tie_embeddings:
             return self.embedding[...].T
-        return gather_reads(self.head[...], self.layout)
+        return self.head[...]
 
     def run_blocks(self, x_BLD: jax.Array) -> jax.Array:
         """Pass the residual stream [B, L, D] through all blocks."""
@@ -189,6 +188,7 @@ class Transformer(nnx.Module):
             lambda graph, params, x: nnx.merge(graph, params)(x, rotation),
             self.config.remat,
             in_scan=self.config.scan_layers,
+            is_divided=self.layout is not None,
         )
         if isinstance(self.blocks, nnx.List):
             for block in self.blocks:
@@ -249,13 +249,14 @@ def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.A
     return logits_from_hidden(model(tokens), model.output_head())
 
 
-def make_loss_fn(config: TransformerConfig, layout: Layout | None = None) -> LossFn:
-    """Make the language-model loss of one region.
+def make_loss_fn(config: TransformerConfig) -> LossFn:
+    """Make the language-model loss of one region, on one device.
+
+    `make_divided_loss_fn` is that of several; this one can be compiled for them too,
+    if the compiler is to choose what they share.
 
     Args:
       config: the model.
-      layout: how the devices of a region share the work, in a program over their mesh;
-        None where there is one, or for the compiler to choose.
 
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
@@ -266,14 +267,13 @@ def make_loss_fn(config: TransformerConfig, layout: Layout | None = None) -> Los
 
     def loss_fn(params, tokens, key):
         del key
-        model = bind(config, params, layout)
+        model = bind(config, params)
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
         loss, accuracy = cross_entropy(
             model(inputs_BL),
             model.output_head(),
             targets_BL,
             config.loss_chunk_tokens,
-            layout,
         )
         num_tokens = jnp.asarray(targets_BL.size, jnp.float32)
         return loss, {"num_tokens": num_tokens, "accuracy": accuracy}
@@ -281,8 +281,14 @@ def make_loss_fn(config: TransformerConfig, layout: Layout | None = None) -> Los
     return loss_fn
 
 
-def make_outputs(config: TransformerConfig) -> tuple[Callable, Callable]:
+def make_outputs(
+    config: TransformerConfig, layout: Layout | None = None
+) -> tuple[Callable, Callable]:
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
+
+    Args:
+      config: the model.
+      layout: of parameters that are divided; the compiler then shares out the work.
 
     Returns:
       `model(params, tokens) -> float32 logits [B, L, V]` and
@@ -291,6 +297,12 @@ def make_outputs(config: TransformerConfig) -> tuple[Callable, Callable]:
     """
 
     def model(params: Params, tokens: jax.Array) -> jax.Array:
+        if layout is not None:
+            # See `sharding.py` on tables that are divided as the tokens are.
+            table = jax.lax.with_sharding_constraint(
+                params["embedding"], PartitionSpec(layout.model, None)
+            )
+            params = params | {"embedding": table}
         return apply(config, params, tokens[:, :-1])
 
     def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -334,14 +346,6 @@ def _graph(config: TransformerConfig, layout: Layout | None):
     return nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
-def _read(x: jax.Array, kernel: nnx.Param, layout: Layout | None) -> jax.Array:
-    return x @ gather_reads(kernel[...].astype(x.dtype), layout)
-
-
-def _write(x: jax.Array, kernel: nnx.Param, layout: Layout | None) -> jax.Array:
-    return x @ gather_writes(kernel[...].astype(x.dtype), layout)
-
-
 def _matrix(rngs: nnx.Rngs, fan_in: int, fan_out: int, gain: float = 1.0) -> nnx.Param:
     return _normal(rngs, (fan_in, fan_out), gain / math.sqrt(fan_in))
 
@@ -354,15 +358,22 @@ def _residual(config: TransformerConfig) -> float:
     return 1 / math.sqrt(2 * config.num_layers)
 
 
-def _rematerialise(run: Callable, remat: str, in_scan: bool) -> Callable:
+def _rematerialise(
+    run: Callable, remat: str, in_scan: bool, is_divided: bool
+) -> Callable:
     """Wrap `run(graph, params, x)` so that backward recomputes as `remat` says."""
-    if remat == "none":
-        return run
     policies = jax.checkpoint_policies
+    if remat == "none" and not is_divided:
+        return run
+    attention = policies.save_only_these_names(ATTENTION)
+    dots = policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(
         run,
         policy={
-            "dots": policies.dots_with_no_batch_dims_saveable,
+            # What weights are gathered to is no activation.
+            "none": policies.save_anything_except_these_names(WEIGHTS),
+            "dots": policies.save_from_both_policies(dots, attention),
+            "attention": attention,
             "full": policies.nothing_saveable,
         }[remat],
         # Inside a scan the loop itself keeps XLA from undoing the recomputation.

@@ -12,14 +12,11 @@ import jax
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.text_data import TextData
+from cocodc_jax.run import losses
 from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.run.pace import paced
 from cocodc_jax.run.processes import check_shares
-from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import (
-    DATA,
-    MODEL,
     REGION,
     STAGE,
     Mesh,
@@ -90,7 +87,7 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
     """
     run = config.run
     models.check_divisible(model, run.data_axis, run.model_axis, run.stages)
-    subspace_of(run, model)
+    losses.subspace_of(run, model)
     if run.is_pipelined:
         models.check_pipeline(
             model,
@@ -99,19 +96,6 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
             config.data.batch_per_region,
             run.data_axis,
         )
-
-
-def subspace_of(
-    run: RunConfig, model: models.TransformerConfig
-) -> models.Subspace | None:
-    """Return what the residual stream is confined to, None for nothing.
-
-    Raises:
-      ValueError: if the model is narrower than that.
-    """
-    if not run.stage_subspace:
-        return None
-    return models.Subspace(model.width, run.stage_subspace)
 
 
 def init_params(
@@ -125,7 +109,7 @@ def init_params(
     if run.init_from:
         return models.hugging_face.read(run.init_from, model)
     params = models.init_params(model, key)
-    subspace = subspace_of(run, model)
+    subspace = losses.subspace_of(run, model)
     return params if subspace is None else models.confine(params, subspace)
 
 
@@ -139,7 +123,7 @@ def program_key(config: TrainConfig) -> tuple:
         run.stage_subspace,
         run.stage_compress,
     )
-    others = (regions, pipeline, run.transport, run.step_seconds)
+    others = (regions, pipeline, run.transport, run.step_seconds, run.accumulate_steps)
     return (config.method, config.optimizer, run.steps, *others)
 
 
@@ -184,61 +168,31 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
+    model = losses.with_attention(config, model, method, mesh)
+    layout = losses.layout(config.run, mesh)
     optimizer = config.optimizer.build(steps, method)
-    subspace = subspace_of(config.run, model)
+    subspace = losses.subspace_of(config.run, model)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
     return cc.RegionProgram(
-        _make_loss_fn(own_part(config, place), model, method, mesh),
+        losses.make(own_part(config, place), model, method, mesh),
         optimizer,
         method,
         shapes,
         config.run.unequal(config.data.batch_per_region),
         mesh=mesh,
         param_specs=models.partition_specs(
-            shapes, stage=STAGE if config.run.stages > 1 else None
+            shapes,
+            stage=STAGE if config.run.stages > 1 else None,
+            divides_embedding=layout is not None,
         ),
         supplies=cc.Supplies(
             config.optimizer.learning_rate(steps, method),
             adam_second_moment(config.optimizer.second_moment_decay(method)),
-            models.make_outputs(model),
+            models.make_outputs(model, layout),
         ),
         transport=dataclasses.replace(config.run.transport, place=place),
     )
-
-
-def _make_loss_fn(
-    run: RunConfig,
-    model: models.TransformerConfig,
-    method: cc.methods.Method,
-    mesh: Mesh,
-) -> models.LossFn:
-    loss_fn = models.make_loss_fn(model, _layout(run))
-    if run.is_pipelined:
-        routed = run.regions if run.random_routing else None
-        loss_fn = models.make_pipelined_loss_fn(
-            model,
-            run.stages,
-            run.microbatches,
-            routed,
-            subspace_of(run, model),
-            run.stage_codec,
-        )
-    if not run.step_seconds:
-        return loss_fn
-    if "gradient_fn" in method.needs:
-        raise ValueError(
-            f"step_seconds={run.step_seconds} paces inner steps, but the merges of "
-            f"method={method.name!r} take gradients too; use another curvature"
-        )
-    return paced(loss_fn, run.step_seconds, LocalRegions.of(mesh, run.regions))
-
-
-def _layout(run: RunConfig) -> models.Layout | None:
-    """Say how a region's devices share its work, if there are several."""
-    if run.is_pipelined or run.data_axis * run.model_axis == 1:
-        return None
-    return models.Layout(DATA, MODEL, run.data_axis)
 
 
 def open_for(
@@ -275,5 +229,5 @@ def build_evaluate(
     """Return what judges parameters on the validation batches; compiles nothing."""
     # The same batches whatever the method and the seed.
     tokens = text.eval_tokens(config.run.eval_batches)
-    loss_fn = models.make_loss_fn(model, _layout(config.run))
-    return make_evaluate(loss_fn, mesh, tokens)
+    model = losses.with_attention(config, model, config.method.build(), mesh)
+    return make_evaluate(losses.judge(config.run, model, mesh), mesh, tokens)

@@ -69,6 +69,15 @@ class TrainConfig:
                 f"batch_per_region={self.data.batch_per_region} must be a multiple of "
                 f"data_axis={self.run.data_axis}, which shares it out"
             )
+        own = self.data.batch_per_region // self.run.data_axis
+        if own % self.run.accumulate_steps:
+            parts = [n for n in range(1, own + 1) if own % n == 0]
+            raise ValueError(
+                f"accumulate_steps={self.run.accumulate_steps} does not divide the "
+                f"{own} sequences of a device (batch_per_region="
+                f"{self.data.batch_per_region} / data_axis={self.run.data_axis}); use "
+                f"one of {parts}"
+            )
 
     def replace(self, **leaves: Any) -> TrainConfig:
         """Return a copy with leaves replaced by name, wherever they belong.

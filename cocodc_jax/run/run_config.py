@@ -34,6 +34,8 @@ class RunConfig:
       devices: devices to use for the regions; 0 takes all that help.
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
+      accumulate_steps: parts that each device cuts its share of a batch into, one after
+        another, whose gradients are averaged; the activations of one exist at a time.
       exchange: program averages messages in a program of the inner mesh, outer on the
         outer mesh beside the inner steps; auto is outer with several processes; jobs
         has every region be a job of its own, which may die and come back.
@@ -75,6 +77,7 @@ class RunConfig:
     devices: int = 0
     data_axis: int = 1
     model_axis: int = 1
+    accumulate_steps: int = 1
     exchange: str = "auto"
     all_reduce: str = "direct"
     outer_channels: int = 1
@@ -104,6 +107,7 @@ class RunConfig:
             "regions",
             "data_axis",
             "model_axis",
+            "accumulate_steps",
             "outer_channels",
             "stages",
             "microbatches",
@@ -137,6 +141,11 @@ class RunConfig:
                 f"init_from={self.init_from!r} is no model whose residual stream is "
                 f"confined to stage_subspace={self.stage_subspace} dimensions; leave "
                 "one of them out"
+            )
+        if self.accumulate_steps > 1 and self.is_pipelined:
+            raise ValueError(
+                f"accumulate_steps={self.accumulate_steps} is not for pipelines, which "
+                f"cut a batch into microbatches={self.microbatches}; use more of these"
             )
         self._check_pace()
         self._check_stage_compress()

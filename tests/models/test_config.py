@@ -10,6 +10,7 @@ _PARAMETERS = {
     "small": 35_364_096,
     "paper_150m": 214_983_680,
     "1b": 1_279_890_432,
+    "8b": 8_030_261_248,
 }
 
 
@@ -61,6 +62,7 @@ def test_unknown_preset_is_named():
         ({"rope_theta": 1.0}, "rope_theta=1.0 must be above 1"),
         ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 must be above 0 and below 1"),
         ({"remat": "some"}, "remat='some' is unknown; use one of .*'dots'"),
+        ({"attention": "flash"}, "attention='flash' is unknown; use one of .*'splash'"),
         ({"compute_dtype": "float16"}, "compute_dtype='float16' is unknown"),
         ({"width": 130}, "width=130 is not a multiple of num_heads=4; use 128"),
         ({"width": 124}, "makes heads of 31 features.*use width=128"),

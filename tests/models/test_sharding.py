@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.compiled import hlo
 from cocodc_jax.compiled.collectives import collectives
 from cocodc_jax.models import (
-    Layout,
     TransformerConfig,
     check_divisible,
     init_params,
+    make_divided_loss_fn,
     make_loss_fn,
     partition_specs,
 )
@@ -46,9 +46,9 @@ def _mesh(**axes):
     )
 
 
-def _step(config, layout=None):
+def _step(config, make=make_loss_fn):
     """Returns `(params, tokens) -> ((loss, aux), gradient)` of one region."""
-    grad = jax.value_and_grad(make_loss_fn(config, layout), has_aux=True)
+    grad = jax.value_and_grad(make(config), has_aux=True)
     return lambda params, tokens: grad(params, tokens, jax.random.key(0))
 
 
@@ -133,33 +133,47 @@ def test_step_inside_a_region_manual_shard_map(config):
     _assert_close(jax.jit(program)(placed, batch), expected)
 
 
-def test_a_layout_changes_no_number_and_gathers_no_batch():
-    config = dataclasses.replace(_CHUNKED, loss_chunk_tokens=6)
-    params, tokens, expected = _example(_CHUNKED)
+_TIED = dataclasses.replace(_CHUNKED, tie_embeddings=True, remat="attention")
+_WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"), [(_CHUNKED, 1), (_TIED, 2), (_WHOLE, 1)],
+    ids=["untied", "tied, accumulated", "unscanned"],
+)  # fmt: skip
+def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config, parts):
+    params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
     specs = jax.tree.map(
         lambda spec: P("region", *spec),
-        partition_specs(_shapes(config)),
+        partition_specs(_shapes(config), divides_embedding=True),
         is_leaf=lambda x: isinstance(x, P),
     )
     placed = _place(mesh, params, specs)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
+    own = dataclasses.replace(config, loss_chunk_tokens=config.loss_chunk_tokens // 2)
     program = jax.shard_map(
-        jax.vmap(_step(config, Layout(num_data=2))),
+        jax.vmap(
+            _step(own, functools.partial(make_divided_loss_fn, accumulate_steps=parts))
+        ),
         mesh=mesh,
         axis_names={"region"},
         in_specs=P("region"),
         out_specs=P("region"),
+        check_vma=False,
     )
     compiled = jax.jit(program).lower(placed, batch).compile()
     _assert_close(compiled(placed, batch), expected)
     module = hlo.parse(compiled.as_text())
     found = collectives(module, {"region": 2, "data": 2, "model": 2})
-    gathered = [x.array.dims for x in found if x.kind == "all-gather"]
-    # Weights are. Of hidden states [regions, batch, length, width] only one is, the
-    # cotangent of the embedding's lookup.
+    assert {axis for x in found for axis in x.axes} == {"data", "model"}
+    for each in found:
+        # Weights are gathered; what has sequences is summed over the model axis.
+        if 9 in each.array.dims or 4 in each.array.dims[:-1]:
+            assert each.axes == ("model",), each
+    gathered = [x for x in found if x.kind == "all-gather"]
     assert gathered
-    assert len([dims for dims in gathered if dims[-1] == 16 and 9 in dims]) <= 1
+    assert all(x.axes == ("data",) for x in gathered)
 
 
 def test_one_region_per_device_without_vmap():
@@ -184,6 +198,8 @@ def test_specs_divide_every_matrix(scan_layers):
     block = specs["blocks"] if scan_layers else specs["blocks"][1]
     layer = (None,) if scan_layers else ()
     assert specs["embedding"] == P("model", None)
+    divided = partition_specs({"embedding": np.zeros((2, 2))}, divides_embedding=True)
+    assert divided == {"embedding": P("model", "data")}
     assert specs["head"] == P("data", "model")
     assert specs["norm"]["scale"] == P()
     assert block["attention"]["query"] == P(*layer, "data", "model")

@@ -158,6 +158,15 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         (lambda: OptimizerConfig(final_lr_fraction=2.0), "final_lr_fraction=2.0"),
         (lambda: SMOKE.replace(warmup_steps=48), "warmup_steps=48 must be less"),
         (lambda: SMOKE.replace(data_axis=3), "batch_per_region=4 must be a multiple"),
+        (
+            lambda: SMOKE.replace(data_axis=2, accumulate_steps=4),
+            r"accumulate_steps=4 does not divide the 2 sequences of a .*\[1, 2\]",
+        ),
+        (lambda: RunConfig(accumulate_steps=0), "accumulate_steps=0 must be at least"),
+        (
+            lambda: RunConfig(accumulate_steps=2, microbatches=4),
+            "accumulate_steps=2 is not for pipelines, .* microbatches=4; use more",
+        ),
     ],
 )
 def test_what_it_refuses(make, message):

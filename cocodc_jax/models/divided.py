@@ -1,0 +1,134 @@
+"""The transformer's loss as the devices of a region compute it together.
+
+Each has its share of the batch and a part of every weight (`sharding.py`), and computes
+with them in a `jax.shard_map` that is manual over every axis, as Pallas kernels need;
+which weights are gathered when, and what is summed, is written in `layout.py`. It may
+lie inside another `shard_map` over "region". The gradient is taken inside, as that of
+a pipeline is (`pipeline.py`): of the device's share of the loss, so that gradients of
+weights come out summed over the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.models.accumulate import accumulated
+from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.divided_loss import divided_cross_entropy
+from cocodc_jax.models.layout import Layout, sum_over
+from cocodc_jax.models.sharding import partition_specs
+from cocodc_jax.models.transformer import LossFn, Params, bind
+
+# Scales of heads, of which a device of the model axis has its own.
+_OF_HEADS = ("query_norm", "key_norm")
+
+
+def make_divided_loss_fn(
+    config: TransformerConfig, layout: Layout | None = None, accumulate_steps: int = 1
+) -> LossFn:
+    """Make the language-model loss of one region, divided over its devices.
+
+    The same function of the same parameters as `make_loss_fn`, but for the order of
+    float32 sums. It has to be called under a mesh (`jax.set_mesh`, or inside a
+    `jax.shard_map` over other axes) with the layout's axes, and is fast where
+    parameters lie as `partition_specs(..., divides_embedding=True)` says.
+
+    First derivatives in reverse mode, and forward mode over these.
+
+    Args:
+      config: the model; its sizes divide as `check_divisible` says.
+      layout: names of the axes; None is "data" and "model".
+      accumulate_steps: parts of the batch, one after another; a divisor of each
+        device's share of it.
+
+    Returns:
+      `loss_fn(params, tokens, key) -> (loss, aux)` as `make_loss_fn`'s; the batch is a
+      multiple of the data axis.
+    """
+    device = _Device(config, layout or Layout(), accumulate_steps)
+
+    @jax.custom_vjp
+    def loss_fn(params, tokens, key):
+        del key
+        return _mapped(device, device.loss, params, tokens)
+
+    def forward(params, tokens, key):
+        del key
+        return _mapped(device, device.loss_and_grad, params, tokens)
+
+    def backward(grads, cotangents):
+        return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
+
+    loss_fn.defvjp(forward, backward)
+    return loss_fn
+
+
+class _Device:
+    """What one device computes."""
+
+    def __init__(self, config: TransformerConfig, layout: Layout, num_parts: int):
+        self.config, self.layout, self.num_parts = config, layout, num_parts
+
+    def specs(self, params: Params) -> Any:
+        axes = (self.layout.data, self.layout.model)
+        return partition_specs(params, axes, divides_embedding=True)
+
+    def loss(self, params: Params, tokens: jax.Array):
+        """Return `(loss, aux)` of the region's batch, alike on all devices."""
+        return self._whole(self._share(params, tokens), tokens)
+
+    def loss_and_grad(self, params: Params, tokens: jax.Array):
+        """Return `(loss, aux)` and the gradient, laid out as the parameters."""
+        gradient = jax.value_and_grad(self._share, has_aux=True)
+        share, grads = accumulated(gradient, self.num_parts)(params, tokens)
+        grads = jax.tree_util.tree_map_with_path(
+            self._sum_undivided, grads, self.specs(params)
+        )
+        return self._whole(share, tokens), grads
+
+    def _share(self, params: Params, tokens: jax.Array):
+        """Return what a device's sequences add to the batch's means."""
+        model = bind(self.config, params, self.layout)
+        targets_BL = tokens[:, 1:]
+        sums = divided_cross_entropy(
+            model(tokens[:, :-1]),
+            model.output_head(),
+            targets_BL,
+            self.config.loss_chunk_tokens,
+            self.layout,
+        )
+        count = targets_BL.size * jax.lax.axis_size(self.layout.data)
+        return sums.loss / count, sums.num_correct / count
+
+    def _whole(self, share, tokens: jax.Array):
+        loss, accuracy = (sum_over(x, self.layout.data) for x in share)
+        count = tokens[:, 1:].size * jax.lax.axis_size(self.layout.data)
+        return loss, {"num_tokens": jnp.float32(count), "accuracy": accuracy}
+
+    def _sum_undivided(self, path, grad: jax.Array, spec: P) -> jax.Array:
+        """Sum the gradient of what is whole on all devices of an axis."""
+        if self.layout.data not in spec:
+            grad = sum_over(grad, self.layout.data)
+        if any(key.key in _OF_HEADS for key in path):
+            grad = sum_over(grad, self.layout.model)
+        return grad
+
+
+def _mapped(device: _Device, compute: Callable, params: Params, tokens: jax.Array):
+    """Call `compute(params, tokens)` on every device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = device.specs(params)
+    mapped = jax.shard_map(
+        compute,
+        # All that are left.
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        in_specs=(specs, P(device.layout.data)),
+        out_specs=(P(), specs) if compute == device.loss_and_grad else P(),
+        check_vma=False,
+    )
+    return mapped(params, tokens)

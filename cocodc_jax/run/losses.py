@@ -1,0 +1,106 @@
+"""The loss of one region, as a run's configuration and its devices want it computed."""
+
+from __future__ import annotations
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.run.config import RunConfig, TrainConfig
+from cocodc_jax.run.pace import paced
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.mesh import DATA, MODEL, Mesh
+
+
+def make(
+    run: RunConfig,
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    mesh: Mesh,
+) -> models.LossFn:
+    """Return what regions train by.
+
+    Args:
+      run: as this process trains it.
+      model: with the attention that devices allow.
+      method: of the run.
+      mesh: the inner mesh.
+
+    Raises:
+      ValueError: if the method has no use for `step_seconds`.
+    """
+    if run.is_pipelined:
+        routed = run.regions if run.random_routing else None
+        loss_fn = models.make_pipelined_loss_fn(
+            model,
+            run.stages,
+            run.microbatches,
+            routed,
+            subspace_of(run, model),
+            run.stage_codec,
+        )
+    else:
+        loss_fn = _plain(model, layout(run, mesh), run.accumulate_steps)
+    if not run.step_seconds:
+        return loss_fn
+    if "gradient_fn" in method.needs:
+        raise ValueError(
+            f"step_seconds={run.step_seconds} paces inner steps, but the merges of "
+            f"method={method.name!r} take gradients too; use another curvature"
+        )
+    return paced(loss_fn, run.step_seconds, LocalRegions.of(mesh, run.regions))
+
+
+def judge(run: RunConfig, model: models.TransformerConfig, mesh: Mesh) -> models.LossFn:
+    """Return what models are judged by: the same loss, without stages and pace."""
+    return _plain(model, layout(run, mesh), 1)
+
+
+def _plain(
+    model: models.TransformerConfig, over: models.Layout | None, parts: int
+) -> models.LossFn:
+    if over is not None:
+        return models.make_divided_loss_fn(model, over, parts)
+    return models.make_accumulated_loss_fn(models.make_loss_fn(model), parts)
+
+
+def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
+    """Say how a region's devices share its work.
+
+    On accelerators also where it has one device, whose kernels need it said.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    if run.is_pipelined or (is_cpu and run.data_axis * run.model_axis == 1):
+        return None
+    return models.Layout(DATA, MODEL)
+
+
+def with_attention(
+    config: TrainConfig,
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    mesh: Mesh,
+) -> models.TransformerConfig:
+    """Return the model with the attention kernel that devices and method allow.
+
+    Raises:
+      ValueError: if the one that is asked for cannot be had.
+    """
+    return models.attention.choose(
+        model,
+        mesh.devices.flat[0].platform,
+        config.data.sequence_length,
+        layout(config.run, mesh) is not None,
+        "gradient_fn" in method.needs,
+    )
+
+
+def subspace_of(
+    run: RunConfig, model: models.TransformerConfig
+) -> models.Subspace | None:
+    """Return what the residual stream is confined to, None for nothing.
+
+    Raises:
+      ValueError: if the model is narrower than that.
+    """
+    if not run.stage_subspace:
+        return None
+    return models.Subspace(model.width, run.stage_subspace)

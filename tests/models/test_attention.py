@@ -1,0 +1,92 @@
+"""Attention's kernels: splash against plain attention, and which one is chosen."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cocodc_jax.models import get
+from cocodc_jax.models.attention import attend, choose, splash_share
+
+
+def test_splash_is_plain_attention():
+    """In float32, values and gradients, with two query heads a key."""
+    rng = np.random.default_rng(0)
+    query, key, value, weight = (
+        jnp.asarray(rng.normal(size=(2, 256, heads, 64)), jnp.float32)
+        for heads in (4, 2, 2, 4)
+    )
+
+    def result(kernel):
+        def weighed(*qkv):
+            return jnp.sum(attend(*qkv, kernel, interpret=True) * weight)
+
+        return jax.jit(jax.value_and_grad(weighed, (0, 1, 2)))(query, key, value)
+
+    jax.tree.map(
+        # Sums over positions in another order.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        result("splash"),
+        result("plain"),
+    )
+
+
+SMALL = get("small")
+FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "platform", "length", "flags", "expected"),
+    [
+        (SMALL, "cpu", 1024, {}, "plain"),
+        (SMALL, "tpu", 1024, {}, "splash"),
+        (SMALL, "tpu", 1000, {}, "plain"),
+        (SMALL, "tpu", 1024, {"is_divided": False}, "plain"),
+        (SMALL, "tpu", 1024, {"needs_forward_mode": True}, "plain"),
+        (SMALL, "gpu", 1000, {}, "cudnn"),
+        (SMALL, "cuda", 1024, {}, "cudnn"),
+        (FLOAT32, "gpu", 1024, {}, "plain"),
+        (dataclasses.replace(SMALL, attention="plain"), "tpu", 1024, {}, "plain"),
+    ],
+)
+def test_the_platform_chooses(config, platform, length, flags, expected):
+    chosen = choose(config, platform, length, **{"is_divided": True} | flags)
+    assert chosen == dataclasses.replace(config, attention=expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "length", "flags", "message"),
+    [
+        (
+            {"attention": "splash"}, "cpu", 100, {},
+            "attention='splash' runs on TPUs only and takes lengths that are multiples "
+            "of 128, and sequence_length=100; use attention='auto'",
+        ),
+        (
+            {"attention": "cudnn", "compute_dtype": "float32"}, "gpu", 128, {},
+            "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use",
+        ),
+        (
+            {"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
+            "attention='cudnn' is not for pipelines; use",
+        ),
+        (
+            {"attention": "cudnn"}, "gpu", 128, {"needs_forward_mode": True},
+            "has no second derivatives, which the method takes; use",
+        ),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_cannot_be_had_is_refused(
+    changes, platform, length, flags, message
+):
+    config = dataclasses.replace(SMALL, **changes)
+    with pytest.raises(ValueError, match=message):
+        choose(config, platform, length, **{"is_divided": True} | flags)
+
+
+def test_blocks_above_the_diagonal_are_left_out():
+    assert splash_share(128) == 1
+    assert splash_share(1024) == 3 / 4
+    assert splash_share(384) == 4 / 6
