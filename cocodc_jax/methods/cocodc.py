@@ -89,7 +89,8 @@ def cocodc(
       syncs_per_interval: N, syncs in one interval of adaptive transmission, at least
         K; None is 2 K, the paper's 8 for 4, "auto" as many as the network carries.
       transmission_score: what the adaptive choice ranks fragments by:
-        "pseudo_gradient", "aged" or "drift", see `schedules.adaptive`.
+        "pseudo_gradient", "aged", "rms", "drift", "gain" or "disagreement"; or
+        "round_robin", which serves all in turn; see `schedules.adaptive`.
       curvature: what stands for the Hessian in the delay compensation, a name or a
         value of `transforms.curvature` ("outer_product" is the published g * g * D / H
         as specified; about 75 % sure is where 1/H belongs); or "secant", the isotropic

@@ -38,6 +38,18 @@ TINY = TransformerConfig(
     scan_layers=False,
 )
 
+# Between tiny and small: whether what was found at 0.8M holds at 8 times that. Bytes,
+# twice the width and depth of tiny. 6,496,512 parameters.
+MINI = TransformerConfig(
+    vocab_size=_BYTE_VOCAB,
+    num_layers=8,
+    width=256,
+    mlp_width=704,
+    num_heads=8,
+    num_kv_heads=8,
+    scan_layers=False,
+)
+
 # The smallest of Streaming DiLoCo (arXiv 2501.18512, appendix): 6 layers, width
 # 512, 8 heads, vocabulary 32,000. Its feed-forward of 2,048 has two matrices; 1,376
 # with SwiGLU's three holds as many parameters. Published evaluation loss on C4:
@@ -104,6 +116,7 @@ EIGHT_B = TransformerConfig(
 PRESETS = {
     "smoke": SMOKE,
     "tiny": TINY,
+    "mini": MINI,
     "small": SMALL,
     "paper_150m": PAPER_150M,
     "1b": ONE_B,

@@ -60,6 +60,7 @@ class Observer:
         if name == "applied":
             new, self._new = self._new, []
             return new
-        if name == "drift":
-            return [float(self._step - start) for start in self._last_start]
+        if name in ("drift", "distance"):
+            power = 1 if name == "drift" else 2
+            return [float(self._step - x) ** power for x in self._last_start]
         raise ValueError(f"the schedule needs {name!r}, which no network model knows")

@@ -28,7 +28,7 @@ from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.merge import make_drift, make_merge
+from cocodc_jax.runtime.merge import make_gap, make_merge
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
@@ -152,7 +152,7 @@ class SyncPrograms:
             )
             for k in range(len(setting.fragments))
         ]
-        self._drift = jax.jit(make_drift(setting))
+        self._gaps = {n: jax.jit(make_gap(setting, n)) for n in needs.MEASURED_NOW}
         self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
         self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
         self._do = {
@@ -349,11 +349,11 @@ class SyncPrograms:
             for k, seen in sync.observed
         ]
 
-    def measure_drift(self, region: RegionState, sync: SyncState) -> list[float]:
-        """Measure the need "drift"; waits for it."""
+    def measure(self, name: str, region: RegionState, sync: SyncState) -> list[float]:
+        """Measure a need of `needs.MEASURED_NOW`; waits for it."""
         each = range(len(self._setting.fragments))
         outer = tuple(self._outer.on_mesh(sync, k) for k in each)
-        return np.asarray(self._drift(region.params, outer)).tolist()
+        return np.asarray(self._gaps[name](region.params, outer)).tolist()
 
     def restore(
         self, region: RegionState, sync: SyncState, bad: np.ndarray
@@ -523,7 +523,7 @@ class _Turn:
     def observe(self, name: str) -> Any:
         """Answer a schedule, see `Schedule.next_event`."""
         if name != "applied":
-            return self._programs.measure_drift(self.region, self.sync)
+            return self._programs.measure(name, self.region, self.sync)
         found = self._programs.read(self.sync)
         self.sync = dataclasses.replace(self.sync, observed=())
         return found

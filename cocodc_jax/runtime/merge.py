@@ -127,27 +127,32 @@ def make_merge(setting: Setting, fragment_id: int) -> Callable:
     )
 
 
-def make_drift(setting: Setting) -> Callable:
-    """Make `drift(params [R, ...], outer fragments) -> [K]`, summed over the regions.
+def make_gap(setting: Setting, name: str) -> Callable:
+    """Make `gap(params [R, ...], outer fragments) -> [K]`, measured now.
 
-    Mean |theta^g - theta^m| per parameter of each fragment: CoCoDC's change rate,
-    measured now, at the price of a reduction of K scalars.
+    The needs "drift" and "distance": |theta^g - theta^m| summed over the regions, and
+    its square's mean over them, both per parameter of each fragment, at the price of a
+    reduction of K scalars.
+
+    Args:
+      setting: of the run.
+      name: of the need.
     """
     fragments = setting.fragments
+    of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
+    share = 1 / setting.regions.num if name == "distance" else 1
 
-    def drift(params: PyTree, outer: tuple[Fragment, ...]):
+    def gap(params: PyTree, outer: tuple[Fragment, ...]):
         sums = []
         for k, part in enumerate(outer):
             local = fragments.take(params, k, lead=1)
             gaps = jax.tree.map(
-                lambda o, x: jnp.abs(o[None] - x.astype(o.dtype)).sum(), part, local
+                lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), part, local
             )
-            sums.append(sum(jax.tree.leaves(gaps)) / fragments.num_params[k])
+            sums.append(sum(jax.tree.leaves(gaps)) * share / fragments.num_params[k])
         return psum_over_regions(jnp.stack(sums))
 
-    return region_shard_map(
-        drift, setting.mesh, in_specs=(P(REGION), P()), out_specs=P()
-    )
+    return region_shard_map(gap, setting.mesh, in_specs=(P(REGION), P()), out_specs=P())
 
 
 def region_drift(params: PyTree) -> jax.Array:

@@ -32,6 +32,8 @@ LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Ar
 STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
 # Those that are of the regions' own.
 REGIONAL_COPIES = (STAGED, HALFWAY)
+# What a schedule may ask of all regions' parameters at once.
+MEASURED_NOW = frozenset({"drift", "distance"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +267,10 @@ NEEDS: dict[str, Need] = {
     ),
     "drift": Need(
         "Mean |outer - local| per parameter of each fragment, summed over regions; "
+        "measured when it is asked for."
+    ),
+    "distance": Need(
+        "Mean (outer - local)^2 per parameter of each fragment, mean over regions; "
         "measured when it is asked for."
     ),
     "times": Need(

@@ -7,6 +7,7 @@ from cocodc_jax.models import PRESETS, get, num_params
 _PARAMETERS = {
     "smoke": 49_952,
     "tiny": 838_784,
+    "mini": 6_496_512,
     "small": 35_364_096,
     "paper_150m": 214_983_680,
     "1b": 1_279_890_432,

@@ -17,6 +17,7 @@ from cocodc_jax.sync.schedules import (
     ranked_rounds,
     staggered,
 )
+from cocodc_jax.sync.schedules.adaptive import SCORES
 
 GB = 1e9
 # Two regions, 1 GB/s, 0.5 s: a ring all-reduce of 2 GB takes 2 (1 + 0.5) = 3 s, of
@@ -123,7 +124,7 @@ def test_the_slowest_region_tells_what_a_sync_takes():
 
 
 def test_adaptive_transmission_serves_who_waits_longest():
-    for score in ("pseudo_gradient", "aged", "drift"):
+    for score in SCORES:
         schedule = adaptive(9, 2, 1, 3, score=score)
         timeline = simulate(PAIR, work(1, 1), schedule, 19)
         order = [(s.start_step, s.fragments[0]) for s in timeline.syncs]

@@ -332,8 +332,18 @@ def _choose(run, method, t):
 def _score(run, method, p, age):
     if method.score == "pseudo_gradient":
         return run.rates[p][0]
-    if method.score == "aged":
-        return run.rates[p][1] * age
+    if method.score in ("rms", "aged"):
+        return run.rates[p][1] * (age if method.score == "aged" else 1)
+    if method.score == "round_robin":
+        return age
+    if method.score in ("gain", "disagreement"):
+        names = method.fragments[p]
+        squares = [
+            np.concatenate([(run.outer[n] - x[n]).ravel() ** 2 for n in names]).mean()
+            for x in run.local
+        ]
+        shared = run.rates[p][1] * age if method.score == "disagreement" else 0
+        return np.mean(squares) - shared**2
     total = 0.0
     for local in run.local:
         gaps = [np.abs(run.outer[n] - local[n]).ravel() for n in method.fragments[p]]

@@ -264,7 +264,7 @@ CURVATURES = {
     "cocodc": (
         "outer_product", {}, reference.outer_product, "adamw", "pseudo_gradient"
     ),
-    "none": ("none", {}, reference.no_curvature, "sgd", "aged"),
+    "none": ("none", {}, reference.no_curvature, "sgd", "round_robin"),
     "isotropic": ("isotropic", {}, reference.isotropic(3), "adamw", "drift"),
     "outer_product of gradients": (
         "outer_product", {"curvature_units": "gradient"},
@@ -274,14 +274,14 @@ CURVATURES = {
         "normalized_outer_product", {}, reference.normalized, "adamw", "aged"
     ),
     "adam_second_moment": (
-        "adam_second_moment", {}, reference.adam_second_moment, "adamw", "drift"
+        "adam_second_moment", {}, reference.adam_second_moment, "adamw", "gain"
     ),
     "hessian_vector": (
         "hessian_vector", {"curvature_units": "parameter"},
-        reference.hessian_vector_sgd, "sgd", "aged",
+        reference.hessian_vector_sgd, "sgd", "rms",
     ),
     "hessian_vector, adam": (
-        "hessian_vector", {}, reference.hessian_vector_adam, "adamw", "aged"
+        "hessian_vector", {}, reference.hessian_vector_adam, "adamw", "disagreement"
     ),
 }  # fmt: skip
 

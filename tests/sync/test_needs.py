@@ -63,7 +63,7 @@ def test_an_unknown_need():
     with pytest.raises(
         ValueError,
         match=r"merge 'odd' needs \['luck'\], which nothing here can give; known are "
-        r"\['drift', ",
+        r"\['distance', 'drift', ",
     ):
         needs.check({"luck", "staged"}, Supplies(), "merge 'odd'")
 

@@ -23,6 +23,7 @@ from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import ModelState
+from cocodc_jax.sync.needs import MEASURED_NOW
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
 
@@ -199,6 +200,6 @@ def _not_between_jobs(method: Method) -> str | None:
         return "its regions come one by one"
     if sync.schedule.is_measured:
         return "delay_steps='auto' and syncs_per_interval='auto' follow all regions"
-    if "drift" in sync.schedule.needs:
+    if sync.schedule.needs & MEASURED_NOW:
         return "its schedule looks at all regions' parameters"
     return None

@@ -14,7 +14,24 @@ fragments can exceed H).
 
 Every region must choose alike, or its collectives would pair with the wrong ones and
 hang. So scores come from reduced values only: the mean pseudo-gradients of syncs that
-are applied, or a drift that was summed over the regions.
+are applied, or gaps between outer and local parameters that are reduced over regions.
+
+The scores of a fragment of n parameters, D being the last mean pseudo-gradient that was
+applied, I the steps that it was gathered over, a those since p's last start, and
+theta^g - theta^m the gap of region m now:
+
+    pseudo_gradient   ||D|| / n / I                      the paper's: favours small ones
+    aged              ||D|| / sqrt(n) a / I              the authors' later one
+    rms               ||D|| / sqrt(n) / I                a rate that no size decides
+    drift             sum_m mean |theta^g - theta^m| / a
+    gain              mean_m ||theta^g - theta^m||^2 / n what one byte would bring over
+    disagreement      gain - (||D|| / sqrt(n) a / I)^2   and of it what regions do not
+                                                         share, by their last progress
+    round_robin       a                                  the control: no choice at all
+
+rms, gain, disagreement and round_robin are ours, for ablation; bytes go with n. The
+exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean Delta||^2;
+here the second term is extrapolated, so that K numbers cross and no parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +49,17 @@ from cocodc_jax.sync.schedules.base import (
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
 
-SCORES = ("pseudo_gradient", "aged", "drift")
+# What each score is made of.
+_NEEDS = {
+    "pseudo_gradient": frozenset({"norm"}),
+    "aged": frozenset({"norm"}),
+    "rms": frozenset({"norm"}),
+    "drift": frozenset({"drift"}),
+    "gain": frozenset({"distance"}),
+    "disagreement": frozenset({"distance", "norm"}),
+    "round_robin": frozenset(),
+}
+SCORES = tuple(_NEEDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +101,7 @@ class Adaptive(Slotted):
     @property
     def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What its score is made of."""
-        return frozenset({"drift" if self.score == "drift" else "norm"})
+        return _NEEDS[self.score]
 
     def init(self) -> AdaptiveState:
         """Return the state before the first step."""
@@ -126,20 +153,27 @@ class Adaptive(Slotted):
 
     def _scores(self, state: AdaptiveState, step: int, observe: Observe) -> list[float]:
         age = [step - start for start in state.last_start]
+        each = range(self.num_fragments)
+        if self.score == "round_robin":
+            return [float(a) for a in age]
         if self.score == "drift":
             return [d / a for d, a in zip(observe("drift"), age, strict=True)]
-        scores = []
-        for p in range(self.num_fragments):
-            if not state.size[p]:  # Sent once but not yet back: nothing is known.
-                scores.append(0.0)
-                continue
-            interval = state.observed_interval[p]
-            if self.score == "pseudo_gradient":
-                scores.append(state.norm[p] / state.size[p] / interval)
-            else:
-                rms = state.norm[p] / math.sqrt(state.size[p])
-                scores.append(rms * age[p] / interval)
-        return scores
+        if self.score == "gain":
+            return list(observe("distance"))
+        if self.score == "disagreement":
+            gaps = observe("distance")
+            return [gaps[p] - self._moved(state, p, age[p]) ** 2 for p in each]
+        steps = age if self.score == "aged" else [1] * len(age)
+        return [self._moved(state, p, steps[p]) for p in each]
+
+    def _moved(self, state: AdaptiveState, p: int, steps: int) -> float:
+        """Return how far a fragment moves in so many steps, by the last mean of it."""
+        if not state.size[p]:  # Sent once but not yet back: nothing is known.
+            return 0.0
+        interval = state.observed_interval[p]
+        if self.score == "pseudo_gradient":
+            return state.norm[p] / state.size[p] / interval
+        return state.norm[p] / math.sqrt(state.size[p]) * steps / interval
 
 
 def adaptive(
@@ -156,10 +190,9 @@ def adaptive(
       num_fragments: K.
       delay_steps: tau.
       syncs_per_interval: N, at least K; see `syncs_that_fit`.
-      score: "pseudo_gradient" (the paper's rate: last mean pseudo-gradient's norm
-        per parameter and step), "aged" (the authors' later score, its RMS times age
-        over interval, which grows while a fragment waits) or "drift" (mean
-        |outer - local| per parameter and step, measured now).
+      score: one of `SCORES`, as the module says: "pseudo_gradient" (the paper's rate),
+        "aged" (the authors' later score, which grows while a fragment waits), "rms",
+        "drift", "gain", "disagreement", or "round_robin", which chooses nothing.
 
     Raises:
       ValueError: naming the argument, its value and what would be right.

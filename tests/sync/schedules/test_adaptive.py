@@ -45,6 +45,15 @@ NORMS = {0: (8.0, 1), 1: (12.0, 4)}
         # Drift 3 and 4 over the age. At 9: 3/6 against 4/3. At 12: 3/9 against 4/3.
         # At 15 fragment 0 is at its deadline, 3 + 12. At 18: 3/3 against 4/6.
         ("drift", [(3, 0), (6, 1), (9, 1), (12, 1), (15, 0), (18, 0)]),
+        # Rates that no size decides: 0 has 8/1/interval of 3, 6, 3, ..., 1 has 12/2/6.
+        ("rms", [(3, 0), (6, 1), (9, 0), (12, 0), (15, 0), (18, 1)]),
+        # Squares 3 and 4: always 1, until the deadline of 0, at 15.
+        ("gain", [(3, 0), (6, 1), (9, 1), (12, 1), (15, 0), (18, 1)]),
+        # Less the squares of what moved. At 9: 3 - (8*6/3)^2 against 4 - (6*3/6)^2, at
+        # 12: 3 - (8*9/3)^2 against 4 - (6*3/3)^2, at 18: 3 - (8*3/12)^2 against
+        # 4 - (6*6/3)^2.
+        ("disagreement", [(3, 0), (6, 1), (9, 1), (12, 1), (15, 0), (18, 0)]),
+        ("round_robin", [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0), (18, 1)]),
     ],
 )
 def test_adaptive_serves_the_fastest_until_a_deadline(score, expected):

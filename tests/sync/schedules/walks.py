@@ -1,5 +1,6 @@
 """Schedules walked through as a runtime does it, told what the test says was seen."""
 
+from cocodc_jax.sync.needs import MEASURED_NOW
 from cocodc_jax.sync.schedules import FINISH, START, Applied, events_at
 from cocodc_jax.sync.schedules.base import nothing
 
@@ -17,7 +18,7 @@ def walk(schedule, state, end, see=None, drift=None, learns=False):
     untold = []
 
     def observe(name):
-        if name == "drift" and drift is not None:
+        if name in MEASURED_NOW and drift is not None:
             return drift(step)
         told, untold[:] = [*untold], []
         return told if name == "applied" else nothing(name)

@@ -1,0 +1,248 @@
+r"""Trains a grid of configurations, finds the best of each, and shows the frontier.
+
+    python -m experiments.sweep --grid=experiments/grids/example.toml --workdir=DIR
+
+A grid is a TOML file: flags of every run, groups of products of flags, seeds, and what
+is tuned, all at once or by successive halving on seeds of its own. Every row is checked
+before the first trains. Each finished run is a line of DIR/rows.jsonl, with its whole
+configuration. The same command goes on where a killed one stopped: finished rows are
+not run again, the one that was killed goes on from its newest checkpoint
+(checkpoint_every), or begins again if it had none. The folder of a run is deleted once
+its line is written; --keep_runs keeps it.
+
+At the end, or with --report at any time, DIR gets report.md, cells.json and
+frontier.png: of each method, precision, H and tau the loss with the published
+hyperparameters and with tuned ones, intervals over the seeds, the bytes, and which of
+them nothing beats.
+
+Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3/3.
+"""
+
+import math
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.report import plots
+from cocodc_jax.report.units import format_bytes, format_duration
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import dumps
+from cocodc_jax.run.session import RUN_ERRORS
+
+from . import commands
+from .sweeps import cells, grid, networks, report, rows, runs
+from .sweeps.schedule import Plan, Progress
+
+GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
+POLL_S = 5.0  # between looks at what other shards have written
+
+
+def main() -> None:
+    """Read the flags, train what is missing, write the report."""
+    console = Console()
+    with flags.usage_errors():
+        workdir, plan = _workdir(), _plan()
+        if plan is None and not flags.value("report"):
+            raise ValueError("grid=None is no file; name a grid file")
+    if plan is not None and flags.value("list"):
+        _list(plan, console)
+        return
+    if plan is not None and not flags.value("report"):
+        _train(plan, workdir, console)
+    with flags.usage_errors():
+        _report(workdir, console)
+
+
+def _workdir() -> pathlib.Path:
+    if not flags.value("workdir") and not flags.value("list"):
+        raise ValueError("workdir=None is no folder; name one for the rows")
+    return pathlib.Path(flags.value("workdir") or ".")
+
+
+def _plan() -> Plan | None:
+    """Return what is to be trained, all of it checked; None without a grid."""
+    path = flags.value("grid")
+    if path is None:
+        return None
+    try:
+        found = grid.read(path)
+    except OSError as error:
+        raise ValueError(f"grid={path} cannot be read ({error.strerror})") from error
+    plan = Plan(found, *_shard())
+    runs.check(found.settings)
+    return plan
+
+
+def _shard() -> tuple[int, int]:
+    text = flags.value("shard")
+    parts = text.split("/")
+    if len(parts) == 2 and all(part.isdecimal() for part in parts):
+        shard, num_shards = map(int, parts)
+        if 1 <= shard <= num_shards:
+            return shard, num_shards
+    raise ValueError(f"shard={text!r} must be i/n with 1 <= i <= n, such as 2/3")
+
+
+def _list(plan: Plan, console: Console) -> None:
+    """Print what would be trained."""
+    for setting in plan.grid.settings:
+        note = "  (published)" if setting.published and plan.grid.tuned else ""
+        _say(console, setting.name + note)
+    num_rows, _ = plan.total()
+    num = len(plan.grid.settings)
+    _say(console, f"{num} settings, at most {num_rows} rows in all")
+
+
+def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
+    """Train every row that is this process's; exits where one cannot be trained."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(flags.value("grid"), workdir / GRID_FILE)
+    runs.use_cache(workdir / runs.COMPILED)
+    trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
+    progress = Progress(plan)
+
+    def written() -> dict[str, rows.Row]:
+        return {row["row"]: row for row in rows.read(workdir)}
+
+    for stage in plan.stages(written):
+        own, found = {row.row_id for row in plan.own(stage)}, written()
+        for row in stage:
+            if row.row_id in found:
+                trainer.forget(row)  # Where a kill came between the two.
+                progress.found(row)
+            elif row.row_id in own:
+                _say(console, progress.line(row))
+                record = _trained(trainer, row)
+                rows.append(workdir, record)
+                trainer.forget(row)
+                progress.trained(row)
+                _say(console, _came_to(record))
+        _wait(stage, written, console)
+        if plan.history:
+            write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
+
+
+def _report(workdir: pathlib.Path, console: Console) -> None:
+    """Write what the rows that are there come to.
+
+    Raises:
+      ValueError: if there are none, or the reference is none of them.
+    """
+    halving = workdir / HALVING_FILE
+    chosen = read_table(halving)["chosen"] if halving.exists() else None
+    found = cells.cells(rows.read(workdir), chosen)
+    if not found:
+        raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")
+    reference = cells.find(found, flags.value("reference"))
+    made = report.Report(found, reference, flags.value("reference_column"))
+    write_whole(workdir / "cells.json", dumps(made.to_json()))
+    plots.save_png(made.figure(), str(workdir / "frontier.png"))
+    command = commands.command_line("sweep", sys.argv[1:])
+    text = made.markdown(command)
+    if flags.value("networks"):
+        text += _over_networks(made, workdir)
+    write_whole(workdir / "report.md", text)
+    table = Table("cell", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in made.short_heads():
+        table.add_column(head, justify="right")
+    for line in made.short_lines():
+        table.add_row(*line)
+    console.print(table)
+    _say(console, f"Report: {workdir / 'report.md'}")
+
+
+def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
+    """Write when everything is there on which network, and return it as a table."""
+    step_s = flags.value("step_seconds")
+    if not 0 < step_s < math.inf:
+        raise ValueError(f"step_seconds={step_s} must be a time above 0")
+    on = networks.networks(flags.value("networks"))
+    found = list(networks.arrivals(made, on, step_s))
+    write_whole(workdir / "networks.json", dumps(networks.to_json(found, step_s)))
+    return "\n" + networks.markdown(made, found, step_s)
+
+
+def _trained(trainer: runs.Trainer, row: runs.Row) -> rows.Row:
+    """Return a row that was trained; exits where it cannot be, or was stopped."""
+    try:
+        return trainer.train(row)
+    except runs.StoppedError as stopped:
+        print(f"stopped: {stopped}; the same command goes on", file=sys.stderr)
+        sys.exit(0)
+    except (ValueError, *RUN_ERRORS) as error:
+        name = f"{row.setting.name}, seed {row.seed}"
+        print(f"error: {name}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _wait(
+    stage: Sequence[runs.Row],
+    written: Callable[[], dict[str, rows.Row]],
+    console: Console,
+) -> None:
+    """Wait until other shards have trained theirs: a choice needs all of them."""
+    is_told = False
+    while missing := {row.row_id for row in stage} - written().keys():
+        if not is_told:
+            _say(console, f"waiting for {len(missing)} rows of other shards")
+            is_told = True
+        time.sleep(POLL_S)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _came_to(record: rows.Row) -> str:
+    if record["loss"] is None:
+        return f"diverged: {record['diverged']}"
+    return (
+        f"loss {record['loss']:.4f}, {format_bytes(record['bytes'])} sent, "
+        f"{format_duration(record['seconds'])}"
+    )
+
+
+def define() -> None:
+    """Define the program's flags."""
+    flags.define_one(str, "grid", None, "Grid file, see experiments/grids.")
+    flags.define_one(str, "workdir", None, "Folder of the rows and the report.")
+    flags.define_one(str, "shard", "1/1", "Which share of the rows, as i/n.")
+    flags.define_one(bool, "list", False, "Print the settings of the grid and exit.")
+    flags.define_one(bool, "report", False, "Train nothing; report what is there.")
+    flags.define_one(
+        str,
+        "reference",
+        None,
+        "Cell that others are held against, as method=diloco,sync_interval=40. "
+        "Default: the worst published one.",
+    )
+    flags.define_one(
+        str, "reference_column", "published", "Which of its columns, or tuned."
+    )
+    flags.define_one(
+        str,
+        "networks",
+        "",
+        "With the report, simulated seconds to the reference's loss, on networks of "
+        "Mbit/s x milliseconds one way, as 20x50,1000x10; or all.",
+    )
+    flags.define_one(
+        float, "step_seconds", 0.25, "Seconds of an inner step on these networks."
+    )
+    flags.define_one(bool, "keep_runs", False, "Keep the folders of finished runs.")
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    define()
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

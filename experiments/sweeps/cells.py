@@ -1,0 +1,249 @@
+"""What the rows of a sweep come to: a cell for each method, precision and interval.
+
+A cell is what runs have in common that differ in nothing but seed and tuned flags. It
+has two columns: "published", with everything that is tuned as the method, the preset
+and the base flags have it, and "tuned", the setting that won. Intervals are Student's
+at 95 % over the seeds; a difference from the reference is of the same seeds, pairwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from scipy import stats
+
+from cocodc_jax.report.curves import steps_to_loss
+
+from .rows import Row
+from .schedule import FINAL, cell_of, leaves
+
+PUBLISHED, TUNED = "published", "tuned"
+COLUMNS = (PUBLISHED, TUNED)
+# What has a column of its own in the table, by the name of its flag.
+SHOWN = ("method", "compress", "sync_interval", "delay_steps")
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean and half of its interval; None for a single value."""
+
+    mean: float
+    half: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Return Student's interval of a mean.
+
+        >>> Interval.of([1.0, 2.0, 3.0])
+        Interval(mean=2.0, half=2.4841377117...)
+        """
+        mean, num = statistics.fmean(values), len(values)
+        if num < 2:
+            return cls(mean, None)
+        quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, num - 1))
+        return cls(mean, quantile * statistics.stdev(values) / math.sqrt(num))
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One setting of a cell, over its seeds.
+
+    Attributes:
+      rows: of the seeds, none of which diverged.
+      diverged: seeds that did.
+      values: of what is tuned.
+      chosen_here: whether these very seeds chose it, so that its loss is too good.
+    """
+
+    rows: tuple[Row, ...]
+    diverged: tuple[int, ...]
+    values: Mapping[str, Any]
+    chosen_here: bool = False
+
+    @property
+    def loss(self) -> Interval | None:
+        """Of the last evaluation; None if a seed diverged."""
+        if self.diverged or not self.rows:
+            return None
+        return Interval.of([row["loss"] for row in self.rows])
+
+    @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that a region sends a step, the mean over the run and the seeds."""
+        sent = [row["bytes_per_step"] for row in self.rows]
+        return statistics.fmean(sent) if sent else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One line of the table.
+
+    Attributes:
+      flags: of `SHOWN`, and those that tell it from other cells of its method.
+      columns: by name; one that is missing was not run.
+      tried: settings that were tuned over, and the steps that this took.
+      tuning_steps: see `tried`.
+      config: of one of its runs.
+    """
+
+    flags: Mapping[str, Any]
+    columns: Mapping[str, Column]
+    tried: int
+    tuning_steps: int
+    config: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The flags in short, for tables and plots."""
+        return label(self.flags)
+
+
+def label(flags: Mapping[str, Any]) -> str:
+    """Return flags in a few words.
+
+    >>> label({"method": "diloco", "compress": None, "sync_interval": 8, "K": 2})
+    'diloco H 8 float32 K=2'
+    """
+    interval, delay = flags.get("sync_interval"), flags.get("delay_steps")
+    words = [flags["method"]]
+    words += [f"H {interval}"] if interval is not None else []
+    words += [f"tau {delay}"] if delay is not None else []
+    words += [precision(flags)]
+    return " ".join(words + [f"{n}={v}" for n, v in flags.items() if n not in SHOWN])
+
+
+def precision(flags: Mapping[str, Any]) -> str:
+    """Return how messages are written."""
+    written = flags.get("compress")
+    return "float32" if written in (None, "none") else str(written)
+
+
+def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Cell]:
+    """Sort rows into cells, in the order of their first rows.
+
+    Args:
+      rows: of a sweep.
+      chosen: keys of the settings that halving chose; None without it, where the best
+        of the final losses is taken.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(cell_of(row["config"], row["tuned"]), []).append(row)
+    finals = {key: [r for r in g if r["stage"] == FINAL] for key, g in groups.items()}
+    finals = {key: group for key, group in finals.items() if group}
+    every = [leaves(group[0]["config"]) for group in finals.values()]
+    found = []
+    for key, group in finals.items():
+        tuning = [row for row in groups[key] if row["stage"] != FINAL]
+        flags = leaves(group[0]["config"])
+        names = [*SHOWN, *_differing(flags, every, group[0]["tuned"])]
+        found.append(
+            Cell(
+                {name: flags[name] for name in names if name in flags},
+                _columns(group, chosen),
+                len({row["name"] for row in tuning}),
+                sum(row["steps"] for row in tuning),
+                group[0]["config"],
+            )
+        )
+    return found
+
+
+def _differing(
+    flags: Mapping[str, Any], every: Sequence[Mapping[str, Any]], tuned: Sequence[str]
+) -> list[str]:
+    """List what tells a cell from others of its method, besides `SHOWN`."""
+    rivals = [other for other in every if other["method"] == flags["method"]]
+    without = {*SHOWN, *tuned, "seed", "log_every", "eval_every", "checkpoint_every"}
+    return [
+        name
+        for name, value in flags.items()
+        if name not in without and any(r.get(name) != value for r in rivals)
+    ]
+
+
+def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, Column]:
+    by_setting: dict[str, list[Row]] = {}
+    for row in group:
+        by_setting.setdefault(row["setting"], []).append(row)
+    columns = {}
+    for setting in by_setting.values():
+        if setting[0]["published"]:
+            columns[PUBLISHED] = _column(setting)
+    if not group[0]["tuned"]:
+        return columns
+    won = [s for key, s in by_setting.items() if chosen is None or key in chosen]
+    best = min(map(_column, won), key=_mean, default=None)
+    if best is not None:
+        is_late = chosen is None and len(won) > 1
+        columns[TUNED] = dataclasses.replace(best, chosen_here=is_late)
+    return columns
+
+
+def _column(rows: Sequence[Row]) -> Column:
+    flags = leaves(rows[0]["config"])
+    rows = sorted(rows, key=lambda row: row["seed"])
+    return Column(
+        tuple(row for row in rows if row["loss"] is not None),
+        tuple(row["seed"] for row in rows if row["loss"] is None),
+        {name: flags[name] for name in rows[0]["tuned"] if name in flags},
+    )
+
+
+def _mean(column: Column) -> float:
+    return column.loss.mean if column.loss else math.inf
+
+
+def difference(column: Column, reference: Column) -> Interval | None:
+    """Return the loss less that of a reference, over the seeds that both have."""
+    theirs = {row["seed"]: row["loss"] for row in reference.rows}
+    pairs = [(r["loss"], theirs[r["seed"]]) for r in column.rows if r["seed"] in theirs]
+    return Interval.of([a - b for a, b in pairs]) if pairs else None
+
+
+def steps_to(column: Column, reference: Column) -> Interval | None:
+    """Return the steps to the last loss of a reference, each seed to its own.
+
+    Returns:
+      None if a seed does not get there.
+    """
+    targets = {row["seed"]: row["loss"] for row in reference.rows}
+    steps = [
+        steps_to_loss([(s, loss) for s, loss, _ in row["curve"]], targets[row["seed"]])
+        for row in column.rows
+        if row["seed"] in targets
+    ]
+    known = [step for step in steps if step is not None]
+    return Interval.of(known) if known and len(known) == len(steps) else None
+
+
+def find(found: Sequence[Cell], words: str | None) -> Cell:
+    """Return the cell that others are held against.
+
+    Args:
+      found: all cells.
+      words: flags as name=value with commas, such as method=diloco,sync_interval=40;
+        None is the one with the worst published loss.
+
+    Raises:
+      ValueError: if no cell has these flags.
+    """
+    if words is None:
+        held = [
+            c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
+        ]
+        return max(held or found, key=lambda c: _mean(next(iter(c.columns.values()))))
+    wanted = dict(part.partition("=")[::2] for part in words.split(","))
+    for cell in found:
+        flags = leaves(cell.config)
+        if all(str(flags.get(name)) == value for name, value in wanted.items()):
+            return cell
+    raise ValueError(
+        f"reference={words!r} is no cell of these rows; they are "
+        f"{', '.join(cell.label for cell in found)}"
+    )

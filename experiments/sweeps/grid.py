@@ -1,0 +1,261 @@
+"""A grid file: flags of every row, groups of products, seeds, and what is tuned.
+
+TOML; `experiments/grids/example.toml` explains it by example. A value that is a list is
+an axis, and a group is the product of its axes. An axis of tables, under any name, sets
+several flags at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cocodc_jax.run.config import LEAVES, TrainConfig
+from cocodc_jax.run.leaves import COUNT_OR_WORD
+from cocodc_jax.run.method_config import ARGUMENTS
+from cocodc_jax.run.presets import PRESETS
+
+from .halving import Halving
+
+KEYS = ("base", "groups", "halving", "published", "seeds", "tuned")
+Flags = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One configuration of the grid, which several seeds train.
+
+    Attributes:
+      name: group and flags, for people.
+      config: resolved; its seed means nothing.
+      published: whether everything that is tuned is as the method, the preset and the
+        base flags have it.
+    """
+
+    name: str
+    config: TrainConfig
+    published: bool
+
+    @property
+    def key(self) -> str:
+        """What tells this setting from others, whatever group it came from."""
+        return digest(self.config.replace(seed=0))
+
+    def at(self, steps: int) -> Setting:
+        """Return the setting with another number of steps.
+
+        Raises:
+          ValueError: naming the row and what does not go with so many steps.
+        """
+        try:
+            config = self.config.replace(steps=steps)
+        except ValueError as error:
+            raise ValueError(f"{self.name}, at a rung: {error}") from None
+        return dataclasses.replace(self, config=config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What a grid file says, checked.
+
+    Attributes:
+      settings: distinct, in the order of the file; the published ones are among them.
+      seeds: of the final figures.
+      tuned: flags that the best values are looked for.
+      halving: how they are looked for; None trains every setting with every seed.
+    """
+
+    settings: tuple[Setting, ...]
+    seeds: tuple[int, ...]
+    tuned: tuple[str, ...]
+    halving: Halving | None
+
+
+def digest(config: TrainConfig) -> str:
+    """Return a short name of a configuration, the same on every machine."""
+    text = json.dumps(config.to_json(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def read(path: str | os.PathLike[str]) -> Grid:
+    """Read a grid file and check every row of it.
+
+    Raises:
+      ValueError: naming the group, the row, the flag and what would be right.
+      OSError: if the file cannot be read.
+    """
+    try:
+        table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"grid={str(path)!r} is no TOML file: {error}") from error
+    return from_table(table)
+
+
+def from_table(table: Mapping[str, Any]) -> Grid:
+    """Return the grid of a table as a grid file has it; see `read`."""
+    if odd := sorted(table.keys() - set(KEYS)):
+        raise ValueError(f"grid has unknown keys {odd}; it may have {list(KEYS)}")
+    groups = table.get("groups", {})
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError("grid has no groups; write at least one, as [groups.NAME]")
+    tuned = tuple(table.get("tuned", ()))
+    for name in tuned:
+        _check_name(name, "tuned")
+    base = table.get("base", {})
+    halving = None
+    if "halving" in table:
+        halving = Halving.from_table(table["halving"])
+        if "seeds" in table:
+            raise ValueError(
+                f"seeds={table['seeds']} has no meaning beside [halving], which has "
+                "tuning_seeds and final_seeds; leave it out"
+            )
+        for name in halving.by:
+            _check_name(name, "by")
+        if not tuned:
+            raise ValueError(
+                "[halving] has nothing to choose between; name the flags that it "
+                'tunes: tuned = ["outer_lr", ...]'
+            )
+    seeds = halving.final_seeds if halving else table.get("seeds", [0])
+    start = _base_config(base)
+    settings: dict[str, Setting] = {}
+    for group, axes in groups.items():
+        with_published = tuned if table.get("published", True) else ()
+        for setting in _settings(start, group, axes, with_published):
+            known = settings.setdefault(setting.key, setting)
+            if setting.published and not known.published:
+                settings[setting.key] = dataclasses.replace(known, published=True)
+    grid = Grid(tuple(settings.values()), check_seeds("seeds", seeds), tuned, halving)
+    for steps in halving.rungs if halving else ():
+        for setting in grid.settings:
+            setting.at(steps)
+    return grid
+
+
+def check_seeds(name: str, seeds: Any) -> tuple[int, ...]:
+    """Return seeds that are whole numbers, each once.
+
+    Raises:
+      ValueError: naming what they are of.
+    """
+    ok = isinstance(seeds, list | tuple) and all(type(s) is int for s in seeds)
+    if not ok or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"{name}={seeds} must be a list of whole numbers of at least 0, each once"
+        )
+    return tuple(seeds)
+
+
+def _base_config(base: Mapping[str, Any]) -> TrainConfig:
+    """Return the preset with the base flags, for whichever method takes them."""
+    leaves = dict(base)
+    preset = leaves.pop("preset", "tiny")
+    try:
+        checked = {name: _checked(name, value) for name, value in leaves.items()}
+        where = {n: checked.pop(n) for n in ARGUMENTS if n in checked}
+        return _preset(preset).where(**where).replace(**checked)
+    except ValueError as error:
+        raise ValueError(f"base: {error}") from None
+
+
+def _settings(
+    start: TrainConfig, group: str, axes: Any, tuned: Sequence[str]
+) -> Iterator[Setting]:
+    """Yield the settings of a group, each with the published one it belongs to."""
+    if not isinstance(axes, dict):
+        raise ValueError(f"groups.{group}={axes!r} must be a table of flags")
+    seen: set[str] = set()
+    for number, flags in enumerate(_product(group, axes), 1):
+        name = f"{group}: " + " ".join(f"{n}={v}" for n, v in flags.items())
+        published = {n: v for n, v in flags.items() if n not in tuned}
+        try:
+            found = [Setting(name, _config(start, flags), published == flags)]
+            if tuned and published != flags:
+                plain = f"{group}: " + " ".join(
+                    f"{n}={v}" for n, v in published.items()
+                )
+                found.insert(0, Setting(plain, _config(start, published), True))
+        except ValueError as error:
+            raise ValueError(
+                f"groups.{group}, row {number} ({name}): {error}"
+            ) from None
+        for setting in found:
+            if setting.key not in seen or setting.published:
+                seen.add(setting.key)
+                yield setting
+
+
+def _product(group: str, axes: Mapping[str, Any]) -> Iterator[Flags]:
+    """Yield the flags of every row of a group, the last axis fastest."""
+    choices = [_choices(group, name, values) for name, values in axes.items()]
+    for parts in itertools.product(*choices):
+        flags: Flags = {}
+        for part in parts:
+            if twice := sorted(flags.keys() & part.keys()):
+                raise ValueError(f"groups.{group} sets {twice[0]} twice in one row")
+            flags |= part
+        yield flags
+
+
+def _choices(group: str, name: str, values: Any) -> list[Flags]:
+    listed = values if isinstance(values, list) else [values]
+    if not listed:
+        raise ValueError(f"groups.{group}.{name}=[] is an axis without values")
+    if all(isinstance(value, dict) for value in listed):
+        return [dict(value) for value in listed]
+    return [{name: value} for value in listed]
+
+
+def _config(start: TrainConfig, flags: Flags) -> TrainConfig:
+    """Return the resolved configuration of a row.
+
+    Raises:
+      ValueError: for a flag that it does not know, or its method does not take.
+    """
+    leaves = {name: _checked(name, value) for name, value in flags.items()}
+    if "preset" in leaves:
+        raise ValueError(
+            f"preset={leaves['preset']!r} is a base flag: sizes are compared in grids "
+            "of their own"
+        )
+    return start.replace(**leaves).resolve()
+
+
+def _preset(name: Any) -> TrainConfig:
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r} is unknown; use one of {sorted(PRESETS)}")
+    return PRESETS[name]
+
+
+def _check_name(name: Any, where: str) -> None:
+    if name not in LEAVES:
+        near = difflib.get_close_matches(str(name), LEAVES, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{where}: {name!r} is no flag of a run{hint}")
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of a flag, of the flag's type."""
+    if name == "preset":
+        return value
+    if name == "seed":
+        raise ValueError(f"seed={value} is not a flag of a row; use seeds = [...]")
+    _check_name(name, f"{name}={value!r}")
+    kind = LEAVES[name].type
+    if kind == COUNT_OR_WORD:
+        is_right = type(value) in (int, str)
+    else:
+        is_right = type(value) is kind or (kind is float and type(value) is int)
+    if not is_right:
+        what = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
+        raise ValueError(f"{name}={value!r} must be of type {what}")
+    return float(value) if kind is float else value

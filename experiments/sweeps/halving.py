@@ -1,0 +1,141 @@
+"""Successive halving: short runs of everything, longer runs of what did best.
+
+Rung i trains what is left for r_i steps over the tuning seeds, each a whole run whose
+learning rate comes to its end at r_i. Of the n that compete under one key the best
+max(w, ceil(keep n)) go on, after the last rung the best w (Jamieson and Talwalkar,
+arXiv 1502.07943, without its doubling of the budget). What wins is trained anew with
+the final seeds, which no choice has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving:
+    """How the best of the settings are found.
+
+    Attributes:
+      rungs: inner steps of the runs of each rung, increasing.
+      tuning_seeds: of the rungs.
+      final_seeds: of what wins, others than those.
+      keep: share of the settings under one key that goes on to the next rung.
+      by: flags that settings must have in common to compete; none is all that are not
+        tuned, so that each cell of the table has a winner.
+      winners: settings of each key that get the final seeds.
+    """
+
+    rungs: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+    final_seeds: tuple[int, ...]
+    keep: float = 0.5
+    by: tuple[str, ...] = ()
+    winners: int = 1
+
+    def __post_init__(self):
+        """Check the numbers.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        rungs = list(self.rungs)
+        if not rungs or rungs != sorted(set(rungs)) or rungs[0] < 1:
+            raise ValueError(f"rungs={rungs} must be increasing numbers of steps")
+        if not 0 < self.keep < 1:
+            raise ValueError(f"keep={self.keep} must be in (0, 1)")
+        if self.winners < 1:
+            raise ValueError(f"winners={self.winners} must be at least 1")
+        for name in ("tuning_seeds", "final_seeds"):
+            seeds = getattr(self, name)
+            if not seeds or len(set(seeds)) < len(seeds):
+                raise ValueError(f"{name}={list(seeds)} must be seeds, each once")
+        if both := sorted({*self.tuning_seeds} & {*self.final_seeds}):
+            raise ValueError(
+                f"final_seeds={list(self.final_seeds)} must be others than "
+                f"tuning_seeds, which have {both} too: a figure on a seed that chose "
+                "it is too good"
+            )
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Halving:
+        """Return what a table of a grid file says.
+
+        Raises:
+          ValueError: naming what is missing, unknown or wrong.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+        if odd := sorted((table.keys() - fields.keys()) | (needed - table.keys())):
+            raise ValueError(
+                f"[halving] has missing or unknown keys {odd}; it has {list(fields)}"
+            )
+        lists = {n: tuple(v) for n, v in table.items() if isinstance(v, list)}
+        try:
+            return cls(**{**table, **lists})
+        except TypeError as error:
+            raise ValueError(
+                f"[halving] has a value of another type ({error})"
+            ) from None
+
+    def survivors(self, num: int, rung: int) -> int:
+        """Return how many of `num` settings under one key are left after a rung.
+
+        >>> halving = Halving((10, 20, 40), (8,), (9,))
+        >>> [halving.survivors(n, i) for i, n in enumerate((9, 5, 3))]
+        [5, 3, 1]
+        """
+        if rung == len(self.rungs) - 1:
+            return min(num, self.winners)
+        return min(num, max(self.winners, math.ceil(self.keep * num)))
+
+    def counts(self, num: int) -> list[int]:
+        """Return how many settings under one key each rung trains.
+
+        Nothing is trained where there is nothing left to choose.
+
+        >>> Halving((10, 20, 40), (8,), (9,)).counts(9)
+        [9, 5, 3]
+        >>> Halving((10, 20, 40), (8,), (9,)).counts(1)
+        [0, 0, 0]
+        """
+        counts = []
+        for rung in range(len(self.rungs)):
+            counts.append(num if num > self.winners else 0)
+            num = self.survivors(num, rung)
+        return counts
+
+
+def best(
+    halving: Halving,
+    rung: int,
+    settings: Sequence[T],
+    keys: Sequence[Hashable],
+    losses: Sequence[Sequence[float | None]],
+) -> list[T]:
+    """Return the settings that go on, in the order they have.
+
+    Args:
+      halving: how many.
+      rung: that was trained.
+      settings: that competed.
+      keys: of each; those of one key compete.
+      losses: of each, over the tuning seeds; None diverged, and is worse than any.
+    """
+    means = [_mean(each) for each in losses]
+    kept: set[int] = set()
+    for key in dict.fromkeys(keys):
+        rivals = [i for i, k in enumerate(keys) if k == key]
+        rivals.sort(key=lambda i: (means[i], i))
+        kept.update(rivals[: halving.survivors(len(rivals), rung)])
+    return [setting for i, setting in enumerate(settings) if i in kept]
+
+
+def _mean(losses: Sequence[float | None]) -> float:
+    known = [loss for loss in losses if loss is not None]
+    return math.fsum(known) / len(known) if len(known) == len(losses) else math.inf

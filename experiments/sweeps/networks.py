@@ -1,0 +1,188 @@
+"""The frontier over networks: seconds to a loss, by the simulator.
+
+Steps to the loss are those that runs took; what a step and its syncs take is simulated:
+the method's own schedule, the bytes of its messages as they were counted, links alike
+between all regions, and inner steps of a length that is given. What hosts take to
+encode and copy is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cocodc_jax.methods import Method
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.timeline import Timeline
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.report.units import format_duration
+from cocodc_jax.run.config import TrainConfig
+
+from .cells import TUNED, Cell, Column, steps_to
+from .report import Report
+
+MBIT = (20.0, 100.0, 500.0, 2000.0, 10_000.0)
+LATENCY_MS = (10.0, 50.0, 200.0)
+# Enough to see the pace; the rest goes on at that of the second half.
+INTERVALS, LEAST_STEPS = 8, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Links between all regions alike, with a line as fast as a link.
+
+    Attributes:
+      mbit: Mbit/s of a link.
+      latency_ms: one way.
+    """
+
+    mbit: float
+    latency_ms: float
+
+    def __str__(self) -> str:
+        """Return the name in tables."""
+        speed = (
+            f"{self.mbit / 1000:g} Gbit/s"
+            if self.mbit >= 1000
+            else f"{self.mbit:g} Mbit/s"
+        )
+        return f"{speed}, {self.latency_ms:g} ms"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """When a column of a cell has the loss, on one network.
+
+    Attributes:
+      network: which.
+      cell: whose.
+      column: "published" or "tuned".
+      seconds: to the loss, simulated.
+      stall_share: of the time, that regions wait.
+    """
+
+    network: Network
+    cell: Cell
+    column: str
+    seconds: float
+    stall_share: float
+
+
+def networks(text: str) -> list[Network]:
+    """Return the networks that a flag names.
+
+    Args:
+      text: "all", or Mbit/s and one-way milliseconds as 20x50,1000x10.
+
+    Raises:
+      ValueError: naming the word and what would be right.
+    """
+    if text == "all":
+        return [Network(mbit, ms) for mbit in MBIT for ms in LATENCY_MS]
+    found = []
+    for word in text.split(","):
+        try:
+            mbit, ms = (float(part) for part in word.split("x"))
+            Link(mbit / 1000, ms / 1000)
+        except ValueError:
+            raise ValueError(
+                f"networks={text!r} names {word!r}; use all, or Mbit/s x milliseconds "
+                "one way, as 20x50,1000x10"
+            ) from None
+        found.append(Network(mbit, ms))
+    return found
+
+
+def arrivals(
+    report: Report, on: Sequence[Network], step_seconds: float
+) -> Iterator[Arrival]:
+    """Yield when everything that gets to the reference's last loss is there.
+
+    Args:
+      report: the cells, and what they are held against.
+      on: the networks.
+      step_seconds: of an inner step, of every region.
+    """
+    for cell in report.cells:
+        for name, column in cell.columns.items():
+            needed = steps_to(column, report.target)
+            if needed is None:
+                continue
+            method = TrainConfig.from_json(column.rows[0]["config"]).method.build()
+            for network in on:
+                timeline = _simulated(column, method, network, step_seconds)
+                seconds = timeline.seconds_until(needed.mean)
+                lost = 1 - timeline.utilization()
+                yield Arrival(network, cell, name, seconds, lost)
+
+
+def _simulated(
+    column: Column, method: Method, network: Network, step_seconds: float
+) -> Timeline:
+    row = column.rows[0]
+    regions = row["config"]["run"]["regions"]
+    schedule = exchanges.schedule_of(method)
+    interval = schedule.sync_interval if schedule else 1
+    steps = min(row["steps"], max(INTERVALS * interval, LEAST_STEPS))
+    sizes = row["fragment_bytes"] or [1.0]  # A method that sends nothing.
+    link = Link(network.mbit / 1000, network.latency_ms / 1000)
+    work = Workload(tuple(map(float, sizes)), (step_seconds,) * regions)
+    return exchanges.simulate_method(uniform(regions, link), work, method, steps)
+
+
+def best(found: Sequence[Arrival]) -> dict[Network, list[Arrival]]:
+    """Return the arrivals of each network, the first there first."""
+    by_network: dict[Network, list[Arrival]] = {}
+    for arrival in found:
+        by_network.setdefault(arrival.network, []).append(arrival)
+    return {n: sorted(a, key=lambda x: x.seconds) for n, a in by_network.items()}
+
+
+def markdown(
+    report: Report, found: Sequence[Arrival], step_seconds: float, top: int = 3
+) -> str:
+    """Return the table of who is there first."""
+    heads = ["network", *(f"{i}." for i in range(1, top + 1)), "the reference"]
+    lines = []
+    for network, arrived in best(found).items():
+        line = [str(network)]
+        for arrival in arrived[:top]:
+            which = "" if arrival.column == TUNED else ", published"
+            seconds = format_duration(arrival.seconds)
+            line.append(f"{arrival.cell.label}{which}: {seconds}")
+        line += ["-"] * (top - len(arrived))
+        own = [
+            a
+            for a in arrived
+            if a.cell is report.reference and a.column == report.reference_column
+        ]
+        line.append(format_duration(own[0].seconds) if own else "-")
+        lines.append(line)
+    table = [heads, ["---"] * len(heads), *lines]
+    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+    return (
+        f"Seconds to the reference's last loss, simulated: inner steps of "
+        f"{step_seconds:g} s, links alike between all regions, the bytes that the runs "
+        f"counted.\n\n{text}\n"
+    )
+
+
+def to_json(found: Sequence[Arrival], step_seconds: float) -> dict[str, Any]:
+    """Return plain values."""
+    return {
+        "step_seconds": step_seconds,
+        "arrivals": [
+            {
+                "mbit": a.network.mbit,
+                "latency_ms": a.network.latency_ms,
+                "cell": a.cell.label,
+                "column": a.column,
+                "seconds": a.seconds if math.isfinite(a.seconds) else None,
+                "stall_share": a.stall_share,
+            }
+            for a in found
+        ],
+    }

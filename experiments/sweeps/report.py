@@ -1,0 +1,280 @@
+"""The report of a sweep: report.md, cells.json, frontier.png."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cocodc_jax.report import frontier
+from cocodc_jax.report.units import format_bytes
+
+from .cells import (
+    COLUMNS,
+    PUBLISHED,
+    TUNED,
+    Cell,
+    Column,
+    Interval,
+    difference,
+    precision,
+    steps_to,
+)
+
+HEADS = ("method", "precision", "H", "tau", "besides", "bytes a step", "bytes")
+OF_A_COLUMN = ("loss", "less the reference", "steps to its loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Cells, held against one of them.
+
+    Attributes:
+      cells: all of them.
+      reference: the cell, and which column of it.
+      reference_column: "published" or "tuned".
+    """
+
+    cells: Sequence[Cell]
+    reference: Cell
+    reference_column: str = PUBLISHED
+
+    def __post_init__(self):
+        """Check that the reference was run.
+
+        Raises:
+          ValueError: naming the column.
+        """
+        if self.reference_column not in self.reference.columns:
+            raise ValueError(
+                f"reference_column={self.reference_column!r} was not run for "
+                f"{self.reference.label}; it has {list(self.reference.columns)}"
+            )
+
+    @property
+    def target(self) -> Column:
+        """What all are held against."""
+        return self.reference.columns[self.reference_column]
+
+    def best(self) -> list[Cell]:
+        """Return the cells that no other beats at their bytes, by bytes."""
+        shown = [cell for cell in self.cells if _point(cell, _last(cell))]
+        points = [p for cell in shown if (p := _point(cell, _last(cell)))]
+        return [shown[i] for i in frontier.pareto(points)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: what a plan can be made from."""
+        best = self.best()
+        return {
+            "reference": {
+                "cell": self.reference.label,
+                "column": self.reference_column,
+            },
+            "cells": [
+                {
+                    "flags": dict(cell.flags),
+                    "is_best": cell in best,
+                    "tried": cell.tried,
+                    "tuning_steps": cell.tuning_steps,
+                    "columns": {
+                        name: self._column_json(column)
+                        for name, column in cell.columns.items()
+                    },
+                }
+                for cell in self.cells
+            ],
+        }
+
+    def _column_json(self, column: Column) -> dict[str, Any]:
+        first = column.rows[0] if column.rows else {}
+        return {
+            "values": dict(column.values),
+            "seeds": [row["seed"] for row in column.rows],
+            "diverged": list(column.diverged),
+            "chosen_here": column.chosen_here,
+            "losses": [row["loss"] for row in column.rows],
+            "loss": _plain(column.loss),
+            "difference": _plain(difference(column, self.target)),
+            "steps_to_reference": _plain(steps_to(column, self.target)),
+            "steps": first.get("steps"),
+            "tokens": first.get("tokens"),
+            "parameters": first.get("parameters"),
+            "bytes": first.get("bytes"),
+            "bytes_per_step": column.bytes_per_step,
+            "fragment_bytes": first.get("fragment_bytes"),
+            "curve": _mean_curve(column),
+        }
+
+    def heads(self) -> list[str]:
+        """Return the heads of the table."""
+        heads = [*HEADS]
+        for name in self._columns():
+            heads += [f"{name}: {head}" for head in OF_A_COLUMN]
+        return [
+            *heads,
+            *(["tuned values", "tried"] if TUNED in self._columns() else []),
+        ]
+
+    def lines(self) -> list[list[str]]:
+        """Return the cells of the table, the frontier's in bold."""
+        best = self.best()
+        return [self._line(cell, cell in best) for cell in self.cells]
+
+    def short_heads(self) -> list[str]:
+        """Return the heads of a table for a terminal, after that of the cells."""
+        return ["bytes a step", *self._columns(), "steps to the reference"]
+
+    def short_lines(self) -> list[list[str]]:
+        """Return its lines: losses, and the steps of what did best."""
+        lines = []
+        for cell in self.cells:
+            last = _last(cell)
+            losses = [cell.columns.get(name) for name in self._columns()]
+            lines.append(
+                [
+                    cell.label,
+                    _bytes(last.bytes_per_step),
+                    *(_interval(c and c.loss, ".3f") for c in losses),
+                    _interval(steps_to(last, self.target), ".0f"),
+                ]
+            )
+        return lines
+
+    def _columns(self) -> list[str]:
+        return [n for n in COLUMNS if any(n in cell.columns for cell in self.cells)]
+
+    def _line(self, cell: Cell, is_best: bool) -> list[str]:
+        flags, last = cell.flags, _last(cell)
+        method = f"**{flags['method']}**" if is_best else flags["method"]
+        besides = [f"{n} {v}" for n, v in flags.items() if n not in _OWN]
+        line = [
+            method,
+            precision(flags),
+            _text(flags.get("sync_interval")),
+            _text(flags.get("delay_steps")),
+            ", ".join(besides) or "-",
+            _bytes(last.bytes_per_step),
+            _bytes(last.rows[0]["bytes"] if last.rows else None),
+        ]
+        for name in self._columns():
+            line += self._entries(cell.columns.get(name))
+        if TUNED in self._columns():
+            tuned = cell.columns.get(TUNED)
+            line += [_values(tuned.values) if tuned else "-", str(cell.tried)]
+        return line
+
+    def _entries(self, column: Column | None) -> list[str]:
+        if column is None:
+            return ["-"] * len(OF_A_COLUMN)
+        if column.diverged:
+            seeds = ", ".join(map(str, column.diverged))
+            return [f"diverged (seed {seeds})", "-", "-"]
+        mark = "*" if column.chosen_here else ""
+        is_target = column is self.target
+        return [
+            _interval(column.loss, ".3f") + mark,
+            "reference"
+            if is_target
+            else _interval(difference(column, self.target), "+.3f"),
+            _interval(steps_to(column, self.target), ".0f"),
+        ]
+
+    def markdown(self, command: str) -> str:
+        """Return the report as text."""
+        heads, lines = self.heads(), self.lines()
+        rows = [heads, ["---"] * len(heads), *lines]
+        table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        seeds = len(self.target.rows)
+        steps = self.target.rows[0]["steps"] if self.target.rows else "?"
+        note = (
+            f"Loss after {steps} steps, nats per token of held-out text, mean of "
+            f"{seeds} seeds with its 95 % interval (Student). The reference is "
+            f"{self.reference.label}, {self.reference_column}; differences from it are "
+            "of the same seeds, pairwise, and steps are those to its last loss with "
+            "the same seed. In bold: nothing has less loss for at most as many bytes."
+        )
+        if "*" in table.replace("**", ""):
+            note += " *: chosen by these very seeds, so too good."
+        return (
+            f"{note}\n\n{table}\n\n![The frontier](frontier.png)\n\nBy `{command}`.\n"
+        )
+
+    def figure(self) -> Any:
+        """Return the plot of the frontier."""
+        points = [p for cell in self.cells if (p := _point(cell, _last(cell)))]
+        open_points = [
+            p
+            for cell in self.cells
+            if TUNED in cell.columns and PUBLISHED in cell.columns
+            if cell.columns[TUNED].values != cell.columns[PUBLISHED].values
+            if (p := _point(cell, cell.columns[PUBLISHED]))
+        ]
+        return frontier.frontier(points, open_points)
+
+
+_OWN = ("method", "compress", "sync_interval", "delay_steps")
+
+
+def _last(cell: Cell) -> Column:
+    """Return the tuned column, or the only one."""
+    return cell.columns.get(TUNED) or next(iter(cell.columns.values()))
+
+
+def _point(cell: Cell, column: Column) -> frontier.Point | None:
+    if column.loss is None or not column.bytes_per_step:
+        return None
+    name = cell.label
+    return frontier.Point(
+        name,
+        str(cell.flags["method"]),
+        column.bytes_per_step,
+        column.loss.mean,
+        column.loss.half or 0.0,
+    )
+
+
+def _mean_curve(column: Column) -> list[list[float]]:
+    """Return (step, loss, bytes), means over the seeds, where all were evaluated."""
+    if not column.rows:
+        return []
+    tables = [
+        {step: (loss, sent) for step, loss, sent in r["curve"]} for r in column.rows
+    ]
+    steps = sorted(set.intersection(*(set(table) for table in tables)))
+    return [
+        [
+            step,
+            *(
+                math.fsum(x) / len(x)
+                for x in zip(*(t[step] for t in tables), strict=True)
+            ),
+        ]
+        for step in steps
+    ]
+
+
+def _plain(interval: Interval | None) -> dict[str, Any] | None:
+    return interval and dataclasses.asdict(interval)
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    if interval is None:
+        return "-"
+    half = (
+        "" if interval.half is None else f" ± {format(interval.half, form.strip('+'))}"
+    )
+    return format(interval.mean, form) + half
+
+
+def _values(values: Mapping[str, Any]) -> str:
+    texts = {n: f"{v:g}" if isinstance(v, float) else v for n, v in values.items()}
+    return " ".join(f"{name} {text}" for name, text in texts.items()) or "-"
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _bytes(size: float | None) -> str:
+    return "-" if size is None else format_bytes(size)

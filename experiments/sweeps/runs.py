@@ -1,0 +1,239 @@
+"""The rows of a grid as runs, one after the other in one process.
+
+Rows whose programs are equal, the seeds of one setting, share one `RegionProgram`;
+rows whose programs are equal in part (the inner steps of two outer learning rates)
+share what XLA compiled, by the persistent cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.data import load
+from cocodc_jax.report.runs import Run, load_run
+from cocodc_jax.run.build import build_program, check_model, program_key, use_devices
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.session import Session, prepare
+from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
+
+from .grid import Setting, digest
+
+RUNS, COMPILED = "runs", "compiled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run of the sweep.
+
+    Attributes:
+      setting: what is trained.
+      seed: with which seed.
+      stage: "rung 1", ..., or "final".
+      tuned: flags that the grid tunes.
+    """
+
+    setting: Setting
+    seed: int
+    stage: str
+    tuned: tuple[str, ...]
+
+    @functools.cached_property
+    def config(self) -> TrainConfig:
+        """Of the run."""
+        return self.setting.config.replace(seed=self.seed)
+
+    @functools.cached_property
+    def row_id(self) -> str:
+        """What its folder and its line are known by."""
+        return digest(self.config)
+
+    @property
+    def cost(self) -> float:
+        """Multiplications of the whole run, up to a factor that all rows share."""
+        run, data = self.config.run, self.config.data
+        tokens = run.steps * run.regions * data.batch_per_region * data.sequence_length
+        return tokens * models.num_params(self.config.model)
+
+
+class StoppedError(Exception):
+    """A run was asked to end before its last step."""
+
+
+def use_cache(folder: pathlib.Path) -> None:
+    """Keep what is compiled in a folder, unless the user keeps it somewhere already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def check(settings: Sequence[Setting]) -> None:
+    """Build the program of every setting, and none twice; compiles nothing.
+
+    Raises:
+      ValueError: naming the row, the flag, its value and what would be right.
+    """
+    # JAX makes its CPU devices once: as many as the row that needs most.
+    for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
+        _of_setting(setting, use_devices, setting.config.run, 1)
+    seen: set[tuple] = set()
+    for setting in settings:
+        config = setting.config
+        key = (*program_key(config), config.model, config.run.regions)
+        if key not in seen:
+            seen.add(key)
+            _of_setting(setting, _build, config)
+
+
+def _num_devices(setting: Setting) -> int:
+    run = setting.config.run
+    return max(run.regions * run.devices_per_region, run.devices) + run.outer_channels
+
+
+def _of_setting(setting: Setting, function: Any, *args: Any) -> None:
+    try:
+        function(*args)
+    except ValueError as error:
+        raise ValueError(f"{setting.name}: {error}") from None
+
+
+def _build(config: TrainConfig) -> None:
+    run = config.run
+    check_model(config, config.model)
+    devices = use_devices(run, 1)
+    mesh = cc.make_mesh(
+        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
+    )
+    build_program(config, config.model, mesh)
+
+
+class Trainer:
+    """Trains rows; what the row before has built is used again where it is the same."""
+
+    def __init__(self, folder: pathlib.Path, keep_runs: bool, console: Console):
+        """Prepare to train.
+
+        Args:
+          folder: of the sweep.
+          keep_runs: whether the folders of finished runs stay.
+          console: of the progress of each run.
+        """
+        self._folder, self._keep, self._console = folder / RUNS, keep_runs, console
+        self._open_text = functools.lru_cache(maxsize=8)(load)
+        self._before: Session | None = None
+
+    def train(self, row: Row) -> dict[str, Any]:
+        """Train a row to its end, from its newest checkpoint if it has one.
+
+        Returns:
+          The row as it is to be written.
+
+        Raises:
+          StoppedError: if it was asked to end before.
+          ValueError: if the data do not go with the configuration.
+        """
+        folder = self._folder / row.row_id
+        before = self._before
+        earlier = (
+            [before] if before and _judged_alike(before.config, row.config) else []
+        )
+        session = self._before = prepare(row.config, folder, self._open_text, earlier)
+        if before and before.program is not session.program:
+            _release()
+        try:
+            summary = session.train(self._console)
+            if summary["steps"] < row.config.run.steps:
+                raise StoppedError(f"{row.setting.name} at step {summary['steps']}")
+            record = _record(row, session, load_run(folder))
+        except NonFiniteLossError as error:
+            record = _diverged(row, session, str(error))
+        return record
+
+    def forget(self, row: Row) -> None:
+        """Delete the files of a row that is written down, unless they are to stay."""
+        if not self._keep:
+            shutil.rmtree(self._folder / row.row_id, ignore_errors=True)
+
+
+def _release() -> None:
+    """Drop all compiled programs: those of a row before are 200 MB that stay else."""
+    jax.clear_caches()
+    gc.collect()
+
+
+def _judged_alike(a: TrainConfig, b: TrainConfig) -> bool:
+    """Whether what judges one run can judge the other: the same validation batches."""
+    return (
+        dataclasses.replace(a.data, seed=0) == dataclasses.replace(b.data, seed=0)
+        and a.run.eval_batches == b.run.eval_batches
+    )
+
+
+def _record(row: Row, session: Session, run: Run) -> dict[str, Any]:
+    summary, evals = run.summary, run.of_kind("eval")
+    sent, steps = summary["bytes_sent_per_region"], summary["steps"]
+    curve = [[e["step"], e["eval_loss"], e["bytes_sent_per_region"]] for e in evals]
+    return {
+        **_head(row, session),
+        "loss": summary["eval_loss"],
+        "loss_outer": summary["eval_loss_outer"],
+        "perplexity": summary["eval_perplexity"],
+        "region_drift": summary["region_drift"],
+        "correction_ratio": summary["correction_ratio"],
+        "tokens": summary["tokens"],
+        "bytes": sent,
+        "bytes_per_step": sent / steps,
+        "fragment_bytes": _fragment_bytes(session, run),
+        "seconds": summary["seconds"],
+        "tokens_per_second": summary["tokens_per_second"],
+        "curve": curve,
+        "diverged": None,
+        "config": session.config.to_json(),
+    }
+
+
+def _diverged(row: Row, session: Session, why: str) -> dict[str, Any]:
+    return {
+        **_head(row, session),
+        "loss": None,
+        "curve": [],
+        "diverged": why,
+        "config": session.config.to_json(),
+    }
+
+
+def _head(row: Row, session: Session) -> dict[str, Any]:
+    return {
+        "row": row.row_id,
+        "setting": row.setting.key,
+        "name": row.setting.name,
+        "stage": row.stage,
+        "published": row.setting.published,
+        "tuned": list(row.tuned),
+        "method": row.config.method.method,
+        "seed": row.seed,
+        "steps": row.config.run.steps,
+        "parameters": models.num_params(session.model),
+        "version": cc.__version__,
+        "platform": jax.devices()[0].platform,
+    }
+
+
+def _fragment_bytes(session: Session, run: Run) -> list[float]:
+    """Return the mean bytes of each fragment's messages; of a step, if all go."""
+    if session.program.bytes_per_step:
+        return [float(session.program.bytes_per_step)]
+    sizes: dict[int, list[float]] = {}
+    for record in run.of_kind("sync"):
+        sizes.setdefault(record["fragment"], []).append(record["bytes"])
+    return [sum(sizes[k]) / len(sizes[k]) for k in sorted(sizes)]

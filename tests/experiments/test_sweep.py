@@ -1,0 +1,395 @@
+"""`experiments.sweep`: grids that are refused, halving, reports of rows, and a kill."""
+
+import json
+import math
+import re
+import signal
+import time
+import tomllib
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from cocodc_jax.report import frontier
+from cocodc_jax.report.frontier import Point
+from experiments import sweep
+from experiments.sweeps import cells, grid, report, rows
+from experiments.sweeps.halving import Halving, best
+from experiments.sweeps.schedule import Plan, Progress
+
+GRID = """
+tuned = ["outer_lr", "outer_momentum"]
+
+[base]
+preset = "smoke"
+steps = 32
+delay_steps = 3
+batch_per_region = 2
+
+[groups.streaming]
+method = "streaming_diloco"
+compress = ["none", "ef+int4"]
+outer = [
+  { outer_lr = 1.0, outer_momentum = 0.0 },
+  { outer_lr = 0.7, outer_momentum = 0.5 },
+]
+
+[groups.other]
+method = ["diloco", "data_parallel"]
+"""
+HALVING = """
+[halving]
+rungs = [8, 16]
+keep = 0.5
+tuning_seeds = [7, 8]
+final_seeds = [0, 1]
+"""
+
+
+def table(text):
+    return grid.from_table(tomllib.loads(text))
+
+
+def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
+    found = table(GRID)
+    assert found.seeds == (0,)
+    assert [s.published for s in found.settings] == [True, False, False] * 2 + [
+        True
+    ] * 2
+    given = [s.config.method.given for s in found.settings]
+    assert [g.get("outer_lr") for g in given[:3]] == [0.4, 1.0, 0.7]  # Its default.
+    assert [g.get("compress") for g in given[:6]] == ["none"] * 3 + ["ef+int4"] * 3
+    # A base flag is for whichever method takes it.
+    assert given[0]["delay_steps"] == 3
+    assert "delay_steps" not in given[6]
+    assert {s.config.data.batch_per_region for s in found.settings} == {2}
+    assert len({s.key for s in found.settings}) == 8
+    assert len(table("published = false\n" + GRID).settings) == 6
+
+
+def test_equal_settings_of_two_groups_are_one():
+    again = GRID + '[groups.again]\nmethod = "diloco"\nouter_lr = 0.7\n'
+    assert len(table(again).settings) == 8  # 0.7 is DiLoCo's own.
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps = 32", "step = 32", "base: step=32: 'step' is no flag of a run; did"),
+        ("steps = 32", "steps = 2.5", "base: steps=2.5 must be of type int"),
+        ("steps = 32", "seed = 1", "base: seed=1 is not a flag of a row; use seeds"),
+        ('"smoke"', '"tinny"', "base: preset='tinny' is unknown; use one of"),
+        ("[base]", "[bases]", "grid has unknown keys ['bases']"),
+        ("outer_lr = 1.0", "outer_lr = -1.0",
+         "groups.streaming, row 1 (streaming: method=streaming_diloco compress=none "
+         "outer_lr=-1.0 outer_momentum=0.0): "),
+        ("outer = [", 'outer_lr = [0.1]\nouter = [',
+         "groups.streaming sets outer_lr twice in one row"),
+        ('compress = ["none", "ef+int4"]', "compress = []",
+         "groups.streaming.compress=[] is an axis without values"),
+        ('["diloco", "data_parallel"]', '["diloco"]\nmixing_alpha = 0.5',
+         "groups.other, row 1 (other: method=diloco mixing_alpha=0.5): mixing_alpha=0.5"
+         " has no meaning for diloco"),
+        ('_momentum"]', '_momentun"]', "tuned: 'outer_momentun' is no flag of a"),
+        ("tuned = [", "seeds = [1, 1]\ntuned = [", "seeds=[1, 1] must be a list of"),
+    ],
+)  # fmt: skip
+def test_grids_that_are_refused(old, new, message):
+    assert old in GRID
+    with pytest.raises(ValueError, match=re.escape(message)):
+        table(GRID.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[8, 16]", "[16, 8]", "rungs=[16, 8] must be increasing"),
+        ("keep = 0.5", "keep = 1.0", "keep=1.0 must be in (0, 1)"),
+        ("[0, 1]", "[0, 8]", "final_seeds=[0, 8] must be others than tuning_seeds"),
+        ("[7, 8]", "[7, 7]", "tuning_seeds=[7, 7] must be seeds, each once"),
+        ("keep", "keeps", "[halving] has missing or unknown keys ['keeps']"),
+        ("keep = 0.5", 'by = ["methods"]', "by: 'methods' is no flag of a run"),
+        ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
+    ],
+)
+def test_halvings_that_are_refused(old, new, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        table(GRID + HALVING.replace(old, new, 1))
+
+
+def test_seeds_beside_halving_are_refused():
+    with pytest.raises(ValueError, match="no meaning beside"):
+        table("seeds = [1]\n" + GRID + HALVING)
+
+
+def test_the_best_of_each_key_go_on():
+    halving = Halving((8, 16), (1, 2), (3,))
+    losses = [[3.0, 1.0], [1.5, 1.5], [None, 0.0], [9.0, 9.0], [2.0, 2.0]]
+    keys = ["a", "a", "a", "b", "a"]
+    # Means 2, 1.5, infinite, 2; of equal ones the first.
+    assert best(halving, 0, "pqrst", keys, losses) == ["p", "q", "s"]
+    assert best(halving, 1, "pqrst", keys, losses) == ["q", "s"]
+    assert halving.counts(7) == [7, 4]
+
+
+def written(row, loss):
+    """Return a row as it is written, as if it had been trained."""
+    steps, config = row.config.run.steps, row.config
+    method = config.method.method
+    sent = {"streaming_diloco": 100, "diloco": 300, "data_parallel": 9000}[method]
+    sent /= 4 if config.method.given.get("compress") == "ef+int4" else 1
+    curve = [[s, loss + 1 - s / steps, sent * s] for s in range(0, steps + 1, 8)]
+    return {
+        "row": row.row_id, "setting": row.setting.key, "name": row.setting.name,
+        "stage": row.stage, "published": row.setting.published,
+        "tuned": list(row.tuned), "method": method, "seed": row.seed, "steps": steps,
+        "loss": loss, "bytes": sent * steps, "bytes_per_step": sent, "tokens": 1,
+        "parameters": 1, "fragment_bytes": [sent] * 4, "curve": curve,
+        "config": config.to_json(),
+    }  # fmt: skip
+
+
+def loss_of(row):
+    """Less with a larger momentum, and a share of the seed's own."""
+    given = row.config.method.given
+    gain = {None: 0.0, 0.0: 0.1, 0.5: 0.3, 0.9: 0.2}[given.get("outer_momentum")]
+    noise = 0.1 * row.seed + (0.01 if gain == 0.3 and row.seed == 1 else 0)
+    return 3.0 - gain + noise - (given.get("compress") == "ef+int4") * 0.05
+
+
+def run_through(plan, folder):
+    stages = []
+    for stage in plan.stages(lambda: {row["row"]: row for row in rows.read(folder)}):
+        stages.append(stage)
+        for row in stage:
+            rows.append(folder, written(row, loss_of(row)))
+    return stages
+
+
+@pytest.fixture
+def halved(tmp_path):
+    plan = Plan(table(GRID + HALVING))
+    return plan, run_through(plan, tmp_path), tmp_path
+
+
+def test_stages_of_a_halving(halved):
+    plan, stages, folder = halved
+    # Three settings a cell, two seeds; ceil(3 / 2) are left; cells of one never tune.
+    assert [len(stage) for stage in stages] == [12, 8, 12]
+    assert [{row.config.run.steps for row in stage} for stage in stages] == [
+        {8}, {16}, {32},
+    ]  # fmt: skip
+    assert {row.seed for stage in stages[:2] for row in stage} == {7, 8}
+    assert {row.seed for row in stages[2]} == {0, 1}
+    # What is published is trained with the final seeds, whether it won or not.
+    momenta = [row.config.method.given.get("outer_momentum") for row in stages[2]]
+    assert momenta == [0.9, 0.9, 0.5, 0.5] * 2 + [0.9, 0.9, None, None]
+    count, cost = plan.total()
+    assert count == sum(map(len, stages))
+    assert cost == pytest.approx(sum(row.cost for stage in stages for row in stage))
+
+
+def test_shards_share_the_settings_of_a_stage(halved):
+    plan, stages, _ = halved
+    for stage in stages:
+        shares = [Plan(plan.grid, i, 3).own(stage) for i in (1, 2, 3)]
+        ids = [row.row_id for share in shares for row in share]
+        assert sorted(ids) == sorted(row.row_id for row in stage)
+        for share in shares:  # All seeds of a setting, which share a program.
+            assert len(share) == 2 * len({row.setting.key for row in share})
+
+
+def test_progress_tells_the_time_that_is_left(halved):
+    plan, stages, _ = halved
+    now = [0.0]
+    progress = Progress(plan, lambda: now[0])
+    first, second = stages[0][:2]
+    assert progress.line(first).startswith("row 1/32, rung 1: streaming: method=")
+    assert "left" not in progress.line(first)
+    now[0] = 10.0
+    progress.trained(first)
+    rest = (plan.total()[1] - first.cost) / first.cost * 10
+    assert progress.line(second).endswith(
+        f"{rest // 60:.0f} min {rest % 60:02.0f} s left"
+    )
+
+
+def test_columns_and_intervals(halved):
+    plan, _, folder = halved
+    found = cells.cells(rows.read(folder), plan.to_json()["chosen"])
+    assert [cell.label for cell in found] == [
+        "streaming_diloco H 16 tau 3 float32", "streaming_diloco H 16 tau 3 ef+int4",
+        "diloco H 16 float32", "data_parallel float32",
+    ]  # fmt: skip
+    assert [cell.tried for cell in found] == [3, 3, 0, 0]
+    assert found[0].tuning_steps == 3 * 2 * 8 + 2 * 2 * 16
+    columns = found[1].columns
+    assert columns["tuned"].values == {"outer_lr": 0.7, "outer_momentum": 0.5}
+    assert columns["published"].values == {"outer_lr": 0.4, "outer_momentum": 0.9}
+    ours, theirs = np.array([2.65, 2.76]), np.array([2.8, 2.9])
+    half = stats.t.ppf(0.975, 1) * ours.std(ddof=1) / math.sqrt(2)
+    assert columns["tuned"].loss.mean == pytest.approx(ours.mean())
+    assert columns["tuned"].loss.half == pytest.approx(half)
+    reference = cells.find(found, "method=streaming_diloco,compress=none").columns
+    less = cells.difference(columns["tuned"], reference["published"])
+    half = stats.t.ppf(0.975, 1) * (ours - theirs).std(ddof=1) / math.sqrt(2)
+    assert (less.mean, less.half) == pytest.approx(((ours - theirs).mean(), half))
+    # Loss falls by 1 in 32 steps: 0.15 and 0.14 less are 4.8 and 4.48 steps earlier.
+    steps = cells.steps_to(columns["tuned"], reference["published"])
+    assert steps.mean == pytest.approx(32 * (1 - 0.145))
+    assert cells.steps_to(found[3].columns["published"], columns["tuned"]) is None
+
+
+def test_without_halving_the_best_is_marked(tmp_path):
+    run_through(Plan(table(GRID)), tmp_path)
+    found = cells.cells(rows.read(tmp_path))
+    assert found[0].columns["tuned"].chosen_here
+    text = report.Report(found, cells.find(found, None)).markdown("COMMAND")
+    assert "| 2.700* |" in text
+    assert "chosen by these very seeds" in text
+
+
+def test_the_report_names_the_frontier(halved, call):
+    _, _, folder = halved
+    (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
+    words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
+    code, out, err = call(sweep, *words)
+    assert (code, err) == (0, "")
+    assert "streaming_diloco H 16 tau 3 ef+int4" in out
+    text = (folder / "report.md").read_text()
+    # Streaming in int4 sends least and is best: nothing else is on the frontier.
+    assert text.count("| **") == 1
+    assert "| **streaming_diloco** | ef+int4 | 16 | 3 |" in text
+    assert "reference" in text
+    assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    made = json.loads((folder / "cells.json").read_text())
+    assert [cell["is_best"] for cell in made["cells"]] == [False, True, False, False]
+    assert made["cells"][1]["columns"]["tuned"]["curve"][-1] == [
+        32, pytest.approx(2.705), 800,
+    ]  # fmt: skip
+    assert not (folder / "networks.json").exists()
+    code, _, err = call(sweep, *words[:2], "--reference=method=cocodc")
+    assert code == 2
+    assert err.startswith("error: --reference='method=cocodc' is no cell")
+
+
+def test_who_is_there_first_on_which_network(halved, call):
+    """By hand: a ring over M links takes 2 (M - 1) (b / M / rate + latency)."""
+    _, _, folder = halved
+    words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
+    code, _, err = call(
+        sweep, *words, "--networks=0.01x50,10000x10", "--step_seconds=0.5"
+    )
+    assert (code, err) == (0, "")
+    found = json.loads((folder / "networks.json").read_text())["arrivals"]
+    at = {(a["cell"], a["column"], a["mbit"]): a["seconds"] for a in found}
+    parallel = ("data_parallel float32", "published")
+    for mbit, latency_s in ((0.01, 0.05), (10_000, 0.01)):
+        sync_s = 6 * (9000 / 4 / (mbit * 1e6 / 8) + latency_s)
+        assert at[*parallel, mbit] == pytest.approx(32 * (0.5 + sync_s), rel=1e-3)
+    # A quarter earlier, for its lower loss; hardly a byte and no wait.
+    streaming = ("streaming_diloco H 16 tau 3 ef+int4", "published", 10_000)
+    assert at[streaming] == pytest.approx(32 * 0.75 * 0.5, rel=0.01)
+    text = (folder / "report.md").read_text()
+    assert "| 0.01 Mbit/s, 50 ms | streaming_diloco" in text
+    assert "| 10 Gbit/s, 10 ms |" in text
+    code, _, err = call(sweep, *words, "--networks=fast")
+    assert code == 2
+    assert err.startswith("error: --networks='fast' names 'fast'; use all, or")
+
+
+def test_a_seed_that_diverged_is_told(tmp_path):
+    plan = Plan(table(GRID))
+    run_through(plan, tmp_path)
+    lost = rows.read(tmp_path)[-1]
+    rows.append(tmp_path, {**lost, "loss": None, "curve": [], "diverged": "NaN"})
+    found = cells.cells(rows.read(tmp_path))
+    text = report.Report(found, cells.find(found, "method=diloco")).markdown("")
+    assert "diverged (seed 0)" in text
+    assert len(rows.read(tmp_path)) == 8
+
+
+def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
+    rows.append(tmp_path, {"row": "a"})
+    with (tmp_path / rows.FILE).open("ab") as file:
+        file.write(b'{"row": "b", "lo')
+    assert rows.read(tmp_path) == [{"row": "a"}]
+    rows.append(tmp_path, {"row": "c"})
+    assert rows.read(tmp_path) == [{"row": "a"}, {"row": "c"}]
+    (tmp_path / "rows-other.jsonl").write_text('{"row": "d"}\n3\n')
+    with pytest.raises(ValueError, match=r"rows-other.jsonl, line 2 is no row"):
+        rows.read(tmp_path)
+
+
+def test_points_that_nothing_beats():
+    points = [Point("", "", b, y) for b, y in ((5, 2), (5, 1), (9, 1), (1, 4), (7, 0))]
+    assert frontier.pareto(points) == [3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: --grid=None is no file; name a grid file"),
+        (["--grid=missing.toml"], "error: --grid=missing.toml cannot be read (No such"),
+        (["--grid={grid}", "--shard=3/2"], "error: --shard='3/2' must be i/n with"),
+        (["--report"], "error: --workdir='"),
+    ],
+)
+def test_wrong_flags(words, message, call, tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text(GRID)
+    words = [word.format(grid=path) for word in words]
+    code, _, err = call(sweep, *words, f"--workdir={tmp_path / 'out'}")
+    assert code == 2
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
+    """Rows that were finished are not run again; one that was not goes on."""
+    (dataset, data_dir) = (flag.partition("=")[2] for flag in corpus)
+    path, folder = tmp_path / "grid.toml", tmp_path / "out"
+    path.write_text(
+        f"""
+        seeds = [0, 1]
+        [base]
+        preset = "smoke"
+        steps = 400
+        eval_every = 200
+        checkpoint_every = 20
+        devices = 1
+        dataset = "{dataset}"
+        data_dir = "{data_dir}"
+        [groups.plain]
+        method = "diloco"
+        """
+    )
+    words = [f"--grid={path}", f"--workdir={folder}"]
+    process = command(sweep.__name__, *words)
+    try:
+        second = folder / "runs"
+        while process.poll() is None:
+            done = rows.read(folder) if folder.exists() else []
+            if done and any(second.glob("*/checkpoints/*0")):
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.communicate()
+    (first,) = rows.read(folder)
+    code, out, err = call(sweep, *words)
+    assert code == 0, err
+    found = rows.read(folder)
+    assert found[0] == first
+    assert [row["seed"] for row in found] == [0, 1]
+    assert "row 2/2, final: plain: method=diloco, seed 1" in out
+    assert "seed 0" not in out
+    assert [step for step, _, _ in found[1]["curve"]] == [200, 400]
+    assert found[1]["bytes"] == 400 // 16 * 4 * found[1]["parameters"]
+    assert not any((folder / "runs").iterdir())
+    before = (folder / rows.FILE).read_bytes()
+    code, out, err = call(sweep, *words)
+    assert code == 0, err
+    assert (folder / rows.FILE).read_bytes() == before
+    assert (folder / "report.md").exists()
