@@ -94,7 +94,7 @@ def compile_one(
     began = time.perf_counter()
     record: dict[str, Any] = dict(
         name=listed.name,
-        calls_steps=built.scan_steps if listed.name == INNER_STEPS else None,
+        calls_steps=listed.num_steps or None,
         sent_bytes=listed.sent_bytes,
         held_bytes=held_bytes(built, listed),
     )
@@ -124,6 +124,7 @@ def compile_one(
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes,
     )
     return record | measure(text, built, target) | _fits(record, built, target)
 

@@ -73,8 +73,8 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     """Find the collectives of a program, in no order.
 
     A TPU's compiler may cut one collective into steps and fuse them with what runs
-    meanwhile; all steps carry its channel's number, and count once. 1 is no such number:
-    JAX gives it to all that a `shard_map` names.
+    meanwhile; all steps carry its channel's number, and count once. 1 is no such
+    number: JAX gives it to all that a `shard_map` names.
 
     Args:
       module: scheduled.

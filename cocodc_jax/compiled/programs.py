@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from cocodc_jax import models
 from cocodc_jax.compiled.collectives import BETWEEN_SLICES
 from cocodc_jax.compiled.targets import GPUS_PER_HOST, Chip, Target
-from cocodc_jax.run.build import build_program, check_model
+from cocodc_jax.run.build import build_program, check_model, list_evaluation
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.runtime.devices.mesh import DATA, REGION, make_mesh
+from cocodc_jax.runtime.devices.transfer import PINNED
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS
@@ -118,7 +119,7 @@ def build(config: TrainConfig, target: Target) -> Built:
     return Built(
         program,
         mesh,
-        program.listed(batches),
+        [*program.listed(batches), list_evaluation(config, model, program)],
         scan_steps,
         syncs_per_step,
         program.abstract(schedule),
@@ -191,11 +192,16 @@ def _without(leaf: Any, mesh: Mesh, axis: str) -> int:
 
 
 def device_bytes(tree: PyTree, mesh: Mesh) -> int:
-    """Return the bytes that a device of the mesh holds of abstract arrays."""
+    """Return the bytes that a device of the mesh holds of abstract arrays.
+
+    Not those that lie in its host's memory.
+    """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh
+        if isinstance(leaf.sharding, NamedSharding)
+        and leaf.sharding.mesh == mesh
+        and leaf.sharding.memory_kind != PINNED
     )
 
 

@@ -46,7 +46,7 @@ def summarise(about: Record, programs: list[Record]) -> Record:
         return summary | dict(mfu=None)
     num_steps = about["scan_steps"]
     step_s = steps["estimate"]["seconds"] / num_steps
-    sync_s = about["syncs_per_step"] * _mean_sync_s(about, programs)
+    sync_s = about["syncs_per_step"] * _mean_sync_s(about, programs, step_s)
     least = about["least_bytes_inside"]
     ideal_s = about["model_flops"] / about["peak_flops"]
     return summary | dict(
@@ -60,10 +60,13 @@ def summarise(about: Record, programs: list[Record]) -> Record:
     )
 
 
-def _mean_sync_s(about: Record, programs: list[Record]) -> float:
-    """Return the seconds of one fragment's programs, on average."""
+def _mean_sync_s(about: Record, programs: list[Record], step_s: float) -> float:
+    """Return the seconds of one fragment's programs, on average, without steps."""
     of_syncs = [
-        record["estimate"]["seconds"]
+        max(
+            record["estimate"]["seconds"] - (record.get("calls_steps") or 0) * step_s,
+            0.0,
+        )
         for record in programs
         if "fragment" in record["name"] or "outer step" in record["name"]
         if "estimate" in record

@@ -181,8 +181,7 @@ class Target:
         if self.chip.platform == "cuda":
             return always | {
                 "CUDA_VISIBLE_DEVICES": "-1",
-                "XLA_FLAGS": "--xla_gpu_autotune_level=0 "
-                "--xla_gpu_experimental_parallel_collective_overlap_limit=4",
+                "XLA_FLAGS": "--xla_gpu_autotune_level=0",
             }
         return always | {
             "TPU_SKIP_MDS_QUERY": "1",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import cocodc_jax as cc
 from cocodc_jax import models
@@ -22,7 +23,9 @@ from cocodc_jax.runtime.devices.mesh import (
     Mesh,
     inner_devices,
 )
-from cocodc_jax.runtime.loop.evaluate import make_evaluate
+from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.listed import Listed
+from cocodc_jax.runtime.loop.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -223,11 +226,32 @@ def open_for(
     return text
 
 
+def list_evaluation(
+    config: TrainConfig, model: models.TransformerConfig, program: cc.RegionProgram
+) -> Listed:
+    """Name the program of `build_evaluate`, to be compiled without being run."""
+    data = config.data
+    shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
+    judged = (with_shardings(program.param_shapes, program.shardings.params),)
+    return list_evaluate(
+        _judge(config, model, program.mesh),
+        program.mesh,
+        judged,
+        jax.ShapeDtypeStruct(shape, jnp.int32),
+    )
+
+
 def build_evaluate(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
 ) -> Callable[[models.Params], jax.Array]:
     """Return what judges parameters on the validation batches; compiles nothing."""
     # The same batches whatever the method and the seed.
     tokens = text.eval_tokens(config.run.eval_batches)
+    return make_evaluate(_judge(config, model, mesh), mesh, tokens)
+
+
+def _judge(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
+) -> models.LossFn:
     model = losses.with_attention(config, model, config.method.build(), mesh)
-    return make_evaluate(losses.judge(config.run, model, mesh), mesh, tokens)
+    return losses.judge(config.run, model, mesh)

@@ -16,7 +16,7 @@ from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.help import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
-from cocodc_jax.runtime.exchange.transport import EXCHANGES
+from cocodc_jax.runtime.exchange.transport import EXCHANGES, FUSES
 from cocodc_jax.sync.fragments import STRATEGIES
 from cocodc_jax.sync.messages import MEANS
 from cocodc_jax.sync.method import WEIGHTS
@@ -35,6 +35,7 @@ CHOICES: dict[str, Collection[str]] = {
     "curvature": NAMES,
     "exchange": EXCHANGES,
     "fragment_strategy": STRATEGIES,
+    "fuse_syncs": FUSES,
     "graph": GRAPHS,
     "inner_optimizer": OPTIMIZERS,
     "lion_vote": RULES,

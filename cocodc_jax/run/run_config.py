@@ -39,6 +39,11 @@ class RunConfig:
       exchange: program averages messages in a program of the inner mesh, outer on the
         outer mesh beside the inner steps; auto is outer with several processes; jobs
         has every region be a job of its own, which may die and come back.
+      fuse_syncs: yes makes a fragment's start, the inner steps after it and its merge
+        one program, so that its message crosses meanwhile where regions share a fabric;
+        the outer state is then kept in the memory of the accelerators' hosts. no has
+        them follow one another; auto is yes where regions lie on several accelerators
+        and messages cross in the program.
       all_reduce: how messages cross between processes: direct, every region with every
         other at once, or ring, the backend's own.
       outer_channels: outer meshes side by side, so many fragments can be on their way
@@ -79,6 +84,7 @@ class RunConfig:
     model_axis: int = 1
     accumulate_steps: int = 1
     exchange: str = "auto"
+    fuse_syncs: str = "auto"
     all_reduce: str = "direct"
     outer_channels: int = 1
     stages: int = 1
@@ -197,7 +203,12 @@ class RunConfig:
     @property
     def transport(self) -> Transport:
         """How messages cross regions."""
-        return Transport(self.exchange, self.all_reduce, self.outer_channels)
+        return Transport(
+            self.exchange,
+            self.all_reduce,
+            self.outer_channels,
+            fuse_syncs=self.fuse_syncs,
+        )
 
     @property
     def is_pipelined(self) -> bool:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
         make_mesh,
         use_cpu_devices,
     )
-    from cocodc_jax.runtime.events import (
-        AppliedSync,
-    )
     from cocodc_jax.runtime.exchange.transport import (
         Transport,
     )
@@ -46,6 +43,9 @@ if TYPE_CHECKING:
     from cocodc_jax.runtime.state import (
         TrainState,
     )
+    from cocodc_jax.runtime.turns import (
+        AppliedSync,
+    )
 
 __all__ = [
     "AppliedSync",
@@ -68,7 +68,7 @@ __all__ = [
 
 # Where each is: MODULE, or MODULE:NAME.
 _PLACES = {
-    "AppliedSync": "events:AppliedSync",
+    "AppliedSync": "turns:AppliedSync",
     "Cadence": "loop.trainer:Cadence",
     "CheckpointError": "loop.checkpoint:CheckpointError",
     "Checkpoints": "loop.checkpoint:Checkpoints",

@@ -318,6 +318,7 @@ class _Adoption:
             return fresh.opt_states
         if len(self._old.shardings.channels) > 1:  # One program joins them.
             states = transfer.move(states, self._old.shardings.channels[0].host)
+        states = transfer.out_of_host_memory(states)
         cut = recut(states, self._old.fragments, self._new.fragments)
         if cut is None or (why := difference(cut, fresh.opt_states)):
             self._lost["outer optimizer"] = (

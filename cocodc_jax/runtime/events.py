@@ -12,21 +12,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cocodc_jax.runtime.beginning import Beginning
+from cocodc_jax.runtime.departures import Departures
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.model_state import make_average
 from cocodc_jax.runtime.exchange.moments import MomentPrograms
-from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.fused import InnerSteps, Windows
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.merge import make_gap, make_merge
 from cocodc_jax.runtime.restore import Restore
@@ -35,9 +37,12 @@ from cocodc_jax.runtime.state import (
     InFlight,
     Observation,
     RegionState,
+    SyncId,
     SyncState,
     TrainState,
 )
+from cocodc_jax.runtime.turns import AppliedSync, Times, Turn, Turns
+from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.robust import VERDICT, left_out
@@ -52,47 +57,6 @@ from cocodc_jax.sync.schedules.base import (
 )
 
 PyTree = Any
-Times = tuple[float, float]
-
-
-class AppliedSync(NamedTuple):
-    """One applied sync.
-
-    Attributes:
-      fragment_id: which fragment.
-      start_step: step it started at.
-      apply_step: step it was merged at.
-      num_bytes: bytes one region sent for it.
-      norm: L2 norm of the mean pseudo-gradient, float32 scalar on its device.
-      metrics: the merge's metrics, float32 `[R]` on their devices.
-      verdict: who was left out of the mean, int32 `[R]` on its device, see
-        `sync.robust`; None where nobody is.
-    """
-
-    fragment_id: int
-    start_step: int
-    apply_step: int
-    num_bytes: int
-    norm: jax.Array
-    metrics: dict[str, jax.Array]
-    verdict: jax.Array | None = None
-
-
-class _Turns:
-    """Has programs with collectives take turns, where they share a CPU's threads."""
-
-    def __init__(self, are_needed: bool):
-        self._are_needed = are_needed
-        self._last: PyTree = None
-
-    def wait(self) -> None:
-        """Wait for the collectives that were handed out before."""
-        if self._are_needed:
-            jax.block_until_ready(self._last)
-
-    def took(self, arrays: PyTree) -> None:
-        """Remember what was handed out."""
-        self._last = arrays
 
 
 class SyncPrograms:
@@ -103,6 +67,7 @@ class SyncPrograms:
         setting: Setting,
         route: Route,
         optimizer: optax.GradientTransformation,
+        steps: InnerSteps,
     ):
         """Wrap every program in one jit.
 
@@ -110,6 +75,7 @@ class SyncPrograms:
           setting: of the run.
           route: that messages take.
           optimizer: the inner optimizer.
+          steps: the inner steps, for windows.
 
         Raises:
           ValueError: if a part of the method needs what is not given.
@@ -128,6 +94,11 @@ class SyncPrograms:
             if setting.sync.moments
             else None
         )
+        self._windows = None
+        if setting.is_fused:
+            assert isinstance(self._outer, SharedOuterModel)
+            assert isinstance(route, InProgram)
+            self._windows = Windows(setting, self._outer, route, steps)
         self._average_state = make_average(setting)
         self._restore = None
         if isinstance(self._outer, SharedOuterModel) and setting.sync.robust:
@@ -135,7 +106,11 @@ class SyncPrograms:
         is_cpu = setting.mesh.devices.flat[0].platform == "cpu"
         # On the outer mesh a message has a device, and so its threads, to itself.
         is_inside = is_cpu and route.shares_mesh
-        self._turns = _Turns(is_inside and setting.mesh.devices.size > 1)
+        self._turns = Turns(is_inside and setting.mesh.devices.size > 1)
+        self._departures = Departures(
+            setting, route, self._outer, self._moments, self._windows, self._turns
+        )
+        self.run_window = self._departures.run_window
         shardings = setting.shardings
         self._merge = [
             jax.jit(
@@ -153,90 +128,40 @@ class SyncPrograms:
             for k in range(len(setting.fragments))
         ]
         self._gaps = {n: jax.jit(make_gap(setting, n)) for n in needs.MEASURED_NOW}
+        beginning = Beginning(setting, self._outer, self._copy)
+        self.init, self.abstract = beginning.init, beginning.abstract
         self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
         self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
         self._do = {
-            START: self._start,
+            START: self._departures.start,
             MIDWAY: self._look_midway,
             FINISH: self._finish,
         }
 
-    def init(
-        self, params: PyTree, region: RegionState, schedule: Any = None
-    ) -> SyncState:
-        """Return what a run has besides its regions before the first step.
-
-        Args:
-          params: one region's parameters, on the mesh.
-          region: of all regions.
-          schedule: the schedule's state, what is in flight messages of zero; None is
-            that before the first step.
-        """
-        if schedule is None:
-            schedule = self._schedule.init()
-        sync = self._outer.init(params, schedule)
-        flights = {
-            pending.sync_id: self._first_flight(pending, params, region)
-            for pending in sync.schedule.in_flight
-        }
-        return dataclasses.replace(sync, in_flight=flights)
-
-    def _first_flight(self, pending, params: PyTree, region: RegionState) -> InFlight:
-        """Make the message of zero that arrives at a stale schedule's first slot."""
-        k = pending.fragment_id
-        flight: InFlight = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-            self._outer.abstract_flight(k),
-        )
-        if needs.STAGED in self._setting.sync.copies:
-            flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
-        stale = flight.kept.get(needs.STALE)
-        if stale is not None:
-            part = self._setting.fragments.take(params, k)
-            where = jax.tree.map(lambda x: x.sharding, stale)
-            copy = jax.tree.map(
-                lambda x, like: jnp.array(x, like.dtype, copy=True),
-                transfer.move(part, where),
-                stale,
-            )
-            flight = flight.with_kept(needs.STALE, copy)
-        return flight
-
-    def abstract(self, schedule: Any, region: RegionState) -> SyncState:
-        """Return shapes and shardings of the state at which `schedule` was taken.
-
-        Args:
-          schedule: the schedule's state, which tells what is in flight.
-          region: abstract.
-        """
-        sync = self._outer.abstract(schedule)
-        flights = {}
-        for pending in schedule.in_flight:
-            k = pending.fragment_id
-            flight = self._outer.abstract_flight(k)
-            copy = with_shardings(
-                jax.eval_shape(self._copy[k], region.params),
-                self._setting.shardings.staged[k],
-            )
-            copies = self._setting.sync.copies
-            if needs.STAGED in copies:
-                flight = flight.with_kept(needs.STAGED, copy)
-            if needs.HALFWAY in copies and pending.midway_step is None:
-                flight = flight.with_kept(needs.HALFWAY, copy)
-            flights[pending.sync_id] = flight
-        return dataclasses.replace(sync, in_flight=flights)
-
     def listed(
-        self, region: RegionState, sync: SyncState, batch: PyTree
+        self,
+        region: RegionState,
+        sync: SyncState,
+        batches: PyTree,
+        participating: Any,
     ) -> list[Listed]:
-        """List the programs that syncs run on the inner mesh, moments' left out.
+        """List the programs that syncs run on the inner mesh.
 
         Args:
           region: abstract, as the others are.
           sync: of a message without a rank.
-          batch: of one step, `[R, ...]`.
+          batches: of the inner steps, `[T, R, ...]`.
+          participating: likewise.
         """
         setting, rule = self._setting, self._setting.sync.merge.needs
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
+        )
+        windows = {}
+        if self._windows is not None and self._windows.may_wait:
+            windows = self._windows.listed(
+                region, sync, batches, participating, self._departures.sent_bytes
+            )
         found, step = [], jax.ShapeDtypeStruct((), np.int32)
         everyone = jax.ShapeDtypeStruct(
             (setting.regions.num,), bool, sharding=setting.shardings.region.key
@@ -260,12 +185,25 @@ class SyncPrograms:
                 step if self._schedule.is_measured else None,
                 step if "sync_key" in rule else None,
             )
-            found += self._outer.listed(k, region, sync)
-            found.append(Listed(f"merge fragment {k}", merge, arguments))
+            of_fragment = self._outer.listed(k, region, sync)
+            of_fragment.append(Listed(f"merge fragment {k}", merge, arguments))
+            if k in windows:
+                window, finishes = windows[k]
+                of_fragment = [window, *(() if finishes else of_fragment[1:])]
+            found += of_fragment
+        if self._moments:
+            found += self._moments.listed(region.opt_state)
+        if self._average_state is not None:
+            states = (region.model_state,)
+            found.append(Listed("mean of model state", self._average_state, states))
         return found
 
     def after_steps(
-        self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)
+        self,
+        state: TrainState,
+        batches: PyTree,
+        times: Times = (0.0, 0.0),
+        finished: dict[SyncId, Finished] | None = None,
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Carry out the events of `state.step`.
 
@@ -274,11 +212,12 @@ class SyncPrograms:
           batches: of the steps just done, `[T, R, ...]`.
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
+          finished: what a window that led here did of syncs that arrive now.
         """
         last = None
         if needs.wants_batch(self._setting.sync.merge.needs):
             last = jax.tree.map(lambda x: x[-1], batches)
-        turn = _Turn(self, state, last, times)
+        turn = Turn(self, state, last, times, finished)
         for schedule, event in events_at(
             self._schedule, turn.sync.schedule, state.step, turn.observe
         ):
@@ -292,6 +231,15 @@ class SyncPrograms:
             state, region=turn.region, sync=turn.sync, bytes_sent=sent
         )
         return after, tuple(turn.applied)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Have what waits for inner steps leave now, by programs of its own."""
+        assert state.sync is not None
+        if not state.sync.leaving:
+            return state
+        turn = Turn(self, state)
+        self._departures.settle(turn)
+        return dataclasses.replace(state, region=turn.region, sync=turn.sync)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
         """Apply all that is in flight now, oldest first, as if it had arrived.
@@ -307,7 +255,7 @@ class SyncPrograms:
           dropped: where merges need the last batch, or a copy of halfway that is not
           there yet, all of it.
         """
-        turn = _Turn(self, state, None, (0.0, 0.0))
+        turn = Turn(self, self.settle(state))
         schedule, copies = turn.sync.schedule, self._setting.sync.copies
         flying = list(schedule.in_flight)
         lacks_copy = needs.HALFWAY in copies and any(
@@ -321,7 +269,7 @@ class SyncPrograms:
                 if last < state.step and needs.HALFWAY not in copies:
                     pending = Pending(k, state.step, state.step, rank=schedule.rank)
                     start = pending.event(START)._replace(since_step=max(last, 0))
-                    self._start(turn, start)
+                    self._departures.start(turn, start)
                     flying.append(pending)
         for pending in flying:
             self._finish(turn, pending.event(FINISH))
@@ -371,14 +319,7 @@ class SyncPrograms:
         """Return a copy of the regions' fragment as it is now."""
         return self._copy[fragment_id](region.params)
 
-    @functools.cache  # noqa: B019  (as long as the programs)
-    def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes that one region sends for a sync; a region alone none."""
-        if self._route.num_regions == 1:
-            return 0
-        return self._outer.num_bytes(fragment_id, rank)
-
-    def _average_model_state(self, turn: _Turn, average: Callable) -> None:
+    def _average_model_state(self, turn: Turn, average: Callable) -> None:
         assert self._setting.model_state is not None
         self._turns.wait()
         model_state, one = average(turn.region.model_state)
@@ -386,62 +327,32 @@ class SyncPrograms:
         turn.region = turn.region._replace(model_state=model_state)
         turn.bytes_sent += self._setting.model_state.averaged_bytes
 
-    def _start(self, turn: _Turn, event: Event) -> None:
-        """Have a fragment leave the regions."""
-        regions = self._setting.regions
-        weights = regions.weights(
-            event.since_step,
-            event.start_step,
-            self._setting.sync.weigh,
-            event.participating,
-        )
-        departure = Departure(event, tuple(weights.tolist()), turn.times)
-        self._turns.wait()
-        turn.sync, flight = self._outer.send(departure, turn.region, turn.sync)
-        self._turns.took(flight.mean)
-        if self._moments and (due := self._moments.due(event)):
-            self._turns.wait()
-            opt_state, mean = self._moments.average(
-                turn.region.opt_state, departure.weights, due
-            )
-            self._turns.took(mean)
-            turn.region = turn.region._replace(opt_state=opt_state)
-        flights = {**turn.sync.in_flight, event.sync_id: flight}
-        turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
-        # Regions that send at different times count as one of them at each time.
-        share = 1 / regions.num if self._schedule.is_by_region else 1
-        turn.bytes_sent += round(self._sent_bytes(event) * share)
-
-    def _sent_bytes(self, event: Event) -> int:
-        """Count what one region sends for a sync, moments included."""
-        num_bytes = self.message_bytes(event.fragment_id, event.rank)
-        if self._moments:
-            num_bytes += self._moments.num_bytes(self._moments.due(event))
-        return num_bytes
-
-    def _look_midway(self, turn: _Turn, event: Event) -> None:
+    def _look_midway(self, turn: Turn, event: Event) -> None:
         """Keep a copy of a fragment that is halfway to its merge."""
+        self._departures.settle(turn)
         copy = self._copy[event.fragment_id](turn.region.params)
         flight = turn.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
         flights = {**turn.sync.in_flight, event.sync_id: flight}
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
 
-    def _finish(self, turn: _Turn, event: Event) -> None:
+    def _finish(self, turn: Turn, event: Event) -> None:
         """Take an outer step with what arrived, and merge it into the regions."""
         k, start_step = event.fragment_id, event.start_step
+        done = turn.finished.get(event.sync_id)
+        if done is None:
+            self._departures.settle(turn)  # Merges change what would leave.
         flights = dict(turn.sync.in_flight)
         flight = flights.pop(event.sync_id)
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
-        if self._outer.steps_on_mesh:
-            self._turns.wait()
-        turn.sync, norm = self._outer.receive(k, flight, turn.sync)
-        if self._outer.steps_on_mesh:
-            self._turns.took(norm)
-        flight = self._restore_left_out(turn, event, flight)
-        metrics = self._merge_in(turn, event, flight)
+        if done is None:
+            norm = self._receive(turn, k, flight)
+            flight = self._restore_left_out(turn, event, flight)
+            metrics = self._merge_in(turn, event, flight)
+        else:
+            norm, metrics = done
         num_bytes = 0
         if start_step > 0:  # Not a stale schedule's message of zero.
-            num_bytes = self._sent_bytes(event)
+            num_bytes = self._departures.sent_bytes(event)
             self._observe(turn, k, flight, norm)
         turn.applied.append(
             AppliedSync(
@@ -455,9 +366,16 @@ class SyncPrograms:
             )
         )
 
-    def _restore_left_out(
-        self, turn: _Turn, event: Event, flight: InFlight
-    ) -> InFlight:
+    def _receive(self, turn: Turn, k: int, flight: InFlight) -> jax.Array:
+        """Take an outer step with what arrived; returns its norm."""
+        if self._outer.steps_on_mesh:
+            self._turns.wait()
+        turn.sync, norm = self._outer.receive(k, flight, turn.sync)
+        if self._outer.steps_on_mesh:
+            self._turns.took(norm)
+        return norm
+
+    def _restore_left_out(self, turn: Turn, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that were left out of a mean which is now there.
 
         Waits for the verdict, so that nothing is done where nobody was left out.
@@ -473,7 +391,7 @@ class SyncPrograms:
         turn.sync = dataclasses.replace(sync, in_flight=flights)
         return flight
 
-    def _merge_in(self, turn: _Turn, event: Event, flight: InFlight) -> dict:
+    def _merge_in(self, turn: Turn, event: Event, flight: InFlight) -> dict:
         k, merge_needs = event.fragment_id, self._setting.sync.merge.needs
         turn.sync, outer, participating = self._outer.hand_out(event, turn.sync)
         wants_state = any(needs.NEEDS[n].of_regions for n in merge_needs)
@@ -496,7 +414,7 @@ class SyncPrograms:
         turn.region = turn.region._replace(params=params)
         return metrics
 
-    def _observe(self, turn: _Turn, k: int, flight: InFlight, norm: jax.Array) -> None:
+    def _observe(self, turn: Turn, k: int, flight: InFlight, norm: jax.Array) -> None:
         """Keep what the schedule needs to know of an applied mean."""
         seen = {"norm": norm, "times": flight.kept.get("times")}
         wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
@@ -505,28 +423,6 @@ class SyncPrograms:
         if wanted:
             observed = (*turn.sync.observed, Observation(k, wanted))
             turn.sync = dataclasses.replace(turn.sync, observed=observed)
-
-
-class _Turn:
-    """A run on its way through the events of one step."""
-
-    def __init__(
-        self, programs: SyncPrograms, state: TrainState, batch: PyTree, times: Times
-    ):
-        assert state.sync is not None
-        self._programs = programs
-        self.region, self.sync, self.step = state.region, state.sync, state.step
-        self.batch, self.times = batch, times
-        self.bytes_sent = 0
-        self.applied: list[AppliedSync] = []
-
-    def observe(self, name: str) -> Any:
-        """Answer a schedule, see `Schedule.next_event`."""
-        if name != "applied":
-            return self._programs.measure(name, self.region, self.sync)
-        found = self._programs.read(self.sync)
-        self.sync = dataclasses.replace(self.sync, observed=())
-        return found
 
 
 def _plain(x: jax.Array) -> Any:

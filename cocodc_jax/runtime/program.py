@@ -32,14 +32,16 @@ from cocodc_jax.runtime.devices.mesh import (
 )
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
-from cocodc_jax.runtime.events import AppliedSync, SyncPrograms, Times
+from cocodc_jax.runtime.events import SyncPrograms
 from cocodc_jax.runtime.exchange.model_state import make_mean
 from cocodc_jax.runtime.exchange.per_step import mean_over_regions
 from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.fused import InnerSteps
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState, TrainState
+from cocodc_jax.runtime.turns import AppliedSync, Times
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments, cut
 from cocodc_jax.sync.method import Method
@@ -138,6 +140,7 @@ class RegionProgram:
         self.model_state = model_state
         self._model_state = () if model_state is None else model_state.init
         route = transport.resolve(method, jax.process_count())
+        is_fused = transport.fuses(method, self.mesh, route)
         self.fragments = _fragments(method, params, fragments)
         self._optimizer = optimizer
         self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
@@ -194,12 +197,14 @@ class RegionProgram:
                 loss_fn,
                 supplies,
                 model_state,
+                is_fused,
             )
             self.route = transport.route(setting, route)
             self._syncs = SyncPrograms(
                 setting,
                 self.route,
                 optimizer,
+                InnerSteps(steps, where, of_steps),
             )
 
     @functools.cached_property
@@ -330,15 +335,14 @@ class RegionProgram:
         sent_bytes = num_steps * self.bytes_per_step
         found = [
             Listed("first state", self._new_region, (params, self._key_data)),
-            Listed("inner steps", self._steps, steps, sent_bytes),
+            Listed("inner steps", self._steps, steps, sent_bytes, num_steps),
             Listed("mean of regions", self._mean, (state.region.params,)),
         ]
         if self._syncs is None or state.sync is None:
             return found
-        last = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
+        return found + self._syncs.listed(
+            state.region, state.sync, batches, participating
         )
-        return found + self._syncs.listed(state.region, state.sync, last)
 
     def steps_to_event(self, state: TrainState) -> int | None:
         """Return the inner steps until the next event; None where there are none."""
@@ -390,19 +394,23 @@ class RegionProgram:
         participating = None
         if not self.regions.are_even:
             participating = self.regions.participating(state.step, num_steps)
-        outer = (state.sync.outer,) if self._correct and state.sync else ()
-        region, (losses, aux) = self._steps(
-            state.region, batches, participating, *outer
-        )
-        state = dataclasses.replace(
-            state,
-            region=region,
-            step=state.step + num_steps,
-            bytes_sent=state.bytes_sent + num_steps * self.bytes_per_step,
-        )
+        step, finished = state.step + num_steps, {}
+        window = None
+        if self._syncs is not None:
+            window = self._syncs.run_window(state, batches, participating, step)
+        if window is not None:
+            state, (losses, aux), finished = window
+        else:
+            outer = (state.sync.outer,) if self._correct and state.sync else ()
+            region, (losses, aux) = self._steps(
+                state.region, batches, participating, *outer
+            )
+            state = dataclasses.replace(state, region=region)
+        sent = state.bytes_sent + num_steps * self.bytes_per_step
+        state = dataclasses.replace(state, step=step, bytes_sent=sent)
         syncs: tuple[AppliedSync, ...] = ()
         if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(state, batches, times)
+            state, syncs = self._syncs.after_steps(state, batches, times, finished)
         return state, Output(losses, aux, syncs)
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
@@ -440,10 +448,16 @@ class RegionProgram:
         return self._syncs.land(state) if self._syncs else (state, ())
 
     def synchronize(self, state: TrainState) -> TrainState:
-        """Tell the schedule of every update applied; waits for what it needs."""
+        """Tell the schedule of every update applied; waits for what it needs.
+
+        Of a state like that, all can be saved: what was to leave with the inner steps
+        that follow has left.
+        """
         checks.check_alive(state)
         if self._syncs is None or state.sync is None:
             return state
+        state = self._syncs.settle(state)
+        assert state.sync is not None
         return dataclasses.replace(state, sync=self._syncs.synchronize(state.sync))
 
     def finite_regions(self, state: TrainState) -> jax.Array:
@@ -461,6 +475,8 @@ class RegionProgram:
             raise ValueError(
                 f"method={self.method.name!r} restores no region; pass exclude_above"
             )
+        state = self._syncs.settle(state)
+        assert state.sync is not None
         region, sync = self._syncs.restore(state.region, state.sync, bad)
         return dataclasses.replace(state, region=region, sync=sync)
 

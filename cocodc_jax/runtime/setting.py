@@ -35,6 +35,7 @@ class Setting:
         `model_state` see there.
       supplies: what only the user knows.
       model_state: of the model, None if it has none.
+      is_fused: whether syncs and inner steps are one program, see `runtime/fused.py`.
     """
 
     sync: Sync
@@ -45,6 +46,7 @@ class Setting:
     loss_fn: AnyLossFn
     supplies: Supplies
     model_state: ModelState | None = None
+    is_fused: bool = False
 
     @property
     def mesh(self) -> Mesh:

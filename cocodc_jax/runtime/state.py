@@ -105,6 +105,8 @@ class SyncState:
       stale_params: the outer fragment that each region last took and measures its
         pseudo-gradient from, `[R, ...]`; none unless regions take it one by one.
       in_flight: syncs started and not yet applied, by fragment and start.
+      leaving: `Departure`s of this step that wait for the inner steps after it, see
+        `runtime/fused.py`; no checkpoint has any.
       observed: applied updates that the schedule has not been told of.
     """
 
@@ -114,6 +116,12 @@ class SyncState:
     stale_params: tuple[Fragment, ...] = ()
     in_flight: dict[SyncId, InFlight] = dataclasses.field(default_factory=dict)
     observed: tuple[Observation, ...] = ()
+    leaving: tuple[Any, ...] = ()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Syncs started and not yet applied."""
+        return len(self.in_flight) + len(self.leaving)
 
     @property
     def arrays(self) -> dict[str, PyTree]:
@@ -150,15 +158,17 @@ def _sync_children(sync: SyncState) -> tuple[tuple, tuple]:
     children = [(key(name), getattr(sync, name)) for name in names]
     seen = tuple(observation.seen for observation in sync.observed)
     ids = tuple(observation.fragment_id for observation in sync.observed)
-    return (*children, (key("observed"), seen)), (sync.schedule, ids)
+    return (*children, (key("observed"), seen)), (sync.schedule, ids, sync.leaving)
 
 
 def _sync_of_children(static: tuple, children: Iterable[Any]) -> SyncState:
     *arrays, seen = children
-    schedule, ids = static
+    schedule, ids, leaving = static
     observed = tuple(map(Observation, ids, seen))
     outer, compressors, stale_params, in_flight = arrays
-    return SyncState(outer, schedule, compressors, stale_params, in_flight, observed)
+    return SyncState(
+        outer, schedule, compressors, stale_params, in_flight, observed, leaving
+    )
 
 
 # What a schedule remembers is plain values: no leaves, but part of the structure.

@@ -42,8 +42,8 @@ class SharedOuter:
     Attributes:
       optimizer: takes the mean pseudo-gradient as its gradient; one independent state a
         fragment.
-      placement: "host" keeps its state on a host device, "divided" divides it over the
-        devices of each region, as ZeRO does.
+      placement: "host" keeps its state in host memory, "divided" divides it over the
+        devices of each region, as ZeRO does; see `runtime/exchange/outer_place.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
       start: `start(params, opt_state) -> params`, the point that regions are given, go
         on from, and measure their pseudo-gradients from; None gives them the outer

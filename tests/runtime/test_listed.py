@@ -2,11 +2,13 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.program import RegionProgram
 
 FAMILY = {
@@ -17,6 +19,7 @@ FAMILY = {
     ),
     "noloco": dict(sync_interval=4),
 }
+FUSED = "streaming_diloco, fused"
 
 
 class Recorder:
@@ -47,7 +50,12 @@ def record(program):
     if program._syncs is None:
         return
     program._syncs._merge = [Recorder(each) for each in program._syncs._merge]
-    outer = program._syncs._outer
+    outer, windows = program._syncs._outer, program._syncs._windows
+    if windows is not None:
+        make_window, of_starts = windows._make, {}
+        windows._make = lambda leaving, last, sync: of_starts.setdefault(
+            leaving, Recorder(make_window(leaving, last, sync))
+        )
     if hasattr(outer, "_route"):
         make = outer._route._make
         made = {}
@@ -59,9 +67,12 @@ def record(program):
         outer._step = Recorder(outer._step)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [*FAMILY, FUSED])
 def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
-    mesh = make_mesh(tiny.NUM_REGIONS, 2, devices=jax.devices()[:4])
+    data = 1 if name == FUSED else 2
+    mesh = make_mesh(tiny.NUM_REGIONS, data, devices=jax.devices()[:4])
+    fuse_syncs = "yes" if name == FUSED else "auto"
+    name = name.split(",")[0]
     program = RegionProgram(
         tiny.loss_fn,
         tiny.make_program("diloco")._optimizer,
@@ -70,6 +81,7 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
         tiny.NUM_REGIONS,
         mesh=mesh,
         param_specs=tiny.SPECS | {"embed": P(None, "model")},
+        transport=Transport(fuse_syncs=fuse_syncs),
     )
     record(program)
     state = tiny.start(program)
@@ -83,6 +95,8 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
     listed = {each.name: each for each in program.listed(batches)}
     called = {n: x for n, x in listed.items() if isinstance(x.program, Recorder)}
     per_fragment = {"data_parallel": 0, "noloco": 3}.get(name, 2)
+    if fuse_syncs == "yes":  # The window is all.
+        per_fragment = 1
     assert len(called) == 1 + per_fragment * len(program.fragments)
     seen = 0
     for each in called.values():
@@ -106,3 +120,28 @@ def test_a_program_lists_what_it_sends(tiny):
     control = tiny.make_program("data_parallel")
     steps = next(x for x in control.listed(batches) if x.name == "inner steps")
     assert steps.sent_bytes == 2 * 4 * sum(sizes)
+
+
+@pytest.mark.parametrize("moments", ["2,3", "0,1"])
+def test_means_of_moments_are_listed(tiny, moments):
+    """Each set that ever goes along, with its bytes."""
+    program = RegionProgram(
+        tiny.loss_fn,
+        optax.adam(0.1),
+        methods.get("des_loc", sync_interval=2, sync_moments=moments),
+        tiny.make_params(),
+        tiny.NUM_REGIONS,
+        mesh=make_mesh(tiny.NUM_REGIONS),
+    )
+    batches = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), tiny.make_batch(0)
+    )
+    found = {each.name: each for each in program.listed(batches)}
+    found = {n: x for n, x in found.items() if n.startswith("mean of moments")}
+    one = 4 * sum(program.fragments.num_params)
+    sets = {"2,3": ("mu", "nu", "mu, nu"), "0,1": ("nu",)}[moments]
+    assert {name: each.sent_bytes for name, each in found.items()} == {
+        f"mean of moments {names}": one * len(names.split(",")) for names in sets
+    }
+    for each in found.values():
+        each.program.lower(*each.arguments)

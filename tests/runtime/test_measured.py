@@ -113,7 +113,9 @@ def test_the_bytes_of_the_times_are_counted(make):
         method = methods.get(
             "streaming_diloco", **SHAPE, delay_steps=delay, compress=compress
         )
-        return make(method, transport=Transport("outer"))._syncs.message_bytes(0)
+        return make(
+            method, transport=Transport("outer")
+        )._syncs._departures.message_bytes(0)
 
     assert one("auto") - one(2) == 4 * 8  # Room for four regions in the sum.
     assert one("auto", "int8") - one(2, "int8") == 8

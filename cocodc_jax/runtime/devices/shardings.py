@@ -145,11 +145,18 @@ class Shardings:
         default = NamedSharding(self.mesh, P())
         return _like(self.fragments[fragment_id], default, tree)
 
-    def divided(self, fragment_id: int, tree: PyTree) -> PyTree:
+    def divided(
+        self, fragment_id: int, tree: PyTree, memory_kind: str | None = None
+    ) -> PyTree:
         """Divide outer state over the devices of each region (ZeRO, stage 1).
 
         A leaf that is like a leaf slice of the fragment lies as that does, and is
         divided over the data axis too where one of its free axes is a multiple of it.
+
+        Args:
+          fragment_id: of which fragment.
+          tree: arrays, or their shapes.
+          memory_kind: of the devices, where such a leaf lies; None is their own.
         """
         size = self.mesh.shape[DATA]
 
@@ -163,7 +170,7 @@ class Shardings:
                 ]  # fmt: skip
                 if free:
                     spec = (*spec[: free[0]], DATA, *spec[free[0] + 1 :])
-            return NamedSharding(self.mesh, P(*spec))
+            return NamedSharding(self.mesh, P(*spec), memory_kind=memory_kind)
 
         def sharding(path, x):
             known = _named(self.fragments[fragment_id], path) and math.prod(x.shape) > 1

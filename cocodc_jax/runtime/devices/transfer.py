@@ -16,10 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 PyTree = Any
+# The memory of an accelerator's host that the accelerator reaches by itself.
+PINNED = "pinned_host"
 
 
 def put(tree: PyTree, shardings: Any) -> PyTree:
@@ -78,12 +80,26 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
             x = _replicate(NamedSharding(x.sharding.mesh, P()))(x)
         mine = x.addressable_data(0)
         shards = [
-            jax.device_put(_cut(mine, index), device)
+            jax.device_put(_cut(mine, index), _place(device, sharding))
             for device, index in _own_indices(sharding, x.shape).items()
         ]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
     return _map(one, tree, shardings)
+
+
+def out_of_host_memory(tree: PyTree) -> PyTree:
+    """Take arrays that lie in the memory of accelerators' hosts onto the accelerators.
+
+    Each device takes what its host keeps for it; other arrays stay where they are.
+    """
+
+    def one(x):
+        if x.sharding.memory_kind != PINNED:
+            return x
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+
+    return jax.tree.map(one, tree)
 
 
 def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
@@ -150,6 +166,11 @@ def _start(shard: Any, axis: int) -> int:
 def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
     """Which part of an array each device of this process has."""
     return dict(sharding.addressable_devices_indices_map(shape))
+
+
+def _place(device: Any, sharding: Sharding) -> Sharding:
+    """Tell where a part of an array lies on a device, its memory included."""
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
 def _num_shares(sharding: Sharding) -> int:

@@ -31,6 +31,7 @@ from cocodc_jax.runtime.exchange.combine import make_combine
 from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
 from cocodc_jax.runtime.exchange.outgoing import sum_of_block
 from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync import moments
 from cocodc_jax.sync.schedules.base import Event
@@ -93,7 +94,36 @@ class MomentPrograms:
             on_outer_mesh = isinstance(self._route, OnOuterMesh)
             make = self._make_outside if on_outer_mesh else self._make_inside
             self._programs[due] = make(due)
-        return self._programs[due](opt_state, np.array(weights, float))
+        host = np.array(weights, float)
+        if not isinstance(self._route, OnOuterMesh):
+            host = transfer.put(host, regional(self._setting.mesh))
+        return self._programs[due](opt_state, host)
+
+    def listed(self, opt_state: PyTree) -> list[Listed]:
+        """List the programs of the inner mesh, those that cross outside left out.
+
+        Args:
+          opt_state: shapes and shardings of the regions'.
+        """
+        sync = self._setting.sync
+        assert sync.moments is not None
+        if isinstance(self._route, OnOuterMesh):
+            return []
+        every = math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
+        found = {sync.moments.due(n): None for n in range(1, every + 1)}
+        weights = jax.ShapeDtypeStruct(
+            (self._setting.regions.num,), float, sharding=regional(self._setting.mesh)
+        )
+        return [
+            Listed(
+                f"mean of moments {', '.join(due)}",
+                self._make_inside(due),
+                (opt_state, weights),
+                self.num_bytes(due),
+            )
+            for due in found
+            if due
+        ]
 
     def _make_inside(self, due: tuple[str, ...]) -> Callable:
         setting = self._setting
@@ -104,7 +134,7 @@ class MomentPrograms:
             new = _handed_out(opt_state, as_varying(mean), due, setting.local.size)
             return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
 
-        program = jax.jit(
+        return jax.jit(
             region_shard_map(
                 average,
                 setting.mesh,
@@ -114,8 +144,6 @@ class MomentPrograms:
             donate_argnums=0,
             out_shardings=(setting.shardings.region.opt_state, None),
         )
-        where = regional(setting.mesh)
-        return lambda state, weights: program(state, transfer.put(weights, where))
 
     def _make_outside(self, due: tuple[str, ...]) -> Callable:
         setting, route = self._setting, self._route

@@ -22,7 +22,7 @@ from cocodc_jax.runtime.devices.region_map import (
     region_shard_map,
 )
 from cocodc_jax.runtime.devices.shardings import with_shardings
-from cocodc_jax.runtime.exchange.in_program import everywhere
+from cocodc_jax.runtime.exchange.crossings import everywhere
 from cocodc_jax.runtime.exchange.others import from_neighbour, from_partner
 from cocodc_jax.runtime.exchange.outgoing import Departure, message_key
 from cocodc_jax.runtime.listed import Listed

@@ -20,6 +20,7 @@ from cocodc_jax.runtime.devices.local_regions import (
 )
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.combine import times_bytes
+from cocodc_jax.runtime.exchange.outer_place import OuterPlace
 from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
@@ -53,18 +54,23 @@ class SharedOuterModel:
           route: that messages take.
         """
         self._setting, self._outer, self._route = setting, outer, route
+        self.place = OuterPlace(setting, outer)
         # Whether the outer step is a program of the inner mesh.
-        self.steps_on_mesh = outer.placement == "divided"
+        self.steps_on_mesh = self.place.on_mesh
         self._resize: dict[tuple[int, int], Callable] = {}
-        self._step = jax.jit(
-            functools.partial(outer_step, outer.optimizer), donate_argnums=(0, 1)
-        )
+        each = range(len(setting.fragments))
+        if setting.is_fused:
+            self._step = [self._make_step(k) for k in each]
+            self._near = [self._make_near(k) for k in each]
+        else:
+            step = functools.partial(outer_step, outer.optimizer)
+            self._step = [jax.jit(step, donate_argnums=(0, 1))] * len(each)
         self._copy = jax.jit(
             lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
         )
         self._take = jax.jit(_take, donate_argnums=0)
         self._start = jax.jit(outer.start) if outer.start else None
-        self._join = jax.jit(setting.fragments.join)
+        self._join = self._make_join()
         shardings = setting.shardings
         shapes, regional = jax.eval_shape(self._make, setting.params)
         self._where_outer, where_regional = self._where(shapes, regional)
@@ -118,8 +124,7 @@ class SharedOuterModel:
         return tuple(for_all_regions(part, num_regions) for part in parts)
 
     def _where(self, outer: OuterState, regional: tuple) -> tuple[OuterState, tuple]:
-        shardings = self._setting.shardings
-        lay = shardings.divided if self.steps_on_mesh else shardings.on_host
+        shardings, lay = self._setting.shardings, self.place.lay
         each = [
             (lay(k, part), lay(k, state))
             for k, (part, state) in enumerate(zip(*outer, strict=True))
@@ -143,9 +148,7 @@ class SharedOuterModel:
         """Return shapes and shardings of a fragment that has just left."""
         setting = self._setting
         part = setting.outer_shapes[fragment_id]
-        host = setting.shardings.on_host
-        lay = setting.shardings.divided if self.steps_on_mesh else host
-        part = with_shardings(part, lay(fragment_id, part))
+        part = with_shardings(part, self.place.lay(fragment_id, part))
         kept: dict[str, Any] = {}
         if STALE in setting.sync.copies:
             kept[STALE] = part
@@ -182,9 +185,9 @@ class SharedOuterModel:
         k, rank = departure.event.fragment_id, departure.event.rank
         if rank != sync.schedule.rank:  # That of the messages before.
             sync = self._resized(sync, rank)
-        outer, kept = sync.outer.params[k], {}
+        kept = {}
         if STALE in self._setting.sync.copies:  # The outer step donates them.
-            kept[STALE] = self._copy(outer)
+            kept[STALE] = self._copied(sync.outer.params[k])
         stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
         staged, mean, told, state = self._route.send(
             departure, region, stale, sync.compressors[k]
@@ -213,8 +216,9 @@ class SharedOuterModel:
             return [sent]
         params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
         flight = self.abstract_flight(k)
-        arguments = (params, opt_state, params, flight.kept.get(STALE))
-        return [sent, Listed(f"outer step {k}", self._step, arguments)]
+        mean = flight.mean if self._setting.is_fused else params
+        arguments = (params, opt_state, mean, flight.kept.get(STALE))
+        return [sent, Listed(f"outer step {k}", self._step[k], arguments)]
 
     def abstract_near(self, fragment_id: int) -> Fragment:
         """Return shapes and shardings of what `on_mesh` gives."""
@@ -228,7 +232,7 @@ class SharedOuterModel:
     ) -> tuple[SyncState, jax.Array]:
         """Return the state with the outer step done, and the norm of what arrived."""
         k, outer = fragment_id, sync.outer
-        params, opt_state, norm = self._step(
+        params, opt_state, norm = self._step[k](
             outer.params[k],
             outer.opt_states[k],
             self.arrived(k, flight, sync),
@@ -238,10 +242,43 @@ class SharedOuterModel:
         return dataclasses.replace(sync, outer=outer), norm
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
-        """Return the mean where the outer state is."""
+        """Return the mean where the outer step is."""
+        if self._setting.is_fused:
+            return flight.mean
         outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
         return transfer.move(arrived(flight.mean), where)
+
+    def _make_step(self, fragment_id: int) -> Callable:
+        """Make the outer step as a program of the mesh, which returns what it takes."""
+        place, shapes = self.place, self._setting.outer_shapes[fragment_id]
+        state = jax.eval_shape(self._outer.optimizer.init, shapes)
+        where = place.lay(fragment_id, shapes), place.lay(fragment_id, state), None
+        step = functools.partial(step_at, place, fragment_id)
+        return jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
+
+    def _make_near(self, fragment_id: int) -> Callable:
+        near = functools.partial(self.place.near, fragment_id)
+        return jax.jit(
+            near, out_shardings=self._setting.shardings.fragments[fragment_id]
+        )
+
+    def _make_join(self) -> Callable:
+        fragments, place = self._setting.fragments, self.place
+        if not self._setting.is_fused:
+            return jax.jit(fragments.join)
+
+        def join(parts):
+            return fragments.join(tuple(map(place.taken, range(len(parts)), parts)))
+
+        return jax.jit(join, out_shardings=self._setting.shardings.params)
+
+    def _copied(self, part: Fragment) -> Fragment:
+        """Return a copy of outer parameters, where they are."""
+        if self.place.memory_kind is None:
+            return self._copy(part)
+        where = jax.tree.map(lambda x: x.sharding, part)
+        return jax.device_put(part, where, may_alias=False)
 
     def _resized(self, sync: SyncState, rank: int) -> SyncState:
         """Return the state with compressors that fit messages of `rank`."""
@@ -266,16 +303,28 @@ class SharedOuterModel:
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return what regions are given of an outer fragment, where they are."""
         part = sync.outer.params[fragment_id]
+        if self._setting.is_fused:
+            return self._near[fragment_id](*self.given(sync, fragment_id))
         if self._start is not None:
             part = self._start(part, sync.outer.opt_states[fragment_id])
         return transfer.move(part, self._setting.shardings.fragments[fragment_id])
+
+    def given(self, sync: SyncState, fragment_id: int) -> tuple[Fragment, PyTree]:
+        """Return what `OuterPlace.near` takes to make what regions are given."""
+        outer = sync.outer
+        return self.place.given(
+            outer.params[fragment_id], outer.opt_states[fragment_id]
+        )
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
         parts, shardings = sync.outer.params, self._setting.shardings
         if len(shardings.channels) > 1:  # One program joins them, so on one device.
             parts = transfer.move(parts, shardings.channels[0].host)
-        return transfer.move(self._join(parts), shardings.params)
+        whole = self._join(parts)
+        if self._setting.is_fused:
+            return whole
+        return transfer.move(whole, shardings.params)
 
     def hand_out(
         self, event: Event, sync: SyncState
@@ -300,6 +349,26 @@ class SharedOuterModel:
         stale_params = replaced(sync.stale_params, k, stale)
         sync = dataclasses.replace(sync, stale_params=stale_params)
         return sync, outer, participating
+
+
+def step_at(
+    place: OuterPlace,
+    fragment_id: int,
+    params: Fragment,
+    opt_state: PyTree,
+    mean_pseudo_gradient: Fragment,
+    stale_params: Fragment | None,
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """Step as `outer_step` where the state lies over the mesh; it stays as it lies."""
+    params, opt_state, mean, stale = (
+        place.taken(fragment_id, tree)
+        for tree in (params, opt_state, mean_pseudo_gradient, stale_params)
+    )
+    params, opt_state, norm = outer_step(
+        place.outer.optimizer, params, opt_state, mean, stale
+    )
+    returned = (place.returned(fragment_id, tree) for tree in (params, opt_state))
+    return *returned, norm
 
 
 def outer_step(

@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jax.sharding import Mesh
 
+from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
@@ -28,6 +30,7 @@ from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
 
 EXCHANGES = ("auto", "program", "outer", "jobs")
+FUSES = ("auto", "yes", "no")
 
 Route = InProgram | OnOuterMesh | BetweenJobs
 
@@ -46,12 +49,16 @@ class Transport:
       outer_channels: outer meshes side by side; fragment k crosses on number
         k mod outer_channels, so that as many can be on their way at once.
       place: of this process's region among the jobs, for "jobs".
+      fuse_syncs: whether syncs and the inner steps are one program, so that messages
+        cross while it computes, see `runtime/fused.py`: "yes", "no", or "auto", where
+        regions lie on several accelerators and messages cross in the program.
     """
 
     exchange: str = "auto"
     all_reduce: str = "direct"
     outer_channels: int = 1
     place: Place | None = None
+    fuse_syncs: str = "auto"
 
     def __post_init__(self):
         """Check the names and the number.
@@ -66,6 +73,10 @@ class Transport:
         if self.all_reduce not in ALL_REDUCES:
             raise ValueError(
                 f"all_reduce={self.all_reduce!r} is unknown; use one of {ALL_REDUCES}"
+            )
+        if self.fuse_syncs not in FUSES:
+            raise ValueError(
+                f"fuse_syncs={self.fuse_syncs!r} is unknown; use one of {FUSES}"
             )
         if self.outer_channels < 1:
             raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
@@ -170,6 +181,31 @@ class Transport:
         if self.exchange == "auto":
             return is_measured or (num_processes > 1 and why is None)
         return self.exchange == "outer"
+
+    def fuses(self, method: Method, mesh: Mesh, kind: str) -> bool:
+        """Tell whether syncs and inner steps are one program.
+
+        Args:
+          method: whose messages cross.
+          mesh: the inner mesh.
+          kind: what `resolve` named.
+
+        Raises:
+          ValueError: if they cannot be, and shall.
+        """
+        why = None
+        if method.sync is None or not isinstance(method.sync.outer, SharedOuter):
+            why = f"method={method.name!r} has no outer model that regions share"
+        elif kind != "program":
+            why = f"messages cross by exchange={kind!r}; use 'program'"
+        elif mesh.shape[REGION] == 1:
+            why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
+        if self.fuse_syncs == "yes" and why:
+            raise ValueError(f"fuse_syncs='yes' is not possible: {why}")
+        is_wanted = mesh.devices.flat[0].platform != "cpu"
+        return why is None and (
+            is_wanted if self.fuse_syncs == "auto" else self.fuse_syncs == "yes"
+        )
 
     def route(self, setting: Setting, kind: str) -> Route:
         """Make the route that `resolve` named."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from cocodc_jax.runtime.events import AppliedSync
+from cocodc_jax.runtime.turns import AppliedSync
 
 PyTree = Any
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.devices.region_map import pmean_over_regions, region_shard_map
+from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.sync.model_state import AnyLossFn
 
 PyTree = Any
@@ -45,8 +46,31 @@ def make_evaluate(
             f"eval_batches={num_batches} is not a multiple of the mesh's region axis, "
             f"{mesh.shape[REGION]}"
         )
-    sharding = NamedSharding(mesh, P(REGION, DATA))
-    batches = transfer.put(batches, sharding)
+    batches = transfer.put(batches, NamedSharding(mesh, P(REGION, DATA)))
+    compiled = _jit_evaluate(loss_fn, mesh)
+    return lambda *judged: compiled(judged, batches)
+
+
+def list_evaluate(
+    loss_fn: AnyLossFn, mesh: Mesh, judged: tuple[PyTree, ...], batches: PyTree
+) -> Listed:
+    """Name the program of `make_evaluate`, to be compiled without being run.
+
+    Args:
+      loss_fn: as there.
+      mesh: the inner mesh.
+      judged: shapes and shardings of what is evaluated.
+      batches: shapes, `[E, B, ...]`.
+    """
+    where = NamedSharding(mesh, P(REGION, DATA))
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batches
+    )
+    return Listed("evaluation", _jit_evaluate(loss_fn, mesh), (judged, placed))
+
+
+def _jit_evaluate(loss_fn: AnyLossFn, mesh: Mesh) -> Callable:
+    """Make `evaluate(judged, batches)`, compiled."""
 
     def evaluate(judged: tuple[PyTree, ...], batches: PyTree) -> jax.Array:
         judged = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), judged)
@@ -61,5 +85,4 @@ def make_evaluate(
         in_specs=(P(), P(REGION)),
         out_specs=P(),
     )
-    compiled = jax.jit(mapped)
-    return lambda *judged: compiled(judged, batches)
+    return jax.jit(mapped)

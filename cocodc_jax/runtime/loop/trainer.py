@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.events import AppliedSync
 from cocodc_jax.runtime.loop.checkpoint import CheckpointError, Checkpoints
 from cocodc_jax.runtime.loop.clock import FlightRecorder
 from cocodc_jax.runtime.loop.records import Record, Records, finite_mean
@@ -42,7 +41,8 @@ from cocodc_jax.runtime.loop.spikes import (
 )
 from cocodc_jax.runtime.program import Output, RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS, take_batches
-from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.runtime.state import SyncId, TrainState
+from cocodc_jax.runtime.turns import AppliedSync
 from cocodc_jax.sync.robust import told
 
 PyTree = Any
@@ -233,6 +233,7 @@ class _Loop:
         self._checkpoints = checkpoints
         self._flights = flights
         self._unread: list[_Turn] = []
+        self._leaving: dict[SyncId, jax.Array] = {}
         self._rolls_back = spikes.rolls_back
         watch = Spikes(spikes.zscore) if spikes.zscore else None
         self._records = Records(hooks.record, cadence.log_every, tokens_at, watch)
@@ -269,7 +270,7 @@ class _Loop:
                 first_step,
                 before,
                 state.bytes_sent,
-                len(state.sync.in_flight) if state.sync else 0,
+                state.sync.num_in_flight if state.sync else 0,
                 output,
             )
         )
@@ -288,7 +289,22 @@ class _Loop:
                 self._flights.started(
                     fragment_id, start_step, output.losses, flight.mean
                 )
+        self._watch_left(in_flight, output)
+        leaving = state.sync.leaving if state.sync else ()
+        self._leaving = {each.event.sync_id: output.losses for each in leaving}
         self._flights.stepped(state.step, output.losses, output.syncs)
+
+    def _watch_left(self, in_flight: dict, output: Output) -> None:
+        """Watch what waited for these inner steps, and left with them."""
+        for sync_id, losses in self._leaving.items():
+            arrivals = [
+                sync.norm
+                for sync in output.syncs
+                if (sync.fragment_id, sync.start_step) == sync_id
+            ]
+            if sync_id in in_flight:
+                arrivals.append(in_flight[sync_id].mean)
+            self._flights.started(*sync_id, losses, arrivals[0])
 
     def _steps_to_cut(self, state: TrainState, num_steps: int) -> int:
         ahead = [num_steps - state.step, MAX_SCAN_STEPS]

@@ -18,7 +18,11 @@ from cocodc_jax import methods
 from cocodc_jax.runtime import step
 from cocodc_jax.runtime.devices.mesh import make_mesh, regional
 from cocodc_jax.runtime.devices.shardings import Shardings
-from cocodc_jax.runtime.exchange.in_program import make_decoded, make_summed
+from cocodc_jax.runtime.exchange.crossings import (
+    joined,
+    make_crossing,
+    shares_everywhere,
+)
 from cocodc_jax.runtime.exchange.regional import make_regional_send
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
@@ -95,7 +99,12 @@ def sent(mesh, compressor):
     setting = make_setting(mesh, method.sync)
     part = setting.fragments.take(PARAMS, 0)
     state = jax.eval_shape(compressor.init, part) if compressor else ()
-    send = (make_decoded if compressor else make_summed)(setting, 0, 0)
+    crossing = make_crossing(setting, 0, 0)
+
+    def send(*arguments):
+        staged, crossed, state = crossing.leave(*arguments)
+        return staged, crossing.arrive(crossed, arguments[-1]), state
+
     each = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
     params, state, weights, keys = each
     found = collectives(send, params, of_all(mesh, part), state, weights, keys, None)
@@ -111,6 +120,38 @@ def test_a_compressed_message_stays_compressed(mesh, name):
     found, num_bytes = sent(mesh, compression.parse(name))
     assert found == {"all-gather": num_bytes + 4}
     assert num_bytes < 4 * NUM_VALUES / 3
+
+
+@pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
+def test_in_a_window_it_crosses_as_one_buffer_in_shares(name):
+    """Of two devices a region each receives half of every message, rounded up."""
+    mesh = make_mesh(NUM_REGIONS, 2, devices=jax.devices()[: 2 * NUM_REGIONS])
+    message, _ = jax.eval_shape(*encoding(name))
+    crossing = jax.jit(lambda messages: shares_everywhere(mesh, messages))
+    text = crossing.lower(of_regions(mesh, message)).compile().as_text()
+    num_bytes = message_bytes(message)
+    (gathered,) = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
+    assert gathered.startswith(f"u8[{NUM_REGIONS},1,{-(-num_bytes // 2)}]")
+
+
+def encoding(name):
+    """A compressor's `encode`, and what it is called with."""
+    compressor = compression.parse(name)
+    return compressor.encode, PARAMS, compressor.init(PARAMS)
+
+
+def test_messages_come_out_of_the_buffer_as_they_went_in(mesh):
+    message, _ = jax.jit(encoding("int8")[0])(*encoding("int8")[1:])
+    messages = jax.tree.map(
+        lambda x: jax.device_put(np.stack([np.asarray(x)] * 4), regional(mesh)), message
+    )
+    shapes = jax.eval_shape(lambda x: x, message)
+
+    @jax.jit
+    def there_and_back(messages):
+        return joined(mesh, shares_everywhere(mesh, messages), shapes)
+
+    jax.tree.map(np.testing.assert_array_equal, there_and_back(messages), messages)
 
 
 def test_an_uncompressed_one_is_summed(mesh):

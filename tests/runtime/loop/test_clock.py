@@ -6,8 +6,8 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from cocodc_jax.runtime.events import AppliedSync
 from cocodc_jax.runtime.loop.clock import FlightRecorder
+from cocodc_jax.runtime.turns import AppliedSync
 
 
 class Arriving:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.evaluate import make_evaluate
 from cocodc_jax.runtime.loop.trainer import Cadence, Hooks, NonFiniteLossError, train
@@ -74,6 +75,37 @@ def evaluate(tiny):
     """One for all methods: it holds nothing but compiled code and batches."""
     mesh = tiny.shared_program("diloco").mesh
     return make_evaluate(tiny.loss_fn, mesh, tiny.make_batch(99))
+
+
+def test_windows_leave_records_and_timeline_as_they_are(tiny, evaluate, tmp_path):
+    """Evaluations and checkpoints cut the steps, some of them where a fragment starts.
+
+    Norms to rounding, see `test_fused.py`.
+    """
+    runs = []
+    for fuse_syncs in ("no", "yes"):
+        program = tiny.make_program(
+            "streaming_diloco", transport=Transport("program", fuse_syncs=fuse_syncs)
+        )
+        cadence = dict(eval_every=3, checkpoint_every=4)
+        run = Run(
+            tiny,
+            program,
+            13,
+            folder=tmp_path / fuse_syncs,
+            cadence=cadence,
+            evaluate=evaluate,
+        )
+        norms = [r.pop("pseudo_gradient_norm") for r in run.of_kind("sync")]
+        flights = run.result.timeline["syncs"]
+        names = ("fragment", "start_step", "apply_step", "num_bytes")
+        flights = [[flight[name] for name in names] for flight in flights]
+        clocks = [(c.step, c.in_flight, c.bytes_sent) for c in run.clocks]
+        runs.append((run.records, sorted(flights), clocks, norms))
+    (*plain, norms), (*fused, others) = runs
+    assert plain == fused
+    assert len(norms) == 4
+    np.testing.assert_allclose(norms, others, rtol=1e-6)
 
 
 class TestRecords:

@@ -1,0 +1,173 @@
+"""What one window computes: starts, inner steps, and the merge of what has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from cocodc_jax.runtime.exchange.crossings import make_crossing
+from cocodc_jax.runtime.exchange.outer_place import OuterPlace
+from cocodc_jax.runtime.exchange.shared import outer_step
+from cocodc_jax.runtime.merge import make_merge
+from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.needs import STAGED
+
+PyTree = Any
+
+
+class Start(NamedTuple):
+    """What a window is given for a fragment that starts.
+
+    Attributes:
+      given: of `SharedOuterModel.given`; None where it is the one that is finished.
+      compressor: state of the regions' compressors.
+      weights: of the regions, `[R]`.
+      start_step: as of `outgoing.start_step_of`.
+    """
+
+    given: tuple[Fragment, PyTree] | None
+    compressor: PyTree
+    weights: jax.Array
+    start_step: Any
+
+
+class Sent(NamedTuple):
+    """What a window gives of a fragment that started.
+
+    Attributes:
+      staged: its copy, `[R, ...]`; None where nobody needs it after the window.
+      mean: the mean pseudo-gradient; None likewise.
+      told: the verdicts by name.
+      compressor: state of the regions' compressors after it.
+    """
+
+    staged: Fragment | None
+    mean: Fragment | None
+    told: dict[str, jax.Array]
+    compressor: PyTree
+
+
+class Finished(NamedTuple):
+    """What a window did of a sync that it finished.
+
+    Attributes:
+      norm: of the mean pseudo-gradient, float32 scalar.
+      metrics: of the merge, each `[R]`.
+    """
+
+    norm: Any
+    metrics: Any
+
+
+class Told(NamedTuple):
+    """What the merge is told, each None unless its rule asks.
+
+    Attributes:
+      learning_rate: float32 scalar.
+      start_step: of the sync, int32 scalar.
+    """
+
+    learning_rate: Any = None
+    start_step: Any = None
+
+
+def make_window(
+    place: OuterPlace,
+    steps: Callable,
+    leaving: tuple[tuple[int, int], ...],
+    last: int | None,
+    is_seen: bool,
+) -> Callable:
+    """Make a window, not yet jitted.
+
+    Args:
+      place: of the outer state.
+      steps: the inner steps, of `step.make_steps`.
+      leaving: fragment and rank of each message that leaves.
+      last: the fragment that arrives, one of those; None is none.
+      is_seen: whether its mean is wanted after the window.
+
+    Returns:
+      `window(region, batches, participating, starts, own, told) -> (region, (losses,
+      aux), sent, own, finished)`: `starts` are `Start`s and `sent` `Sent`s, one for
+      each of `leaving`; `own` is outer fragment and optimizer state of `last`, `told`
+      a `Told`, `finished` a `Finished`; the last two results are None without `last`.
+    """
+    setting = place.setting
+    crossings = [make_crossing(setting, k, rank) for k, rank in leaving]
+    finish = None if last is None else make_finish(place, last)
+
+    def window(region, batches, participating, starts, own, told):
+        left = []
+        for (k, _), crossing, start in zip(leaving, crossings, starts, strict=True):
+            given = place.given(*own) if start.given is None else start.given
+            left.append(
+                crossing.leave(
+                    region.params,
+                    place.near(k, *given),
+                    start.compressor,
+                    start.weights,
+                    region.key,
+                    start.start_step,
+                )
+            )
+        region, (losses, aux) = steps(region, batches, participating)
+        # What is made of a message comes after the steps: its crossing spans them.
+        crossed = [each for _, each, _ in left]
+        crossed, losses = jax.lax.optimization_barrier((crossed, losses))
+        sent, finished = [], None
+        for (k, _), crossing, start, each, (staged, _, state) in zip(
+            leaving, crossings, starts, crossed, left, strict=True
+        ):
+            mean, told_along = crossing.arrive(each, start.start_step)
+            if k == last:
+                assert finish is not None
+                kept = {} if staged is None else {STAGED: staged}
+                region, own, finished = finish(region, own, mean, kept, batches, told)
+                staged, mean = None, mean if is_seen else None
+            sent.append(Sent(staged, mean, told_along, state))
+        return region, (losses, aux), tuple(sent), own, finished
+
+    return window
+
+
+def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
+    """Make what happens to a fragment that arrives: outer step, and merge.
+
+    Returns:
+      `finish(region, own, mean, kept, batches, told) -> (region, own, finished)`; see
+      `make_window`. `kept` are the copies that the merge needs.
+    """
+    setting = place.setting
+    merge, rule = make_merge(setting, fragment_id), setting.sync.merge.needs
+
+    def finish(region: RegionState, own, mean, kept, batches, told: Told):
+        taken = (place.taken(fragment_id, tree) for tree in (*own, mean))
+        params, opt_state, mean = taken
+        params, opt_state, norm = outer_step(
+            place.outer.optimizer, params, opt_state, mean, None
+        )
+        wants_state = any(needs.NEEDS[name].of_regions for name in rule)
+        batch = None
+        if needs.wants_batch(rule):
+            batch = jax.tree.map(lambda x: x[-1], batches), region.model_state
+        merged, metrics = merge(
+            region.params,
+            region.opt_state if wants_state else None,
+            region.key if needs.wants_key(rule) else None,
+            kept,
+            place.near(fragment_id, params, opt_state),
+            batch,
+            told.learning_rate,
+            None,
+            None,
+            told.start_step,
+        )
+        own = tuple(place.returned(fragment_id, tree) for tree in (params, opt_state))
+        return region._replace(params=merged), own, Finished(norm, metrics)
+
+    return finish
