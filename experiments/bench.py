@@ -1,161 +1,123 @@
-"""Region program against plain Optax loops: what the framework costs.
+"""What the framework costs, beside others that train the same model.
 
     python -m experiments.bench
+    python -m experiments.bench --cases=gpt --growth=regions,fragments,layers
 
-The same regions, model, batches and inner optimizer, once in a `RegionProgram` and
-once as so many plain `lax.scan` loops, one after the other on one device. Both are
-timed in turn within one process, because these machines are noisy; the ratio of
-tokens per second is the figure to read, and it should be at least 0.95.
+One model, its batches and its inner optimizer in the hands of each contender:
+
+- this package's diloco, streaming_diloco and cocodc, with one device a region and with
+  all regions on one;
+- `drjax`: a DiLoCo round of DrJAX, if it is installed (the extra `bench`);
+- `scan alone`: a `shard_map` of a scan that never syncs, the limit of the inner step;
+- `plain loops`: so many Optax scans, one after the other on one device;
+- `torch`: a plain DiLoCo loop of PyTorch, if it is installed, of the case `gpt`.
+
+All are timed in turn within one process, because machines are noisy: the ratios are
+the figures to read. A ratio is the median of those of single rounds.
 """
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+import importlib.util
 
-import jax
-import numpy as np
-import optax
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import cocodc_jax as cc
-from cocodc_jax import models
 from cocodc_jax.run import flags
-from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.presets import PRESETS
 
 from . import commands
+from .benchmarks import contenders, growth, tables
+from .benchmarks.cases import Case, make_case
+from .benchmarks.turns import take_turns
 
-# As many steps as the tiny preset's interval: a sync is part of the region program.
-STEPS = 40
+METHODS = {
+    "diloco": {},
+    "streaming_diloco": {"num_fragments": 4, "delay_steps": 2},
+    "cocodc": {"num_fragments": 4, "delay_steps": 2},
+}
 
 
 def main() -> None:
-    """Print a row for each preset and layout."""
-    regions, repeats = flags.value("regions"), flags.value("repeats")
+    """Print a table for each case and layout, and what grows with what."""
+    regions, rounds = flags.value("regions"), flags.value("repeats")
+    interval = flags.value("interval")
     with flags.usage_errors():
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} must be at least 1")
-        names = flags.value("presets").split(",")
-        for name in names:
-            if name not in PRESETS:
-                raise ValueError(f"presets={name!r} is unknown; use {list(PRESETS)}")
+        for name in ("regions", "repeats"):
+            if flags.value(name) < 1:
+                raise ValueError(f"{name}={flags.value(name)} must be at least 1")
+        if interval < 8 or interval % 4:
+            raise ValueError(
+                f"interval={interval} must be a multiple of 4 from 8 on, for four "
+                "fragments and their delays"
+            )
+        asked = [name for name in flags.value("growth").split(",") if name]
+        growth.check(asked)
+        layouts = _layouts(regions)
         cc.use_cpu_devices(regions + 1)
-    table = Table("preset", "method", "devices", box=box.SIMPLE, pad_edge=False)
-    for head in ("region program tokens/s", "plain loops", "ratio"):
-        table.add_column(head, justify="right")
-    for name in names:
-        config = PRESETS[name].replace(regions=regions, eval_batches=regions)
-        for method in ("diloco", "cocodc"):
-            for num_devices in sorted({1, min(regions, len(jax.devices()))}):
-                ours, plain = measure(config, method, num_devices, repeats)
-                table.add_row(
-                    name,
-                    method,
-                    str(num_devices),
-                    f"{ours:,.0f}",
-                    f"{plain:,.0f}",
-                    f"{ours / plain:.2f}",
-                )
+        cases = [
+            make_case(name, regions, interval)
+            for name in flags.value("cases").split(",")
+        ]
     console = Console()
-    console.print(table)
-    console.print(f"Medians of {repeats} turns, {regions} regions.", highlight=False)
+    for case in cases:
+        for num_devices in layouts:
+            compare(case, num_devices, rounds, console)
+    for name in asked:
+        growth.show(name, interval, rounds, console)
 
 
-def measure(
-    config: TrainConfig, method: str, num_devices: int, repeats: int
-) -> tuple[float, float]:
-    """Tokens per second of the region program, and of the plain loops.
+def _layouts(regions: int) -> list[int]:
+    """Return over how many devices the regions are spread, layout by layout."""
+    layouts = [int(word) for word in flags.value("devices")] or [1, regions]
+    for num_devices in layouts:
+        if num_devices < 1 or regions % num_devices:
+            raise ValueError(
+                f"devices={num_devices} does not divide regions={regions} evenly"
+            )
+    return layouts
 
-    Args:
-      config: model, optimizer and sizes.
-      method: name of the method.
-      num_devices: devices that the regions are spread over.
-      repeats: turns that are timed; each is `STEPS` steps of every region.
-    """
-    model = config.model
-    params = models.init_params(model, jax.random.key(0))
-    regions, data = config.run.regions, config.data
-    batches = np.random.default_rng(0).integers(
-        0,
-        model.vocab_size,
-        (STEPS, regions, data.batch_per_region, data.sequence_length + 1),
-        np.int32,
+
+def compare(case: Case, num_devices: int, rounds: int, console: Console) -> None:
+    """Time all contenders in one layout, and print the ratios."""
+    makers = {
+        name: contenders.region_program(case, name, num_devices, **arguments)
+        for name, arguments in METHODS.items()
+    }
+    makers["scan alone"] = contenders.scan_alone(case, num_devices)
+    makers["plain loops"] = contenders.plain_loops(case)
+    if importlib.util.find_spec("drjax"):
+        makers["drjax"] = contenders.drjax_diloco(case, num_devices)
+    if case.gpt is not None and importlib.util.find_spec("torch"):
+        from .benchmarks.torch_loop import torch_diloco
+
+        makers["torch"] = torch_diloco(case)
+    timings = take_turns(makers, rounds)
+    where = "one device" if num_devices == 1 else f"{num_devices} devices"
+    title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"
+    console.print(tables.speeds(title, case.tokens, timings))
+    console.print(f"Medians of {rounds} rounds.", highlight=False)
+
+
+def define() -> None:
+    """Define the program's flags."""
+    flags.define_one(
+        str, "cases", "gpt,smoke,tiny", "Models: gpt or presets, separated by commas."
     )
-    loss_fn = models.make_loss_fn(model)
-    optimizer = config.optimizer.build(10**6)
-    parts = (loss_fn, optimizer, params, batches)
-    contenders = (
-        _region_program(config, method, num_devices, *parts),
-        _plain_loops(*parts),
+    flags.define_one(int, "regions", 4, "Regions that train, M.")
+    flags.define_one(int, "interval", 12, "Steps of a turn, H, an interval.")
+    flags.define_one(
+        list, "devices", [], "Layouts: devices of the regions. Default: 1, and M."
     )
-    for turn in contenders:
-        turn()  # Compiles.
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
-        for turn, taken in zip(contenders, seconds, strict=True):
-            began = time.perf_counter()
-            turn()
-            taken.append(time.perf_counter() - began)
-    tokens = STEPS * regions * data.batch_per_region * data.sequence_length
-    ours, plain = (tokens / statistics.median(taken) for taken in seconds)
-    return ours, plain
-
-
-def _region_program(
-    config: TrainConfig, method, num_devices, loss_fn, optimizer, params, batches
-) -> Callable[[], None]:
-    regions = config.run.regions
-    config = config.replace(method=method, sync_interval=STEPS)
-    program = cc.RegionProgram(
-        loss_fn,
-        optimizer,
-        config.method.build(),
-        params,
-        regions,
-        mesh=cc.make_mesh(regions, devices=jax.devices()[:num_devices]),
+    flags.define_one(int, "repeats", 5, "Rounds: timed turns of each contender.")
+    flags.define_one(
+        str,
+        "growth",
+        "",
+        f"Seconds of a turn by {', '.join(growth.GROWTHS)}, some with commas.",
     )
-    held = [program.init(params, jax.random.key(0))]
-
-    def turn() -> None:
-        stream = iter(batches)
-        for state, _ in cc.run_steps(program, held.pop(), stream, STEPS):
-            held[:] = [state]
-        jax.block_until_ready(held[0].region.params)
-
-    return turn
-
-
-def _plain_loops(loss_fn, optimizer, params, batches) -> Callable[[], None]:
-    def step(carry: Any, batch: Any):
-        params, opt_state = carry
-        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            params, batch, jax.random.key(0)
-        )
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    loop = jax.jit(lambda carry, xs: jax.lax.scan(step, carry, xs), donate_argnums=0)
-    carries = [
-        jax.tree.map(lambda x: x.copy(), (params, optimizer.init(params)))
-        for _ in range(batches.shape[1])
-    ]
-
-    def turn() -> None:
-        for region, carry in enumerate(carries):
-            carries[region], _ = loop(carry, batches[:, region])
-        jax.block_until_ready(carries)
-
-    return turn
 
 
 def cli() -> None:
     """Run the program as a command."""
-    flags.define_one(str, "presets", "smoke,tiny", "Presets, separated by commas.")
-    flags.define_one(int, "regions", 4, "Regions that train, M.")
-    flags.define_one(int, "repeats", 5, "Timed turns of each contender.")
+    define()
     flags.run_main(main, commands.shown(__doc__))
 
 

@@ -32,7 +32,7 @@ from cocodc_jax.runtime.membership.messages import Snapshot
 from cocodc_jax.runtime.membership.place import Place, read_key
 from cocodc_jax.runtime.membership.protocol import Timing
 from cocodc_jax.runtime.program import Output, RegionProgram
-from cocodc_jax.runtime.running import MAX_SCAN_STEPS
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS, scan_steps
 from cocodc_jax.runtime.state import TrainState
 
 SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
@@ -260,7 +260,7 @@ def rehearse(
     end = schedule.sync_interval + schedule.delay_steps + 1
     while state.step < end:
         ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
-        batches = np.stack([batch] * min(ahead, MAX_SCAN_STEPS))
+        batches = np.stack([batch] * scan_steps(ahead))
         state, _ = program.advance(state, batches)
     jax.block_until_ready(state.region)
 

@@ -211,6 +211,26 @@ def test_a_block_maps_over_its_regions(size, one_by_one):
     np.testing.assert_array_equal(mapped(x, jnp.float32(3))["y"], 3 * x)
 
 
+@pytest.mark.parametrize("in_batches_of_one", [True, False])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_gradient_is_mapped_over_regions_one_by_one(size, in_batches_of_one):
+    local = LocalRegions(size, one_by_one=True, in_batches_of_one=in_batches_of_one)
+    gradient = jax.grad(lambda w, x: jnp.square(x @ w).sum())
+    w = jnp.arange(6.0 * size).reshape(size, 3, 2)
+    x = jnp.arange(12.0 * size).reshape(size, 4, 3)
+    found = local.map_products(gradient)(w, x)
+    np.testing.assert_allclose(found, jax.vmap(gradient)(w, x), rtol=1e-6)
+    text = str(jax.make_jaxpr(local.map_products(gradient))(w, x))
+    assert "dot_general" in text
+    has_plain_products = "([], [])" in text  # Of no batch dimension.
+    assert has_plain_products != in_batches_of_one
+
+
+def test_regions_of_several_devices_keep_their_products():
+    assert LocalRegions.of(make_mesh(4), 4).in_batches_of_one
+    assert not LocalRegions.of(make_mesh(4, data=2), 4).in_batches_of_one
+
+
 def test_a_forgotten_mean_of_gradients_does_not_trace():
     """`check_vma` stays on: a region's own value cannot pass for all regions'."""
     mapped = jax.shard_map(

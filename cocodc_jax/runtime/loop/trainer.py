@@ -40,7 +40,7 @@ from cocodc_jax.runtime.loop.spikes import (
     SpikeWatch,
 )
 from cocodc_jax.runtime.program import Output, RegionProgram
-from cocodc_jax.runtime.running import MAX_SCAN_STEPS, take_batches
+from cocodc_jax.runtime.running import MAX_SCAN_STEPS, scan_steps, take_batches
 from cocodc_jax.runtime.state import SyncId, TrainState
 from cocodc_jax.runtime.turns import AppliedSync
 from cocodc_jax.sync.robust import told
@@ -307,7 +307,7 @@ class _Loop:
             self._flights.started(*sync_id, losses, arrivals[0])
 
     def _steps_to_cut(self, state: TrainState, num_steps: int) -> int:
-        ahead = [num_steps - state.step, MAX_SCAN_STEPS]
+        ahead = [num_steps - state.step]
         event = self._program.steps_to_event(state)
         if event is not None:
             ahead.append(event)
@@ -319,8 +319,8 @@ class _Loop:
         if schedule is not None and schedule.is_measured:
             # Its events may be any number of steps apart, and every length of a scan
             # is compiled: powers of two are few.
-            return 1 << (min(ahead).bit_length() - 1)
-        return min(ahead)
+            return 1 << (min(*ahead, MAX_SCAN_STEPS).bit_length() - 1)
+        return scan_steps(min(ahead))
 
     def flush(self, state: TrainState) -> None:
         """Read every turn handed out so far, and write its records.

@@ -232,8 +232,13 @@ class TestCadence:
 
     def test_data_parallel_scans_no_further_than_a_record(self, tiny):
         assert scans(None, 25, Cadence(log_every=10)) == [10, 10, 5]
-        long = MAX_SCAN_STEPS
-        assert scans(None, 250, Cadence(log_every=1000)) == [long, long, 250 - 2 * long]
+
+    def test_stretches_are_scanned_ten_by_ten_where_that_comes_out_even(self):
+        rarely = Cadence(log_every=1000)
+        assert scans(None, 30, rarely) == [10, 10, 10]
+        assert scans(40, 80, rarely) == [10] * 8
+        assert scans(12, 24, rarely) == [12, 12]
+        assert scans(None, MAX_SCAN_STEPS + 7, rarely) == [10, 97]
 
     def test_a_scan_ends_at_evaluations_and_checkpoints_and_events(self):
         cadence = Cadence(log_every=1, eval_every=4, checkpoint_every=6)

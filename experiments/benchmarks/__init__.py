@@ -1,0 +1,1 @@
+"""What `experiments.bench` measures: cases, contenders, and how turns are timed."""

@@ -1,0 +1,98 @@
+"""A case: one model with its data, optimizer and interval, for every contender."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from cocodc_jax import models
+from cocodc_jax.run.presets import PRESETS
+
+from .gpt import Gpt
+
+PyTree = Any
+
+GPT = "gpt"
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What every contender trains.
+
+    Attributes:
+      name: of it.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
+      optimizer: the inner optimizer.
+      params: one region's first parameters.
+      batches: of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
+      gpt: the model, if PyTorch has it too.
+    """
+
+    name: str
+    loss_fn: Callable
+    optimizer: optax.GradientTransformation
+    params: PyTree
+    batches: np.ndarray
+    gpt: Gpt | None = None
+
+    @property
+    def interval(self) -> int:
+        """H, steps of a turn."""
+        return self.batches.shape[0]
+
+    @property
+    def regions(self) -> int:
+        """R, regions that train."""
+        return self.batches.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all regions train on in a turn."""
+        interval, regions, batch, length = self.batches.shape
+        return interval * regions * batch * (length - 1)
+
+
+def make_case(
+    name: str, regions: int, interval: int, num_layers: int | None = None
+) -> Case:
+    """Make the case that a name stands for.
+
+    Args:
+      name: "gpt", or one of the presets, for its model, optimizer and batches.
+      regions: that train.
+      interval: steps of a turn, H.
+      num_layers: in place of the model's own; of a preset then scanned.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if name == GPT:
+        gpt = Gpt() if num_layers is None else Gpt(num_layers=num_layers)
+        sizes = (interval, regions, 8, gpt.length + 1)
+        params = gpt.init(jax.random.key(0))
+        batches = _tokens(gpt.vocab_size, sizes)
+        return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches, gpt)
+    if name not in PRESETS:
+        raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
+    config = PRESETS[name]
+    model, data = config.model, config.data
+    if num_layers is not None:
+        model = dataclasses.replace(model, num_layers=num_layers, scan_layers=True)
+    sizes = (interval, regions, data.batch_per_region, data.sequence_length + 1)
+    return Case(
+        name,
+        models.make_loss_fn(model),
+        config.optimizer.build(10**6),
+        models.init_params(model, jax.random.key(0)),
+        _tokens(model.vocab_size, sizes),
+    )
+
+
+def _tokens(vocab_size: int, sizes: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, vocab_size, sizes, np.int32)

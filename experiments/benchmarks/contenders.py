@@ -1,0 +1,203 @@
+"""The contenders: each makes a turn, `case.interval` steps of every region.
+
+All train the same model on the same batches with the same inner optimizer; those that
+average do so once a turn, with Nesterov momentum, as DiLoCo (arXiv 2311.08105).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cocodc_jax as cc
+
+from .cases import OUTER_LR, OUTER_MOMENTUM, Case
+from .turns import Turn
+
+PyTree = Any
+
+
+def region_program(
+    case: Case, method: str, num_devices: int, **arguments: Any
+) -> Callable[[], Turn]:
+    """Return what makes a turn of this package.
+
+    Args:
+      case: what to train.
+      method: its name.
+      num_devices: that the regions are spread over.
+      **arguments: of the method.
+    """
+
+    def make() -> Turn:
+        program = cc.RegionProgram(
+            case.loss_fn,
+            case.optimizer,
+            cc.methods.get(method, sync_interval=case.interval, **arguments),
+            case.params,
+            case.regions,
+            mesh=cc.make_mesh(case.regions, devices=jax.devices()[:num_devices]),
+        )
+        held = [program.init(case.params, jax.random.key(0))]
+
+        def turn() -> PyTree:
+            stream = iter(case.batches)
+            for state, _ in cc.run_steps(program, held.pop(), stream, case.interval):
+                held[:] = [state]
+            return jax.block_until_ready(held[0].region.params)
+
+        return turn
+
+    return make
+
+
+def make_step(case: Case) -> Callable:
+    """Make one inner step of one region, a `lax.scan` body."""
+
+    def step(carry: PyTree, batch: jax.Array):
+        params, opt_state = carry
+        gradient_of = jax.value_and_grad(case.loss_fn, has_aux=True)
+        (loss, _), grads = gradient_of(params, batch, jax.random.key(0))
+        updates, opt_state = case.optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+def plain_loops(case: Case) -> Callable[[], Turn]:
+    """Return what makes plain scans, one region after the other on one device."""
+
+    def make() -> Turn:
+        step = make_step(case)
+        loop = jax.jit(
+            lambda carry, xs: jax.lax.scan(step, carry, xs), donate_argnums=0
+        )
+        first = (case.params, case.optimizer.init(case.params))
+        carries = [jax.tree.map(jnp.copy, first) for _ in range(case.regions)]
+
+        def turn() -> PyTree:
+            for region, carry in enumerate(carries):
+                carries[region], _ = loop(carry, case.batches[:, region])
+            return jax.block_until_ready([params for params, _ in carries])
+
+        return turn
+
+    return make
+
+
+def scan_alone(case: Case, num_devices: int) -> Callable[[], Turn]:
+    """Return what makes a `shard_map` of a scan without any sync.
+
+    It is the limit of one's own inner step: what a method that costs nothing would do.
+    """
+
+    def make() -> Turn:
+        mesh = _mesh("region", num_devices)
+        step = make_step(case)
+
+        def scan(carry: PyTree, xs: jax.Array):
+            return jax.lax.scan(step, carry, xs)
+
+        def block(carry: PyTree, xs: jax.Array):
+            if num_devices < case.regions:
+                return jax.lax.map(lambda each: scan(*each), (carry, xs))
+            carry, losses = scan(jax.tree.map(lambda x: x[0], carry), xs[0])
+            return jax.tree.map(lambda x: x[None], (carry, losses))
+
+        over = P("region")
+        loop = jax.jit(
+            jax.shard_map(
+                block,
+                mesh=mesh,
+                in_specs=(over, over),
+                out_specs=(over, over),
+                check_vma=False,
+            ),
+            donate_argnums=0,
+        )
+        where = NamedSharding(mesh, over)
+        first = (case.params, case.optimizer.init(case.params))
+        held = [_for_all(case, first, where)]
+        batches = _by_region(case)
+
+        def turn() -> PyTree:
+            held[0], _ = loop(held[0], jax.device_put(batches, where))
+            return jax.block_until_ready(held[0][0])
+
+        return turn
+
+    return make
+
+
+def drjax_diloco(case: Case, num_devices: int) -> Callable[[], Turn]:
+    """Return what makes a DiLoCo round of DrJAX (arXiv 2403.07128), one program."""
+
+    def make() -> Turn:
+        import drjax  # An extra, of this program alone.
+
+        mesh = _mesh("clients", num_devices)
+        step = make_step(case)
+        outer = optax.sgd(OUTER_LR, OUTER_MOMENTUM, nesterov=True)
+
+        def local(params: PyTree, opt_state: PyTree, batches: jax.Array):
+            (new, opt_state), losses = jax.lax.scan(step, (params, opt_state), batches)
+            return jax.tree.map(jnp.subtract, params, new), opt_state, losses
+
+        @drjax.program(placements={"clients": case.regions})
+        def one_round(params, outer_state, opt_states, batches):
+            spread = drjax.broadcast(params, mesh=mesh)
+            deltas, opt_states, losses = drjax.map_fn(
+                local, (spread, opt_states, batches), mesh=mesh
+            )
+            mean = drjax.reduce_mean(deltas)
+            updates, outer_state = outer.update(mean, outer_state, params)
+            params = optax.apply_updates(params, updates)
+            return params, outer_state, opt_states, losses
+
+        run = jax.jit(one_round, donate_argnums=(0, 1, 2))
+        everywhere, of_clients = (
+            NamedSharding(mesh, P()),
+            NamedSharding(mesh, P("clients")),
+        )
+        params = jax.tree.map(jnp.copy, case.params)
+        held = [
+            jax.device_put(params, everywhere),
+            jax.device_put(outer.init(params), everywhere),
+            _for_all(case, case.optimizer.init(params), of_clients),
+        ]
+        batches = _by_region(case)
+
+        def turn() -> PyTree:
+            *held[:], _ = run(*held, jax.device_put(batches, of_clients))
+            return jax.block_until_ready(held[0])
+
+        return turn
+
+    return make
+
+
+def _mesh(axis: str, num_devices: int) -> Mesh:
+    devices = np.array(jax.devices()[:num_devices])
+    return Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
+
+
+def _for_all(case: Case, tree: PyTree, where: NamedSharding) -> PyTree:
+    """Give every region the same, `[R, ...]`."""
+    return jax.device_put(
+        jax.tree.map(
+            lambda x: jnp.broadcast_to(x[None], (case.regions, *x.shape)), tree
+        ),
+        where,
+    )
+
+
+def _by_region(case: Case) -> np.ndarray:
+    """Return the batches `[R, T, B, ...]`."""
+    return np.ascontiguousarray(case.batches.swapaxes(0, 1))

@@ -1,0 +1,103 @@
+"""A small GPT in plain JAX, which any framework can be given as it is.
+
+GPT-2 (Radford et al., 2019): learned positions, LayerNorm before attention and
+feed-forward, GELU, a head tied to the embedding; no biases in the matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpt:
+    """The shape of the model; 0.84 million parameters by default.
+
+    Attributes:
+      vocab_size: V.
+      length: L, tokens of a sequence.
+      width: D.
+      num_layers: blocks.
+      num_heads: each of `width // num_heads` features.
+    """
+
+    vocab_size: int = 256
+    length: int = 128
+    width: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+
+    def init(self, key: jax.Array) -> Params:
+        """Draw the parameters, normal with deviation 0.02."""
+        keys = iter(jax.random.split(key, 2 + 4 * self.num_layers))
+
+        def normal(*shape: int) -> jax.Array:
+            return 0.02 * jax.random.normal(next(keys), shape)
+
+        def norm() -> dict[str, jax.Array]:
+            return {"scale": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
+
+        width = self.width
+        blocks = {
+            str(layer): {
+                "attention_norm": norm(),
+                "attention": normal(width, 3 * width),
+                "output": normal(width, width),
+                "mlp_norm": norm(),
+                "up": normal(width, 4 * width),
+                "down": normal(4 * width, width),
+            }
+            for layer in range(self.num_layers)
+        }
+        return {
+            "embedding": normal(self.vocab_size, width),
+            "positions": normal(self.length, width),
+            "blocks": blocks,
+            "norm": norm(),
+        }
+
+    def loss_fn(self) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+        """Make `loss_fn(params, tokens, key) -> (loss, {})`, tokens int32 `[B, L + 1]`.
+
+        The loss is the mean in nats per token; nothing is drawn.
+        """
+
+        def loss_fn(params: Params, tokens: jax.Array, key: jax.Array):
+            del key
+            x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"]
+            for layer in range(self.num_layers):
+                block = params["blocks"][str(layer)]
+                x_BLD = x_BLD + self._attention(block, x_BLD)
+                hidden = _norm(x_BLD, block["mlp_norm"]) @ block["up"]
+                x_BLD = x_BLD + jax.nn.gelu(hidden) @ block["down"]
+            logits = _norm(x_BLD, params["norm"]) @ params["embedding"].T
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits, tokens[:, 1:]
+            )
+            return losses.mean(), {}
+
+        return loss_fn
+
+    def _attention(self, block: Params, x_BLD: jax.Array) -> jax.Array:
+        joined = _norm(x_BLD, block["attention_norm"]) @ block["attention"]
+        heads = (*x_BLD.shape[:2], self.num_heads, -1)
+        query, key, value = (
+            part.reshape(heads) for part in jnp.split(joined, 3, axis=-1)
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return mixed.reshape(x_BLD.shape) @ block["output"]
+
+
+def _norm(x: jax.Array, params: Params) -> jax.Array:
+    mean = x.mean(axis=-1, keepdims=True)
+    variance = x.var(axis=-1, keepdims=True)
+    scale, bias = params["scale"][None, None], params["bias"][None, None]
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias

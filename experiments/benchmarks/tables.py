@@ -1,0 +1,44 @@
+"""Tables of timings: ratios first, then tokens per second and what starting took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from rich import box
+from rich.table import Table
+
+from .turns import Timing
+
+# What others are held against, where it is there.
+AGAINST = ("drjax", "scan alone", "plain loops")
+
+
+def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
+    """Make a row for each contender.
+
+    Args:
+      title: of the table.
+      tokens: of a turn.
+      timings: by contender.
+    """
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
+    table.add_column("contender", no_wrap=True)
+    against = [name for name in AGAINST if name in timings]
+    heads = [f"over {name}" for name in against]
+    for head in (*heads, "tokens/s", "slowest to fastest", "start s"):
+        table.add_column(head, justify="right")
+    for name, timing in timings.items():
+        ratios = [
+            f"{statistics.median(timing.ratios(timings[other])):.2f}"
+            for other in against
+        ]
+        low, high = (tokens / end(timing.seconds) for end in (max, min))
+        table.add_row(
+            name,
+            *ratios,
+            f"{tokens / timing.median_s:,.0f}",
+            f"{low:,.0f} to {high:,.0f}",
+            f"{timing.compile_s:.1f}",
+        )
+    return table

@@ -1,0 +1,135 @@
+"""The benchmark's contenders train the same, and its figures are what they say."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+from cocodc_jax.run import flags
+from experiments import bench
+from experiments.benchmarks import cases, contenders, growth, tables, turns
+from experiments.benchmarks.gpt import Gpt
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Linear regression of two regions, 8 steps a turn."""
+
+    def loss_fn(params, tokens, key):
+        del key
+        x, y = tokens[:, :-1].astype(jnp.float32), tokens[:, -1]
+        return jnp.square(x @ params["w"] - y).mean(), {}
+
+    batches = np.random.default_rng(0).integers(0, 3, (8, 2, 4, 4), np.int32)
+    params = {"w": jnp.arange(3.0)}
+    return cases.Case("linear", loss_fn, optax.adam(0.1), params, batches)
+
+
+def trained(make):
+    turn = make()
+    turn()
+    return jax.tree.map(np.asarray, turn())
+
+
+def test_tokens_of_a_turn_are_those_of_all_regions(case):
+    assert (case.interval, case.regions) == (8, 2)
+    assert case.tokens == 8 * 2 * 4 * 3
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_scans_without_sync_are_plain_loops(case, num_devices):
+    loops = trained(contenders.plain_loops(case))
+    alone = trained(contenders.scan_alone(case, num_devices))
+    stacked = np.stack([region["w"] for region in loops])
+    np.testing.assert_allclose(alone["w"], stacked, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_drjax_trains_what_diloco_here_trains(case, num_devices):
+    pytest.importorskip("drjax")
+    theirs = trained(contenders.drjax_diloco(case, num_devices))
+    ours = trained(contenders.region_program(case, "diloco", num_devices))
+    for region in ours["w"]:
+        np.testing.assert_allclose(region, theirs["w"], rtol=1e-5)
+
+
+def test_torch_trains_a_turn():
+    pytest.importorskip("torch")
+    from experiments.benchmarks.torch_loop import torch_diloco
+
+    made = cases.make_case("gpt", 2, 1, num_layers=1)
+    params = torch_diloco(made)()()
+    count = sum(x.size for x in jax.tree.leaves(made.params))
+    assert sum(x.numel() for x in params) == count
+
+
+def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
+    order, now = [], [0.0]
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+
+    def maker(name, seconds):
+        def turn():
+            order.append(name)
+            now[0] += next(seconds)
+
+        return lambda: turn
+
+    found = turns.take_turns(
+        {
+            "drjax": maker("drjax", iter([9.0, 1.0, 2.0, 4.0, 6.0])),
+            "ours": maker("ours", iter([5.0, 1.0, 1.0, 4.0, 2.0])),
+        },
+        rounds=3,
+    )
+    assert order == ["drjax", "ours"] * 5
+    assert found["ours"].median_s == 2
+    assert found["ours"].compile_s == 3
+    assert found["ours"].ratios(found["drjax"]) == [1, 2, 3]
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(tables.speeds("case", 400, found))
+    rows = [line.split() for line in shown.get().splitlines()]
+    (ours,) = (row for row in rows if row[:1] == ["ours"])
+    assert ours == ["ours", "2.00", "200", "100", "to", "400", "3.0"]
+
+
+def test_the_gpt_is_as_large_as_it_says():
+    params = jax.eval_shape(Gpt().init, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == 837_888
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cases=huge"], "cases='huge' is unknown"),
+        (["--repeats=0"], "repeats=0 must be at least 1"),
+        (["--regions=0"], "regions=0 must be at least 1"),
+        (["--interval=4"], "interval=4 must be a multiple of 4 from 8 on"),
+        (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
+        (["--growth=width"], "growth='width' is unknown"),
+    ],
+)
+def test_wrong_flags_are_told(call, monkeypatch, words, says):
+    monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
+    code, _, err = call(bench, *words)
+    assert code == flags.USAGE_ERROR
+    assert says in err
+
+
+def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
+    monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
+    monkeypatch.setattr(bench, "make_case", lambda *_: case)
+    monkeypatch.setattr(bench, "METHODS", {"diloco": {}})
+    monkeypatch.setattr(growth, "GROWTHS", {"regions": (1, 2)})
+    region_program = functools.partial(contenders.region_program, case, "diloco", 1)
+    monkeypatch.setattr(growth, "_maker", lambda *_: region_program())
+    code, out, err = call(
+        bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
+    )
+    assert code == 0, err
+    for name in ("diloco", "scan alone", "plain loops", "over 1 regions"):
+        assert name in out
