@@ -13,10 +13,16 @@ that somebody has the run in memory. Then the records tell whether
 - the last loss is near that of a run of one process in which nobody died.
 
 The result is printed and written to DIR/chaos.json. Goodput is the share of all
-regions' steps that were done.
+regions' steps that were done; beside it stands what `network.goodput` makes of the same
+times between kills and to the return. Ctrl-C or SIGTERM stops all regions with
+checkpoints, and the same command goes on, with the kills that are left.
+
+With `--scenario` nobody is killed: the network between the regions has a fault for a
+while, and the regions must name it within five syncs (`scenarios.py`).
 """
 
 import json
+import os
 import pathlib
 import random
 import signal
@@ -35,12 +41,14 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import JOINS_FILE, SYNCS_FILE
 
-from . import commands
+from . import commands, scenarios
+from .killed import is_good, judge, lines
 from .train import read_flags
 
 # Nobody is killed after this share of the steps: the last to come back needs time.
-_LAST_KILL = 0.7
-_POLL_S = 0.1
+_LAST_KILL = 0.85
+_POLL_S, _SAY_S = 0.1, 30.0
+KILLS_FILE, PARTS_FILE = "kills.jsonl", "parts.jsonl"
 
 
 def define_flags() -> absl_flags.FlagValues:
@@ -58,26 +66,24 @@ def define_flags() -> absl_flags.FlagValues:
         ("tolerance", 0.1, "how far the loss may be from the unbroken run's, nats"),
     ):
         absl_flags.DEFINE_float(name, default, text, flag_values=values)
+    absl_flags.DEFINE_enum(
+        "scenario",
+        None,
+        scenarios.SCENARIOS,
+        "fault of the network in the place of kills",
+        flag_values=values,
+    )
+    for name, default, text in (
+        ("at_s", 90.0, "with --scenario: seconds until the fault begins"),
+        ("fault_s", 60.0, "with --scenario: seconds that it lasts"),
+    ):
+        absl_flags.DEFINE_float(name, default, text, flag_values=values)
     absl_flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     absl_flags.DEFINE_bool(
         "unbroken", True, "train a run in which nobody dies too", flag_values=values
     )
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values
-
-
-def lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the whole lines of a file of JSON lines, none where there is no file.
-
-    A line that was cut by a kill is passed over, with what came to stand behind it.
-    """
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 class Chaos:
@@ -91,7 +97,16 @@ class Chaos:
           regions: not yet started.
         """
         self._workdir, self.regions = workdir, list(regions)
-        self.kills: list[dict[str, Any]] = []
+        self.kills = lines(workdir / KILLS_FILE)
+        self.is_stopped = False
+
+    def stop(self, code: int) -> None:
+        """Have all regions leave with checkpoints; a signal handler's work."""
+        del code
+        number = signal.SIGKILL if self.is_stopped else signal.SIGTERM
+        self.is_stopped = True
+        for region in self.regions:
+            region.send(number)
 
     def is_in(self, region: int) -> bool:
         """Tell whether the present life of a region takes part."""
@@ -119,14 +134,26 @@ class Chaos:
           gap_s: seconds between two kills, on average.
           restart_s: seconds that the dead are left dead.
         """
-        rng = random.Random(seed)
-        self.born_s = {}
+        # Other draws than those of the kills before, where the run was stopped.
+        rng = random.Random(f"{seed} {len(self.kills)}")
+        self.born_s, said_s = {}, time.time()
         for region in range(len(self.regions)):
             self._start(region)
         start_at: dict[int, float] = {}
         next_kill = None
         while any(r.is_running for r in self.regions) or start_at:
             now = time.time()
+            if now - said_s > _SAY_S:
+                said_s = now
+                print(
+                    f"{len(self.kills)} kills, step {self.step()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if self.is_stopped:
+                start_at.clear()
+                time.sleep(_POLL_S)
+                continue
             for region in [r for r, at in start_at.items() if at <= now]:
                 del start_at[region]
                 self._start(region)
@@ -169,72 +196,10 @@ class Chaos:
                 "time": time.time(),
             }
         )
-        print(f"killed region {region} {self.kills[-1]}", file=sys.stderr, flush=True)
-
-
-def judge(
-    workdir: pathlib.Path, num_regions: int, steps: int, kills: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return what the records of a run say.
-
-    Args:
-      workdir: of the run.
-      num_regions: M.
-      steps: of the whole run.
-      kills: of `Chaos`.
-    """
-    done, gaps, digests, losses, joins = 0, 0, {}, [], []
-    unexplained: list[str] = []
-    for region in range(num_regions):
-        folder = workdir / f"region_{region}"
-        records = lines(folder / "metrics.jsonl")
-        trained = [r["step"] for r in records if r["kind"] == "train"]
-        own_joins = lines(folder / JOINS_FILE)
-        begun = {join["step"] for join in own_joins}
-        joins += [{"region": region, **join} for join in own_joins]
-        done += len(set(trained))
-        for before, after in zip([0, *trained], trained, strict=False):
-            if after != before + 1:
-                gaps += 1
-                if after - 1 not in begun or after <= before:
-                    unexplained.append(f"region {region}: step {before} to {after}")
-        for sync in lines(folder / SYNCS_FILE):
-            key = sync["fragment"], sync["start_step"]
-            found = digests.setdefault(key, {})
-            found.setdefault(sync["digest"], []).append(region)
-        if (folder / "summary.json").exists():
-            losses.append(read_table(folder / "summary.json")["eval_loss_outer"])
-    differ = {str(key): found for key, found in digests.items() if len(found) > 1}
-    back = [j for j in joins if j["from_peer"]]
-    return {
-        "kills": len(kills),
-        "kills_of_coordinator": sum(k["coordinated"] for k in kills),
-        "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
-        "returns": len(back),
-        "seconds_from_kill_to_return": _until_back(kills, back),
-        "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
-        "regions_at_the_end": len(losses),
-        "gaps_in_steps": gaps,
-        "gaps_unexplained": unexplained,
-        "merges_compared": sum(len(sum(f.values(), [])) > 1 for f in digests.values()),
-        "merges_that_differ": differ,
-        "eval_loss_outer": losses,
-        "goodput": done / (num_regions * steps),
-    }
-
-
-def _until_back(kills: Sequence[dict], back: Sequence[dict]) -> list[float]:
-    """Return the seconds from each kill to that region's next return."""
-    found = []
-    for kill in kills:
-        later = [
-            j["time"] - kill["time"]
-            for j in back
-            if j["region"] == kill["region"] and j["time"] > kill["time"]
-        ]
-        if later:
-            found.append(round(min(later), 1))
-    return sorted(found)
+        line = json.dumps(self.kills[-1])
+        with (self._workdir / KILLS_FILE).open("a") as file:
+            file.write(line + "\n")
+        print(f"killed region {region} {line}", file=sys.stderr, flush=True)
 
 
 def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
@@ -245,22 +210,6 @@ def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
     if done.returncode:
         raise ValueError(f"the unbroken run failed: {done.stderr.strip()}")
     return read_table(workdir / "summary.json")["eval_loss_outer"]
-
-
-def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
-    """Tell whether a run kept what is promised."""
-    is_near = True
-    if result.get("unbroken_loss") is not None:
-        is_near = all(
-            abs(loss - result["unbroken_loss"]) <= tolerance
-            for loss in result["eval_loss_outer"]
-        )
-    return (
-        not result["gaps_unexplained"]
-        and not result["merges_that_differ"]
-        and result["regions_at_the_end"] == num_regions
-        and is_near
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -278,13 +227,19 @@ def main(argv: Sequence[str]) -> int:
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()
     workdir = pathlib.Path(own.workdir)
+    if own.scenario:
+        with flags.usage_errors():
+            result = scenarios.run(own, config, train_flags, workdir)
+        write_whole(workdir / "scenario.json", dumps(result))
+        print(dumps(result), end="")
+        return 0 if result["named"] else 1
     return wreck(own, config, train_flags, workdir)
 
 
 def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int:
     """Run it all; returns 0 if the run kept what is promised."""
     loss = None
-    if own.unbroken:
+    if own.unbroken:  # It goes on, or is there already.
         loss = unbroken_loss(train_flags, workdir / "unbroken")
     told = independent.commands(
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
@@ -292,24 +247,28 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         own.regions,
     )
     logs = independent.logs(workdir, own.regions)
+    # Each life compiles the same programs.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     chaos = Chaos(
         workdir, [independent.Region(*each) for each in zip(told, logs, strict=True)]
     )
-
-    def stop(code: int) -> None:
-        for region in chaos.regions:
-            region.send(signal.SIGKILL)
-        sys.exit(code)
-
     began_s, steps = time.time(), config.run.steps
-    with children.on_signals(stop):
+    with children.on_signals(chaos.stop):
         chaos.run(
             own.kills, int(_LAST_KILL * steps), own.seed, own.gap_s, own.restart_s
         )
+    seconds = time.time() - began_s
+    if chaos.is_stopped:
+        with (workdir / PARTS_FILE).open("a") as file:
+            file.write(json.dumps({"seconds": seconds}) + "\n")
+        print(f"stopped after {len(chaos.kills)} kills; the same command goes on")
+        return 1
+    seconds += sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
         **judge(workdir, own.regions, steps, chaos.kills),
         "unbroken_loss": loss,
-        "seconds": time.time() - began_s,
+        "seconds": seconds,
         "regions": own.regions,
         "steps": steps,
         "seed": own.seed,

@@ -96,6 +96,7 @@ def compile_one(
         name=listed.name,
         calls_steps=listed.num_steps or None,
         sent_bytes=listed.sent_bytes,
+        options=dict(listed.options),
         held_bytes=held_bytes(built, listed),
     )
     options = {"lowering_platforms": (target.chip.platform,)}

@@ -136,6 +136,8 @@ def lines(
     for record in programs:
         if "refused" in record:
             yield f"{record['name']}: {record['refused']}"
+        for option, value in record.get("options", {}).items():
+            yield f"{record['name']}: the run compiles it with {option}={value}"
         for row in record.get("collectives", ()):
             yield (
                 f"{record['name']}: {row['count']} {row['kind']}"

@@ -35,8 +35,9 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """The least time."""
-        return max(self.compute_s, self.hbm_s, self.link_s) + self.network_s
+        """The least time: what spans the steps may take longer than they do."""
+        beside = max(self.compute_s, self.hbm_s, self.link_s, self.hidden_s)
+        return beside + self.network_s
 
     @property
     def limit(self) -> str:
@@ -45,7 +46,7 @@ class Estimate:
             "compute": self.compute_s,
             "memory": self.hbm_s,
             "links": self.link_s,
-            "network": self.network_s,
+            "network": max(self.network_s, self.hidden_s),
         }
         return max(parts, key=lambda name: parts[name])
 

@@ -61,6 +61,16 @@ class Region:
             self.process.send_signal(number)
 
 
+def make_key(workdir: pathlib.Path) -> pathlib.Path:
+    """Make the key that the regions share, unless it is there; return where it is."""
+    key = workdir / "key"
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not key.exists():
+        with open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+    return key
+
+
 def commands(
     train: Sequence[str], workdir: pathlib.Path, num_regions: int
 ) -> list[list[str]]:
@@ -71,11 +81,7 @@ def commands(
       workdir: of the run; the key that the regions share is made there.
       num_regions: M.
     """
-    key = workdir / "key"
-    workdir.mkdir(parents=True, exist_ok=True)
-    if not key.exists():
-        with open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
+    key = make_key(workdir)
     probes = [socket.socket() for _ in range(num_regions)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))

@@ -14,6 +14,9 @@ causes as do, the one that explains most first:
     most of a column    the receiver      most of every row and column    the network
     a cell by itself    the link
 
+Where two groups of at least two regions each have nothing but bad cells between them,
+the network is cut in two: a partition.
+
 Two regions have one cell each way: always a link. What is bad is not learned from, so a
 fault stays named as long as it lasts. A message that never came takes infinitely long;
 one that was not measured is NaN, and says nothing. The floor of a tenth of the median,
@@ -41,9 +44,11 @@ class Finding:
     """What is faulty, and by what it is told.
 
     Attributes:
-      kind: "link", "sender", "receiver", "region" or "network" of messages; "slow" or
-        "unusual" of numbers.
-      where: the regions by number: two of a link, none of the network, else one.
+      kind: "link", "sender", "receiver", "region", "partition" or "network" of
+        messages; "slow" or "unusual" of numbers; "gone" of a region that takes part no
+        more.
+      where: the regions by number: two of a link, none of the network, those of the
+        smaller part of a partition, else one.
       seconds: the median of the bad values now.
       usual: the median of their medians before.
       score: the median of their robust z-scores.
@@ -66,9 +71,12 @@ class Finding:
         'link from region 0 to region 2: 1.5 s, usually 0.5 s (z = 40)'
         """
         names = [regions[i] if regions else f"region {i}" for i in self.where]
+        if self.kind == "gone":
+            return f"{names[0]} is gone: it has ended, is silent or cut off"
         what = {
             "link": "link from {} to {}",
             "network": "the network",
+            "partition": f"the network is cut before {' and '.join(names)}",
             "region": "{}, all that it sends and receives",
         }.get(self.kind, f"{self.kind} {{}}")
         return (
@@ -78,7 +86,11 @@ class Finding:
 
 
 def robust_z(
-    value: np.ndarray, median: np.ndarray, mad: np.ndarray, floor: float = 0.1
+    value: np.ndarray,
+    median: np.ndarray,
+    mad: np.ndarray,
+    floor: float = 0.1,
+    least: float = 1e-12,
 ) -> np.ndarray:
     """Return robust z-scores.
 
@@ -87,22 +99,26 @@ def robust_z(
       median: of what is usual, broadcastable to it.
       mad: median of the distances to it.
       floor: share of the median that a deviation is measured by at least.
+      least: value that it is measured by at least.
     """
     scale = np.maximum(_MAD_TO_SIGMA * mad, floor * np.abs(median))
     with np.errstate(invalid="ignore"):
-        return (value - median) / np.maximum(scale, 1e-12)
+        return (value - median) / np.maximum(scale, least)
 
 
 class _Past:
     """What is usual of an array of numbers, each by itself, and which are bad now."""
 
-    def __init__(self, threshold: float, patience: int, floor: float):
+    def __init__(
+        self, threshold: float, patience: int, floor: float, least: float = 1e-12
+    ):
         if not threshold > 0 or not 1 <= patience <= _LOOKED_AT:
             raise ValueError(
                 f"threshold={threshold} must be positive and patience={patience} "
                 f"between 1 and {_LOOKED_AT}"
             )
-        self._threshold, self._patience, self._floor = threshold, patience, floor
+        self._threshold, self._patience = threshold, patience
+        self._floor, self._least = floor, least
         self._values: collections.deque[np.ndarray] = collections.deque(maxlen=_WINDOW)
         self._bad: collections.deque[np.ndarray] = collections.deque(maxlen=_LOOKED_AT)
 
@@ -116,7 +132,7 @@ class _Past:
         past = np.where(known, past, 0.0)  # NaN in all rows has no median.
         median = np.nanmedian(past, 0)
         mad = np.nanmedian(np.abs(past - median), 0)
-        z = robust_z(values, median, mad, self._floor)
+        z = robust_z(values, median, mad, self._floor, self._least)
         return np.where(known, median, np.nan), np.where(known, z, np.nan)
 
     def learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
@@ -133,18 +149,25 @@ class _Past:
 class Messages:
     """Watches the times of messages between all pairs of regions."""
 
-    def __init__(self, threshold: float = 6.0, patience: int = 3, floor: float = 0.1):
+    def __init__(
+        self,
+        threshold: float = 6.0,
+        patience: int = 3,
+        floor: float = 0.1,
+        least: float = 1e-12,
+    ):
         """Begin with nothing known.
 
         Args:
           threshold: robust z-score above which a time is bad.
           patience: bad syncs among the last five by which something is named.
           floor: see `robust_z`.
+          least: see `robust_z`, in seconds.
 
         Raises:
           ValueError: for numbers out of range.
         """
-        self._past = _Past(threshold, patience, floor)
+        self._past = _Past(threshold, patience, floor, least)
 
     def observe(self, seconds: np.ndarray) -> list[Finding]:
         """Take in one sync, and say what is faulty now.
@@ -193,6 +216,8 @@ def explain(
     left, lines = bad & there, []
     if not left.any():
         return []
+    if part := _cut_off(left):
+        return [("partition", part, left)]
     shares = [left.sum(axis) > there.sum(axis) / 2 for axis in (0, 1)]
     if num > 2 and np.all(shares):
         return [("network", (), left)]
@@ -224,6 +249,28 @@ def explain(
     return found
 
 
+def _cut_off(bad: np.ndarray) -> tuple[int, ...]:
+    """Return the smaller of two groups with only bad cells between them, () if none is.
+
+    Each has at least two regions; of equal ones it is that without region 0.
+    """
+    num = len(bad)
+    group = {0}
+    joined = ~(bad & bad.T)
+    while more := {
+        j for i in group for j in range(num) if joined[i, j] and j not in group
+    }:
+        group |= more
+    rest = sorted(set(range(num)) - group)
+    inside = joined[np.ix_(rest, rest)]
+    is_one = len(rest) > 1 and bool(
+        (np.linalg.matrix_power(inside.astype(int), len(rest)) > 0).all()
+    )
+    if len(group) < 2 or not is_one:
+        return ()
+    return tuple(min(rest, sorted(group), key=len))
+
+
 class Regions:
     """Watches a number of each region: seconds of a step, or lengths of messages."""
 
@@ -233,6 +280,7 @@ class Regions:
         patience: int = 3,
         floor: float = 0.1,
         against_others: bool = False,
+        kind: str = "",
     ):
         """Begin with nothing known.
 
@@ -242,6 +290,7 @@ class Regions:
           floor: see `robust_z`.
           against_others: whether how many times its own median a number is must stand
             out among the regions as well: lengths of messages change in all together.
+          kind: of what is found; "" is "unusual" against others, else "slow".
 
         Raises:
           ValueError: for numbers out of range.
@@ -249,6 +298,7 @@ class Regions:
         self._past = _Past(threshold, patience, floor)
         self._threshold, self._floor = threshold, floor
         self._against_others = against_others
+        self._kind = kind or ("unusual" if against_others else "slow")
 
     def observe(self, values: np.ndarray) -> list[Finding]:
         """Take in the numbers of one sync, `[M]`, and say whose are faulty now."""
@@ -258,13 +308,17 @@ class Regions:
         if self._against_others:
             with np.errstate(divide="ignore", invalid="ignore"):
                 grown = np.where(median > 0, values / median, 1.0)
-            middle = np.nanmedian(grown)
-            apart = np.nanmedian(np.abs(grown - middle))
+            known = grown[np.isfinite(grown)]
+            middle = np.median(known) if len(known) else np.nan
+            apart = np.median(np.abs(known - middle)) if len(known) else np.nan
             bad &= robust_z(grown, middle, apart, self._floor) > self._threshold
-        kind = "unusual" if self._against_others else "slow"
         return [
             Finding(
-                kind, (int(i),), float(values[i]), float(median[i]), float(score[i])
+                self._kind,
+                (int(i),),
+                float(values[i]),
+                float(median[i]),
+                float(score[i]),
             )
             for i in np.nonzero(self._past.learn(values, bad))[0]
         ]

@@ -3,8 +3,10 @@
 Each region runs the same command with another `--region_id`. It listens first whether
 the others have begun. Where they have, it compiles and tries out its programs before
 it asks to be let in, so that nobody waits for that; then it goes on from the memory of
-one of them. A region that all others went on without ends with an error, and is let in
-again when it is started again.
+one of them. A region that all others went on without, cut off or only silent, is let in
+again as soon as it hears of them: with its own inner optimizer, and at the outer
+parameters moved by what it did since the last outer step that it shared with them, so
+that this work is in its next messages.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ import numpy as np
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.run.agreement import code_digest
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.watching import ON_FAULT, FaultWatch
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.loop import joining
-from cocodc_jax.runtime.membership.link import Link
+from cocodc_jax.runtime.membership.hearing import Timing
+from cocodc_jax.runtime.membership.link import LeftBehindError, Link
 from cocodc_jax.runtime.membership.messages import Snapshot
 from cocodc_jax.runtime.membership.place import Place, read_key
-from cocodc_jax.runtime.membership.protocol import Timing
 from cocodc_jax.runtime.program import Output, RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS, scan_steps
 from cocodc_jax.runtime.state import TrainState
@@ -52,9 +55,18 @@ class Jobs:
       min_regions: regions that go on when the others are gone; more than half of them
         keeps two parts of a cut network from going on both.
       beat_s: seconds between two signs of life.
-      dead_after_s: seconds of silence after which a region is taken for dead.
-      grace_s: seconds after the first message of a sync after which nobody is waited
+      dead_after_s: seconds of silence after which a region is taken for dead; more than
+        a message takes on the slowest link, behind which signs of life wait.
+      grace_s: seconds after a quorum of a sync's messages after which nobody is waited
         for.
+      quorum: messages of a sync that are waited for however long it takes, or all
+        where fewer regions take part.
+      late_mean: "wait" for a mean that is not there when it is due, or train on and
+        "merge" it at the next slot, for its true age.
+      late_message: what becomes of the work of a message that came too late for its
+        mean: "keep" it in the region, whose next message holds it, or "drop" it.
+      on_fault: what to do when a region or a link is named as faulty: "warn",
+        "exclude" the region from the means, or "route" messages around the link.
       start_s: seconds to wait until all regions have started.
       outer_digests: write a digest of the outer fragment after every merge to
         syncs.jsonl.
@@ -67,6 +79,10 @@ class Jobs:
     beat_s: float = 0.5
     dead_after_s: float = 10.0
     grace_s: float = 120.0
+    quorum: int = 1
+    late_mean: str = "wait"
+    late_message: str = "keep"
+    on_fault: str = "warn"
     start_s: float = 300.0
     outer_digests: bool = False
 
@@ -79,6 +95,10 @@ class Jobs:
         for name in ("beat_s", "grace_s", "start_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.on_fault not in ON_FAULT:
+            raise ValueError(
+                f"on_fault={self.on_fault!r} is unknown; use one of {ON_FAULT}"
+            )
         if not 3 * self.beat_s <= self.dead_after_s < float("inf"):
             raise ValueError(
                 f"dead_after_s={self.dead_after_s} must be at least three times "
@@ -105,8 +125,16 @@ class Jobs:
             self.region_id,
             tuple(self.region_addresses.split(",")),
             read_key(self.key_file),
-            Timing(self.beat_s, self.dead_after_s, self.grace_s, self.start_s),
+            Timing(
+                self.beat_s,
+                self.dead_after_s,
+                self.grace_s,
+                self.start_s,
+                self.quorum,
+            ),
             self.min_regions,
+            self.late_mean,
+            self.late_message,
         )
 
 
@@ -130,13 +158,21 @@ class Attendance:
         assert isinstance(program.route, BetweenJobs)
         self._program, self._route, self._link = program, program.route, link
         self._folder, self._digests = folder, digests
+        self._view = link.view
+        self._shared: Any = None
 
     def handed_out(self, state: TrainState, output: Output) -> None:
         """Tell the others how far this region is; let in who waits for it."""
         assert state.sync is not None
         starts = [start for _, start in state.sync.in_flight]
         oldest = min(starts, default=state.step)
-        for region, boot in self._link.at(oldest).items():
+        self._note_shared(state)
+        try:
+            waiting = self._link.at(oldest)
+        except LeftBehindError as error:
+            error.state = joining.Carried(state, self._shared)
+            raise
+        for region, boot in waiting.items():
             copy = joining.copy_of(self._program, state)
             self._link.let_in(region, boot, copy, oldest)
         for sync in output.syncs:
@@ -151,6 +187,20 @@ class Attendance:
             if self._digests:
                 line["digest"] = _digest(state.sync.outer.params[k])
             self._write(SYNCS_FILE, line)
+
+    def _note_shared(self, state: TrainState) -> None:
+        """Keep the outer parameters that a run cut in two had in common.
+
+        They are those at the end of the turn in which regions were first missed; nobody
+        knows which part of it will go on.
+        """
+        assert state.sync is not None
+        before, self._view = self._view, self._link.view
+        if before.seats.keys() - self._view.seats.keys():
+            if self._shared is None:
+                self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
+        elif self._view.seats.keys() - before.seats.keys():
+            self._shared = None
 
     def joined(self, line: dict[str, Any]) -> None:
         """Note that this region takes part now."""
@@ -184,6 +234,8 @@ def taking_part(
     stream: TrainStream,
     make_params: Callable[[], tuple[Any, jax.Array]],
     digests: bool,
+    watch: FaultWatch | None = None,
+    carried: joining.Carried | None = None,
 ) -> Iterator[tuple[tuple[TrainState, dict | None, dict], Attendance]]:
     """Take part in a run until the end of the context.
 
@@ -196,6 +248,9 @@ def taking_part(
       stream: of the region, where `begun` is.
       make_params: makes one region's first parameters, and the key of the run.
       digests: whether to write digests of outer fragments.
+      watch: names what is faulty.
+      carried: what the region had done when the others went on without it; `begun` is
+        that state then.
 
     Yields:
       State, sums and positions to go on from, and what has to be told of every turn.
@@ -209,11 +264,12 @@ def taking_part(
     own, _, position = begun
     began_s = time.monotonic()
     largest = joining.max_frame_bytes(program)
-    with Link(place, run, largest, own.step, is_announced=False) as link:
+    link = Link(place, run, largest, own.step, is_announced=False, watch=watch)
+    with link:
         listen_s = _LISTEN_BEATS * place.timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
         initial = stream.get_state()
-        if link.hears_others(listen_s):
+        if link.hears_others(listen_s) and carried is None:
             rehearse(program, make_params, stream)
             stream.set_state(initial)
             seconds["rehearsed"] = time.monotonic() - began_s - listen_s
@@ -224,7 +280,7 @@ def taking_part(
         program.route.link = link
         if copy is not None:
             begun = (
-                _go_on(program, copy, own.step, stream, make_params),
+                _go_on(program, copy, own.step, stream, make_params, carried),
                 None,
                 {"seconds": position.get("seconds", 0.0)},
             )
@@ -235,6 +291,7 @@ def taking_part(
                 "step": begun[0].step,
                 "own_step": own.step,
                 "from_peer": copy is not None,
+                "carried": carried is not None,
                 "epoch": link.view.epoch,
                 "regions": sorted(link.view.seats),
                 "seconds": seconds,
@@ -271,9 +328,10 @@ def _go_on(
     own_step: int,
     stream: TrainStream,
     make_params: Callable[[], tuple[Any, jax.Array]],
+    carried: joining.Carried | None,
 ) -> TrainState:
-    """Return the state made of a copy, with the data where that is."""
-    if own_step > copy.step:
+    """Return the state made of a copy, with the data where that is, or further."""
+    if own_step > copy.step and carried is None:
         raise ValueError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "
             f"{own_step}: of another run, or the others lost theirs; name another "
@@ -281,7 +339,7 @@ def _go_on(
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
     params, key = make_params()
-    state = joining.adopt(program, params, key, copy)
+    state = joining.adopt(program, params, key, copy, carried)
     for _ in range(copy.step - own_step):
         next(stream)
     return state

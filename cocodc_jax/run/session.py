@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,8 +56,10 @@ from cocodc_jax.run.resume import (
 )
 from cocodc_jax.run.summary import summarize
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
+from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.devices.mesh import Mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.joining import Carried
 from cocodc_jax.runtime.loop.spikes import LossSpikeError
 from cocodc_jax.runtime.loop.trainer import (
     Hooks,
@@ -96,7 +99,7 @@ class Session:
       evaluate: judges parameters on the validation batches.
       tracking: where process 0 shows its records besides.
       place: of this region, if each is a job of its own.
-      outer_digests: of `Jobs`.
+      jobs: the flags of such regions.
     """
 
     config: TrainConfig
@@ -108,7 +111,7 @@ class Session:
     evaluate: Callable[[models.Params], jax.Array]
     tracking: Tracking = NO_TRACKING
     place: Place | None = None
-    outer_digests: bool = False
+    jobs: Jobs = NO_JOBS
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
         """Trains to the last step, going on from the newest checkpoint if there is one.
@@ -119,7 +122,8 @@ class Session:
         Raises:
           NonFiniteLossError: naming step, region and last good checkpoint.
           ResumeError: if the newest checkpoint does not belong to this run.
-          LeftBehindError: if the other jobs go on without this region.
+          LeftBehindError: if the other jobs go on without this region, and it has
+            nothing to come back with.
           OSError: if nobody lets this region in, or the disk refuses; a
             `CheckpointError` names the last good one.
         """
@@ -134,11 +138,14 @@ class Session:
             if finished is not None:
                 return finished
             began_s, rollbacks = time.time(), []
+            carried: Carried | None = None
             while True:
                 # A rollback goes on with the data that come next.
                 ahead = stream.get_state() if rollbacks else None
                 try:
-                    with self._among_others(saved, stream) as (begun, handed_out):
+                    seconds = time.time() - began_s
+                    among = self._among_others(saved, stream, carried, seconds)
+                    with among as (begun, handed_out):
                         if ahead is not None:
                             stream.set_state(ahead)
                         return self._train_on(
@@ -150,6 +157,11 @@ class Session:
                             began_s,
                             rollbacks,
                         )
+                except LeftBehindError as error:
+                    if error.state is None:
+                        raise
+                    print(f"{error}: coming back", file=sys.stderr, flush=True)
+                    carried = error.state
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
 
@@ -224,10 +236,17 @@ class Session:
 
     @contextlib.contextmanager
     def _among_others(
-        self, saved: Checkpoints, stream: TrainStream
+        self,
+        saved: Checkpoints,
+        stream: TrainStream,
+        carried: Carried | None,
+        seconds: float,
     ) -> Iterator[tuple[Begun, Callable[[TrainState, Output], None]]]:
         """Yield where to go on from, and what takes the state of every turn."""
-        begun = self.begin(saved, stream)
+        if carried is None:
+            begun = self.begin(saved, stream)
+        else:
+            begun = carried.state, None, {"seconds": seconds}
         if self.place is None:
             yield begun, lambda state, output: None
             return
@@ -239,8 +258,12 @@ class Session:
             begun,
             stream,
             self._first_params,
-            self.outer_digests,
+            self.jobs.outer_digests,
+            FaultWatch(self.own_dir, self.jobs.on_fault, self.place.timing.beat_s / 10),
+            carried,
         ) as (begun, attendance):
+            if carried is not None:  # It may have been further than the others.
+                saved.forget_after(begun[0].step)
             yield begun, attendance.handed_out
 
     def _first_params(self) -> tuple[models.Params, jax.Array]:
@@ -369,7 +392,7 @@ def prepare(
         alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
         tracking,
         place,
-        jobs.outer_digests,
+        jobs,
     )
     if jax.process_index() == 0:
         write_config(config, workdir)

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 PyTree = Any
+
+
+class Landed(NamedTuple):
+    """What came of a sync.
+
+    Attributes:
+      mean: on the outer device.
+      uncounted: this region's own message, decoded there, if the mean is not of it and
+        its work is kept; else None.
+      verdict: who was left out of the mean, int32 `[M]` there, see `sync.robust`; None
+        where nobody is judged.
+    """
+
+    mean: PyTree
+    uncounted: PyTree = None
+    verdict: Any = None
 
 
 class Arriving:
@@ -21,7 +37,7 @@ class Arriving:
         """Wait for nothing yet.
 
         Args:
-          future: its result is the mean, on the outer device.
+          future: its result is a `Landed`.
         """
         self._future = future
 
@@ -35,14 +51,19 @@ class Arriving:
         Raises:
           Exception: whatever kept it from coming.
         """
-        jax.block_until_ready(self._future.result())
+        jax.block_until_ready(self._future.result().mean)
         return self
 
-    def result(self) -> PyTree:
-        """Wait for the mean, and return it."""
+    def result(self) -> Landed:
+        """Wait for the mean, and return what came."""
         return self._future.result()
 
 
 def arrived(mean: PyTree) -> PyTree:
     """Return a mean as arrays; waits where it comes from other jobs."""
-    return mean.result() if isinstance(mean, Arriving) else mean
+    return landed(mean).mean
+
+
+def landed(mean: PyTree) -> Landed:
+    """Return what came of a sync; waits where it comes from other jobs."""
+    return mean.result() if isinstance(mean, Arriving) else Landed(mean)

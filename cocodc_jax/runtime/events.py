@@ -1,10 +1,13 @@
 """The events of a schedule, carried out on devices.
 
 The order at a step is the schedule's (`sync.schedules`), the same on every region.
-Nothing here waits for a device, but for two things. A schedule that chooses by what was
-applied reads it before it chooses, at the next slot. And on CPU devices, which share
-few threads, a program with collectives waits for the one before: two at once could
-each hold threads that the other needs, for ever.
+Nothing here waits for a device, but for three things. A schedule that chooses by what
+was applied reads it before it chooses, at the next slot. On CPU devices, which share
+few threads, a program with collectives waits for the one before: two at once could each
+hold threads that the other needs, for ever. And a mean that comes from other jobs is
+waited for where it is due, or at the next slot if the route goes on without it: no
+fragment starts before all that was due is applied, so that all regions choose alike and
+measure from the same outer fragments.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import jax
 import numpy as np
 import optax
 
+from cocodc_jax.runtime.arriving import Arriving, landed
 from cocodc_jax.runtime.beginning import Beginning
 from cocodc_jax.runtime.departures import Departures
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.in_program import InProgram
+from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.exchange.model_state import make_average
 from cocodc_jax.runtime.exchange.moments import MomentPrograms
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
@@ -55,6 +60,7 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     events_at,
 )
+from cocodc_jax.sync.schedules.slotted import Slotted
 
 PyTree = Any
 
@@ -120,6 +126,17 @@ class SyncPrograms:
             )
             for k in range(len(setting.fragments))
         ]
+        # Whose slots means may be late until; None waits for them where they are due.
+        self._slots: Slotted | None = None
+        if isinstance(route, BetweenJobs) and route.goes_on:
+            if isinstance(self._schedule, Slotted):
+                self._slots = self._schedule
+        self._restored_step = 0
+        self._keep = jax.jit(
+            lambda outer, own: jax.tree.map(
+                lambda o, d: o - d.astype(o.dtype), outer, own
+            )
+        )
         self._copy = [
             jax.jit(
                 functools.partial(setting.fragments.take, fragment_id=k, lead=1),
@@ -223,6 +240,11 @@ class SyncPrograms:
         ):
             if event is not None:
                 self._do[event.kind](turn, event)
+            turn.sync = dataclasses.replace(turn.sync, schedule=schedule)
+        if turn.late:
+            schedule = turn.sync.schedule
+            flying = (*turn.late, *schedule.in_flight)
+            schedule = dataclasses.replace(schedule, in_flight=flying)
             turn.sync = dataclasses.replace(turn.sync, schedule=schedule)
         if turn.applied and self._average_state is not None:
             self._average_model_state(turn, self._average_state)
@@ -338,6 +360,10 @@ class SyncPrograms:
     def _finish(self, turn: Turn, event: Event) -> None:
         """Take an outer step with what arrived, and merge it into the regions."""
         k, start_step = event.fragment_id, event.start_step
+        if (slot := self._put_off(turn, event)) is not None:
+            rest = event.participating, event.rank
+            turn.late.append(Pending(k, start_step, slot, None, *rest))
+            return
         done = turn.finished.get(event.sync_id)
         if done is None:
             self._departures.settle(turn)  # Merges change what would leave.
@@ -362,7 +388,7 @@ class SyncPrograms:
                 num_bytes,
                 norm,
                 metrics,
-                flight.kept.get(VERDICT),
+                flight.kept.get(VERDICT, _verdict(flight)),
             )
         )
 
@@ -375,14 +401,40 @@ class SyncPrograms:
             self._turns.took(norm)
         return norm
 
+    def _put_off(self, turn: Turn, event: Event) -> int | None:
+        """Return the slot at which a mean is merged that is late; None is now."""
+        if self._slots is None:
+            return None
+        mean = turn.sync.in_flight[event.sync_id].mean
+        if not isinstance(mean, Arriving) or mean.is_ready():
+            return None
+        slot = self._slots.next_slot(turn.step - 1)
+        return slot if slot > turn.step else None
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def _late_merge(self, fragment_id: int) -> Callable:
+        """Return the program that merges for an age that is told."""
+        where = self._setting.shardings.region
+        return jax.jit(
+            make_merge(self._setting, fragment_id, is_late=True),
+            donate_argnums=0,
+            out_shardings=(where.params, where.key),
+        )
+
     def _restore_left_out(self, turn: Turn, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that were left out of a mean which is now there.
 
         Waits for the verdict, so that nothing is done where nobody was left out.
         """
         verdict = flight.kept.get(VERDICT)
+        if verdict is None and (verdict := _verdict(flight)) is not None:
+            assert isinstance(self._route, BetweenJobs)
+            # What left before this region was restored is no reason to do it again.
+            is_new = event.start_step >= self._restored_step
+            verdict = np.asarray(verdict)[self._route.region, None] * is_new
         if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
             return flight
+        self._restored_step = turn.step
         flights = {**turn.sync.in_flight, event.sync_id: flight}
         sync = dataclasses.replace(turn.sync, in_flight=flights)
         turn.region, sync = self.restore(turn.region, sync, bad)
@@ -394,10 +446,14 @@ class SyncPrograms:
     def _merge_in(self, turn: Turn, event: Event, flight: InFlight) -> dict:
         k, merge_needs = event.fragment_id, self._setting.sync.merge.needs
         turn.sync, outer, participating = self._outer.hand_out(event, turn.sync)
+        outer = self._with_uncounted(outer, flight)
+        age = turn.step - event.start_step
+        is_late = self._slots is not None and age > self._slots.delay_steps
         wants_state = any(needs.NEEDS[n].of_regions for n in merge_needs)
         wants_rate = "learning_rate" in merge_needs
         kept = {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES}
-        params, metrics = self._merge[k](
+        merge = self._late_merge(k) if is_late else self._merge[k]
+        params, metrics = merge(
             turn.region.params,
             turn.region.opt_state if wants_state else None,
             turn.region.key if needs.wants_key(merge_needs) else None,
@@ -406,13 +462,21 @@ class SyncPrograms:
             None if turn.batch is None else (turn.batch, turn.region.model_state),
             self._setting.supplies.rate(turn.step) if wants_rate else None,
             participating,
-            np.int32(max(turn.step - event.start_step, 1))
-            if self._schedule.is_measured
-            else None,
+            np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
             np.int32(event.start_step) if "sync_key" in merge_needs else None,
         )
         turn.region = turn.region._replace(params=params)
         return metrics
+
+    def _with_uncounted(self, outer: PyTree, flight: InFlight) -> PyTree:
+        """Return what a region merges: moved by its own message, if that did not count.
+
+        So its work stays with it, and is in its next message.
+        """
+        own = landed(flight.mean).uncounted
+        if own is None:
+            return outer
+        return self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
 
     def _observe(self, turn: Turn, k: int, flight: InFlight, norm: jax.Array) -> None:
         """Keep what the schedule needs to know of an applied mean."""
@@ -423,6 +487,15 @@ class SyncPrograms:
         if wanted:
             observed = (*turn.sync.observed, Observation(k, wanted))
             turn.sync = dataclasses.replace(turn.sync, observed=observed)
+
+
+def _where(x: jax.Array) -> Any:
+    return x.sharding
+
+
+def _verdict(flight: InFlight) -> Any:
+    """Return the verdict that came with a mean from other jobs, if one did."""
+    return landed(flight.mean).verdict
 
 
 def _plain(x: jax.Array) -> Any:

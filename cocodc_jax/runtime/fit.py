@@ -61,11 +61,8 @@ def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
       The same state, or `opt_state` itself where no schedule counts.
     """
 
-    def is_scheduled(x: Any) -> bool:
-        return type(x).__name__ in _SCHEDULED
-
     def set_count(x: Any) -> Any:
-        if not is_scheduled(x):
+        if not _is_scheduled(x):
             return x
         # Schedules may wrap schedules. An array for each: the state is donated.
         count = transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
@@ -73,10 +70,34 @@ def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
         return x._replace(**{**inside, "count": count})
 
     def walk(tree: PyTree) -> PyTree:
-        return jax.tree.map(set_count, tree, is_leaf=is_scheduled)
+        return jax.tree.map(set_count, tree, is_leaf=_is_scheduled)
 
-    found = jax.tree.leaves(opt_state, is_leaf=is_scheduled)
-    return walk(opt_state) if any(map(is_scheduled, found)) else opt_state
+    found = jax.tree.leaves(opt_state, is_leaf=_is_scheduled)
+    return walk(opt_state) if any(map(_is_scheduled, found)) else opt_state
+
+
+def with_counts(opt_state: PyTree, counted: PyTree) -> PyTree:
+    """Return a state whose own schedules stand where those of another one do.
+
+    Args:
+      opt_state: whatever its counts.
+      counted: of the same optimizer.
+    """
+
+    def take_count(x: Any, like: Any) -> Any:
+        if not _is_scheduled(x):
+            return x
+        inside = {
+            name: with_counts(getattr(x, name), getattr(like, name))
+            for name in x._fields
+        }
+        return x._replace(**{**inside, "count": like.count})
+
+    return jax.tree.map(take_count, opt_state, counted, is_leaf=_is_scheduled)
+
+
+def _is_scheduled(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULED
 
 
 def mean_over_all(x: jax.Array) -> jax.Array:

@@ -19,16 +19,18 @@ With tau at most the H / K steps between two starts, T is tau: one window from a
 to its merge. With a longer tau a window ends at the next event of another fragment, its
 mean leaves it and is *in flight* until its own step, as in the plain form: a message
 has H / K steps to cross in, not tau. Likewise where an evaluation or a checkpoint cuts
-the steps. A checkpoint at the step of a start itself has the fragment leave by the
-plain program, so that what is saved is the same, and so is what follows. What crosses
-in the plain form only, and is not hidden: messages that arrive at the step at which
-they leave; those a whole round late (`one_step_stale`), which leave before a merge at
-the same step; of methods whose regions come one by one, whose messages' rank follows
-the updates, or which average the inner optimizer's moments too.
+the steps, and where regions may be left out of a mean (`sync.robust`), as they are
+looked at before the merge. A checkpoint at the step of a start itself has the fragment
+leave by the plain program, so that what is saved is the same, and so is what follows.
+What crosses in the plain form only, and is not hidden: messages that arrive at the step
+at which they leave; those a whole round late (`one_step_stale`), which leave before a
+merge at the same step; of methods whose regions come one by one, whose messages' rank
+follows the updates, or which average the inner optimizer's moments too.
 
-**How many programs.** A window for each fragment (two where tau is longer than H / K),
-times the lengths T that occur: of a schedule with regular starts one, and one more for
-each way in which evaluations and checkpoints cut it.
+**How many programs.** A window for each fragment, times the lengths T that occur: of a
+schedule with regular starts one (two where tau is longer than H / K, as there is no
+merge yet in the first round), and one more for each way in which evaluations and
+checkpoints cut it.
 
 Numbers are those of the plain form.
 """
@@ -36,7 +38,7 @@ Numbers are those of the plain form.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -128,8 +130,9 @@ class Windows:
         if not due or self._setting.sync.robust:
             return None
         _, event = schedule.next_event(sync.schedule, step, nothing)
-        is_first = event is not None and event.kind == FINISH
-        return event if is_first and event.sync_id in due else None
+        if event is None or event.kind != FINISH:
+            return None
+        return event if event.sync_id in due else None
 
     def run(
         self,
@@ -197,7 +200,8 @@ class Windows:
                 ),
                 (batches, participating),
             )
-            sent = self._route.listed(k, region, None, sync.compressors[k])[1]
+            near = self._outer.abstract_near(k)
+            sent = self._route.listed(k, region, near, sync.compressors[k])[1]
             compressor, weights, start_step = sent[2], sent[3], sent[5]
             given = None if k == last else self._outer.given(sync, k)
             starts = (Start(given, compressor, weights, start_step),)
@@ -208,6 +212,7 @@ class Windows:
                 (region, *of_steps, starts, own, self._told(finish, num_steps)),
                 num_bytes(start),
                 num_steps,
+                self._options,
             )
             found[k] = listed, last is not None
         return found
@@ -269,7 +274,6 @@ class Windows:
             own = tuple(self._outer.place.lay(last, tree) for tree in _own(sync, last))
             one = NamedSharding(setting.mesh, P())
             finished = Finished(one, shardings.region.key)
-        platform = setting.mesh.devices.flat[0].platform
         return jax.jit(
             make_window(self._outer.place, self._steps.run, leaving, last, is_seen),
             donate_argnums=(0, 4),
@@ -280,8 +284,14 @@ class Windows:
                 own,
                 finished,
             ),
-            compiler_options=_GPU_OPTIONS if platform in ("gpu", "cuda") else None,
+            compiler_options=dict(self._options),
         )
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        """Of the compiler, by platform."""
+        platform = self._setting.mesh.devices.flat[0].platform
+        return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}
 
 
 def _own(sync: SyncState, fragment_id: int) -> tuple[PyTree, PyTree]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cocodc_jax.sync.schedules.base import FINISH, START, Event, Schedule, events_at
@@ -17,6 +17,7 @@ class Listed(NamedTuple):
       arguments: of shapes, dtypes and shardings: `program.lower(*arguments)`.
       sent_bytes: what one region sends in it, as the run counts.
       num_steps: inner steps in it.
+      options: of the compiler, that it is compiled with.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Listed(NamedTuple):
     arguments: tuple
     sent_bytes: int = 0
     num_steps: int = 0
+    options: Mapping[str, Any] = {}
 
 
 def first_starts(schedule: Schedule) -> Iterator[tuple[Event, int, Event | None]]:

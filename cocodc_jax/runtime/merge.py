@@ -27,12 +27,13 @@ from cocodc_jax.sync.outer import RegionalOuter
 PyTree = Any
 
 
-def make_merge(setting: Setting, fragment_id: int) -> Callable:
+def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Callable:
     """Make the program that merges one fragment into the regions.
 
     Args:
       setting: of the run.
       fragment_id: which fragment.
+      is_late: whether it may be later than the schedule says.
 
     Returns:
       `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
@@ -42,12 +43,14 @@ def make_merge(setting: Setting, fragment_id: int) -> Callable:
       and the regions' `RegionState.model_state`, and `learning_rate` a float32 scalar,
       each None unless the rule needs it;
       `participating` bool `[R]`, the regions that merge, or None for all; `delay_steps`
-      an int32 scalar, at least 1, or None where the schedule says it; `start_step` of
+      an int32 scalar, at least 1, or None where the schedule says it (and it is not
+      late); `start_step` of
       the sync, an int32 scalar, None unless the rule needs its key. Metrics are float32
       `[R]`.
     """
     sync, fragments, rule = setting.sync, setting.fragments, setting.sync.merge
-    fixed_delay = None if sync.schedule.is_measured else sync.schedule.delay_steps
+    is_told = sync.schedule.is_measured or is_late
+    fixed_delay = None if is_told else sync.schedule.delay_steps
     is_regional = isinstance(sync.outer, RegionalOuter)
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):

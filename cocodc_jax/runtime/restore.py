@@ -22,6 +22,7 @@ import optax
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import where_participating
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
+from cocodc_jax.runtime.fit import with_counts
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import InFlight, RegionState, SyncState
 from cocodc_jax.sync.fragments import Fragment
@@ -107,6 +108,8 @@ class Restore:
         for name in REGIONAL_COPIES:
             if (*sync_id, name) in copies:
                 flight = flight.with_kept(name, copies[*sync_id, name])
+        if VERDICT not in flight.kept:  # It comes with the mean, from other jobs.
+            return flight
         return flight.with_kept(VERDICT, self._mark(flight.kept[VERDICT], bad))
 
 
@@ -148,7 +151,7 @@ def make_restore(
             params = fragments.put(params, k, part, lead=1)
         fresh = jax.vmap(optimizer.init)(params)
         opt_state = where_participating(bad, fresh, region.opt_state)
-        opt_state = _with_counts(opt_state, region.opt_state)
+        opt_state = with_counts(opt_state, region.opt_state)
         anew = tuple(
             where_participating(bad, message.restored(old, new), old)
             for old, new in zip(
@@ -177,14 +180,3 @@ def _from_init(setting: Setting, bad: jax.Array, model_state: PyTree) -> PyTree:
         model_state,
     )
     return where_participating(bad, first, model_state)
-
-
-def _with_counts(state: PyTree, old: PyTree) -> PyTree:
-    """Return an optimizer's state with the counts of schedules as they were."""
-
-    def is_count(x):
-        return isinstance(x, optax.ScaleByScheduleState)
-
-    return jax.tree.map(
-        lambda new, kept: kept if is_count(new) else new, state, old, is_leaf=is_count
-    )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from cocodc_jax.runtime.state import RegionState, SyncId, SyncState, TrainState
-from cocodc_jax.sync.schedules.base import Applied
+from cocodc_jax.sync.schedules.base import Applied, Pending
 
 PyTree = Any
 Times = tuple[float, float]
@@ -93,6 +93,7 @@ class Turn:
         self.finished = finished or {}
         self.bytes_sent = 0
         self.applied: list[AppliedSync] = []
+        self.late: list[Pending] = []
 
     def observe(self, name: str) -> Any:
         """Answer a schedule, see `Schedule.next_event`."""

@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 
     staged: Fragment | None
     mean: Fragment | None
-    told: dict[str, jax.Array]
+    told: dict[str, Any]
     compressor: PyTree
 
 

@@ -19,7 +19,7 @@ from scipy import stats
 from cocodc_jax.report.curves import steps_to_loss
 
 from .rows import Row
-from .schedule import FINAL, cell_of, leaves
+from .schedule import BESIDES, FINAL, cell_of, leaves
 
 PUBLISHED, TUNED = "published", "tuned"
 COLUMNS = (PUBLISHED, TUNED)
@@ -131,16 +131,20 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
       chosen: keys of the settings that halving chose; None without it, where the best
         of the final losses is taken.
     """
-    groups: dict[str, list[Row]] = {}
+    finals: dict[str, list[Row]] = {}
+    rungs: dict[str, list[Row]] = {}  # Of any number of steps.
     for row in rows:
-        groups.setdefault(cell_of(row["config"], row["tuned"]), []).append(row)
-    finals = {key: [r for r in g if r["stage"] == FINAL] for key, g in groups.items()}
-    finals = {key: group for key, group in finals.items() if group}
+        if row["stage"] == FINAL:
+            key = cell_of(row["config"], row["tuned"])
+            finals.setdefault(key, []).append(row)
+        else:
+            key = cell_of(row["config"], (*row["tuned"], "steps"))
+            rungs.setdefault(key, []).append(row)
     every = [leaves(group[0]["config"]) for group in finals.values()]
     found = []
-    for key, group in finals.items():
-        tuning = [row for row in groups[key] if row["stage"] != FINAL]
-        flags = leaves(group[0]["config"])
+    for group in finals.values():
+        key = cell_of(group[0]["config"], (*group[0]["tuned"], "steps"))
+        tuning, flags = rungs.get(key, []), leaves(group[0]["config"])
         names = [*SHOWN, *_differing(flags, every, group[0]["tuned"])]
         found.append(
             Cell(
@@ -159,7 +163,7 @@ def _differing(
 ) -> list[str]:
     """List what tells a cell from others of its method, besides `SHOWN`."""
     rivals = [other for other in every if other["method"] == flags["method"]]
-    without = {*SHOWN, *tuned, "seed", "log_every", "eval_every", "checkpoint_every"}
+    without = {*SHOWN, *tuned, *BESIDES}
     return [
         name
         for name, value in flags.items()

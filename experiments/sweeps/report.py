@@ -109,12 +109,11 @@ class Report:
     def heads(self) -> list[str]:
         """Return the heads of the table."""
         heads = [*HEADS]
+        if TUNED not in self._columns():
+            return [*heads, *OF_A_COLUMN]
         for name in self._columns():
             heads += [f"{name}: {head}" for head in OF_A_COLUMN]
-        return [
-            *heads,
-            *(["tuned values", "tried"] if TUNED in self._columns() else []),
-        ]
+        return [*heads, "tuned values", "tried"]
 
     def lines(self) -> list[list[str]]:
         """Return the cells of the table, the frontier's in bold."""
@@ -123,7 +122,8 @@ class Report:
 
     def short_heads(self) -> list[str]:
         """Return the heads of a table for a terminal, after that of the cells."""
-        return ["bytes a step", *self._columns(), "steps to the reference"]
+        names = self._columns() if TUNED in self._columns() else ["loss"]
+        return ["bytes a step", *names, "steps to the reference"]
 
     def short_lines(self) -> list[list[str]]:
         """Return its lines: losses, and the steps of what did best."""
@@ -187,10 +187,11 @@ class Report:
         table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         seeds = len(self.target.rows)
         steps = self.target.rows[0]["steps"] if self.target.rows else "?"
+        which = f", {self.reference_column}" if TUNED in self._columns() else ""
         note = (
             f"Loss after {steps} steps, nats per token of held-out text, mean of "
             f"{seeds} seeds with its 95 % interval (Student). The reference is "
-            f"{self.reference.label}, {self.reference_column}; differences from it are "
+            f"{self.reference.label}{which}; differences from it are "
             "of the same seeds, pairwise, and steps are those to its last loss with "
             "the same seed. In bold: nothing has less loss for at most as many bytes."
         )

@@ -12,6 +12,7 @@ import functools
 import gc
 import pathlib
 import shutil
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,9 +72,13 @@ class StoppedError(Exception):
 
 
 def use_cache(folder: pathlib.Path) -> None:
-    """Keep what is compiled in a folder, unless the user keeps it somewhere already."""
+    """Keep what is compiled in a folder, unless the user keeps it somewhere already.
+
+    A folder for each machine: what is compiled for one may not run on another.
+    """
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+        own = folder.resolve() / socket.gethostname()
+        jax.config.update("jax_compilation_cache_dir", str(own))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

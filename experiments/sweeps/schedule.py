@@ -18,7 +18,7 @@ from .runs import Row
 
 FINAL = "final"
 # What does not change which cell of a table a run belongs to, besides what is tuned.
-BESIDES = ("seed", "steps", "log_every", "eval_every", "checkpoint_every")
+BESIDES = ("seed", "log_every", "eval_every", "checkpoint_every")
 
 
 def leaves(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def leaves(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cell_of(config: Mapping[str, Any], tuned: Sequence[str]) -> str:
-    """Return what runs have in common that differ in seed, length and what is tuned."""
+    """Return what runs have in common that differ in seed and what is tuned."""
     without = {*BESIDES, *tuned}
     same = {n: v for n, v in leaves(config).items() if n not in without}
     return json.dumps(same, sort_keys=True)

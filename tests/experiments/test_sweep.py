@@ -310,6 +310,18 @@ def test_a_seed_that_diverged_is_told(tmp_path):
     assert len(rows.read(tmp_path)) == 8
 
 
+def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
+    plain = GRID.replace('tuned = ["outer_lr", "outer_momentum"]', "seeds = [0, 1]")
+    run_through(Plan(table(plain.replace("outer = [", "outer = [ {}, "))), tmp_path)
+    found = cells.cells(rows.read(tmp_path))
+    assert [list(cell.columns) for cell in found] == [["published"]] * 8
+    assert found[1].label.endswith("outer_lr=1.0 outer_momentum=0.0")
+    made = report.Report(found, cells.find(found, "method=diloco"))
+    assert made.heads()[-3:] == ["loss", "less the reference", "steps to its loss"]
+    assert len(made.lines()[0]) == len(made.heads())
+    assert len(made.short_lines()[0]) == 1 + len(made.short_heads())
+
+
 def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
     rows.append(tmp_path, {"row": "a"})
     with (tmp_path / rows.FILE).open("ab") as file:

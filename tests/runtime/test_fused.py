@@ -177,7 +177,7 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(tiny, program, 
     after = program("streaming, whole", "no" if old == "yes" else "yes")
     found = after.adopt(state, before)
     assert {"outer parameters", "outer optimizer"} <= set(found.kept)
-    assert not found.lost
+    assert set(found.lost) <= {"schedule"}  # It begins anew.
     landed = tiny.host(after.outer_params(found.state))
     assert jax.tree.map(np.shape, landed) == jax.tree.map(np.shape, params)
     _, outputs = tiny.finish(after, found.state, 4)

@@ -8,28 +8,31 @@ that of the outer mesh as well: one process with all regions has the same number
 
 There are always M rows. Who is not in the mean has a weight of 0 and somebody else's
 row, so nothing is compiled when a region dies or comes back. Inner steps never wait:
-the main thread does, at the merge, for a mean that is late.
+the main thread does, at the merge, for a mean that is late, if `Place.late_mean` says
+so. A message that came too late for its mean is decoded where it came from, so that the
+region's work can be kept.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 
-from cocodc_jax.runtime.arriving import Arriving
+from cocodc_jax.runtime.arriving import Arriving, Landed
 from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
 from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.membership.link import Link
-from cocodc_jax.runtime.membership.messages import SyncId
+from cocodc_jax.runtime.membership.messages import Decision, SyncId
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.robust import VERDICT
 
 PyTree = Any
 
@@ -64,6 +67,16 @@ class BetweenJobs:
         """Regions whose messages there are at most, M."""
         return self._place.num_regions
 
+    @property
+    def region(self) -> int:
+        """Which of them this is."""
+        return self._place.region
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether inner steps go on where a mean is late."""
+        return self._place.late_mean == "merge"
+
     def send(
         self,
         departure: Departure,
@@ -77,11 +90,11 @@ class BetweenJobs:
         )
         sync, link = departure.event.sync_id, self.link
 
-        def decide() -> dict[int, bytes]:
+        def decide() -> tuple[bytes | None, Decision]:
             row = np.asarray(buffer)[0].tobytes()  # Waits for the steps.
             if link is None:
-                return {self._place.region: row}
-            return link.send(sync, row).result().rows
+                return row, Decision(0, sync, {self.region: row})
+            return row, link.send(sync, row, departure.times[0]).result()
 
         mean = self._in_thread(sync, decide, arriving, buffer)
         return staged, mean, {}, state
@@ -101,44 +114,72 @@ class BetweenJobs:
     def _in_thread(
         self, sync: SyncId, decide: Callable, arriving: Callable, like: Any
     ) -> Arriving:
-        """Have a thread wait for `decide() -> rows`, and take the mean."""
+        """Have a thread wait for `decide() -> (own row, decision)`; take the mean."""
         future: Future = Future()
 
         def carry() -> None:
             try:
-                rows = decide()
-                self.in_mean[sync] = tuple(sorted(rows))
+                row, decision = decide()
+                self.in_mean[sync] = tuple(sorted(decision.rows))
                 while len(self.in_mean) > _REMEMBERED:
                     self.in_mean.pop(next(iter(self.in_mean)), None)
-                future.set_result(self._mean(sync, rows, arriving, like))
+                future.set_result(
+                    self._landed(sync, row, decision.rows, arriving, like)
+                )
             except BaseException as error:  # It is the main thread's at the merge.
                 future.set_exception(error)
 
         threading.Thread(target=carry, name=f"sync {sync}", daemon=True).start()
         return Arriving(future)
 
-    def _mean(
-        self, sync: SyncId, rows: dict[int, bytes], arriving: Callable, like: Any
-    ) -> Fragment:
+    def _landed(
+        self,
+        sync: SyncId,
+        own: bytes | None,
+        rows: Mapping[int, bytes],
+        arriving: Callable,
+        like: Any,
+    ) -> Landed:
+        """Take the mean of what was decided.
+
+        Args:
+          sync: which.
+          own: this region's message, None where it sent none.
+          rows: that the mean is of, by region.
+          arriving: as of `OnOuterMesh.encoded`.
+          like: shape and dtype of a message, `[1, n]`.
+        """
         host = self._setting.shardings.channel(sync[0]).host
-        table, weights = _table(rows, self.num_regions, like.shape[1], like.dtype)
-        mean, _, _ = arriving(jax.device_put(table, host), weights)
-        return mean
+
+        def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
+            table, weights = _table(
+                rows, self.num_regions, like.shape[1], like.dtype, own
+            )
+            mean, _, told = arriving(jax.device_put(table, host), weights)
+            return mean, told
+
+        mean, told = mean_of(rows)
+        uncounted = None
+        keeps = self._place.late_message == "keep"
+        if keeps and own is not None and rows.get(self.region) != own:
+            uncounted, _ = mean_of({self.region: own})
+        return Landed(mean, uncounted, told.get(VERDICT))
 
     def awaited(self, sync: SyncId, rank: int = 0) -> Arriving:
         """Wait for the mean of a sync that this region has sent nothing for."""
         assert self.link is not None
         future = self.link.expect(sync)
         arriving, like = self._programs.arriving(sync, rank)
-        return self._in_thread(sync, lambda: future.result().rows, arriving, like)
+        return self._in_thread(sync, lambda: (None, future.result()), arriving, like)
 
     @property
     def max_row_bytes(self) -> int:
         """The most bytes that a row has, of any fragment."""
-        message = self._setting.sync.message
-        return max(
+        sync = self._setting.sync
+        length = 8 if sync.robust else 0
+        return length + max(
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-            for shapes in map(message.encoded, self._setting.outer_shapes)
+            for shapes in map(sync.message.encoded, self._setting.outer_shapes)
         )
 
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
@@ -146,15 +187,21 @@ class BetweenJobs:
         return self._programs.abstract_mean(fragment_id, part)
 
     def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return `{}`: nothing is told along with a mean here."""
+        """Return `{}`: what is told comes with the mean, as `Landed`."""
         del fragment_id
         return {}
 
 
 def _table(
-    rows: dict[int, bytes], num_regions: int, width: int, dtype: Any
+    rows: Mapping[int, bytes],
+    num_regions: int,
+    width: int,
+    dtype: Any,
+    spare: bytes | None = None,
 ) -> tuple[np.ndarray, tuple[float, ...]]:
     """Lay out the rows of those in a mean, `[M, n]`, and their weights.
+
+    `spare` is a row that can be decoded, for where there is none.
 
     Raises:
       ValueError: naming a region whose row has another size.
@@ -166,7 +213,7 @@ def _table(
                 f"the message of region {region} has {len(row)} bytes, not {size}"
             )
     # Of nobody: every region that had it is gone, and the mean is zero.
-    blank = bytes(size) if not rows else rows[min(rows)]
+    blank = rows[min(rows)] if rows else spare or bytes(size)
     table = np.stack(
         [np.frombuffer(rows.get(r, blank), dtype) for r in range(num_regions)]
     )

@@ -47,6 +47,21 @@ def abstract_verdict(
     return {VERDICT: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)}
 
 
+def with_length(setting: Setting, shapes: PyTree, rank: int) -> PyTree:
+    """Return the shapes of a message as it is sent: `Measured` where it is judged.
+
+    Args:
+      setting: of the run.
+      shapes: of one region's message.
+      rank: of it.
+    """
+    if setting.sync.robust is None:
+        return shapes
+    is_summed = setting.sync.message.compressor(rank) is None
+    dtype = jax.tree.leaves(shapes)[0].dtype if is_summed else jnp.float32
+    return Measured(shapes, jax.ShapeDtypeStruct((), dtype))
+
+
 def judge_block(
     setting: Setting, sent: PyTree, weights: jax.Array
 ) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
@@ -114,9 +129,7 @@ def make_judged_combine(
     if setting.sync.message.compressor(rank) is not None:
         is_summed, mean_of = False, functools.partial(judged_mean, setting, rank)
     at = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    if robust is not None:
-        dtype = jax.tree.leaves(shapes)[0].dtype if is_summed else jnp.float32
-        shapes = Measured(shapes, jax.ShapeDtypeStruct((), dtype))
+    shapes = with_length(setting, shapes, rank)
     crossing = make_combine(mean_of, everywhere, shapes, num_times, all_reduce)
 
     def combine(rows, weights):

@@ -21,7 +21,11 @@ from cocodc_jax.runtime.devices.mesh import regional
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange import flat_buffer
 from cocodc_jax.runtime.exchange.combine import make_buffer
-from cocodc_jax.runtime.exchange.judged import abstract_verdict, make_judged_combine
+from cocodc_jax.runtime.exchange.judged import (
+    abstract_verdict,
+    make_judged_combine,
+    with_length,
+)
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
     abstract_sent,
@@ -139,9 +143,8 @@ class OnOuterMesh:
         encoded = self._setting.sync.message.encoded(
             self._setting.outer_shapes[k], rank
         )
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), encoded
-        )
+        sent = with_length(self._setting, encoded, rank)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
         like = jax.eval_shape(flat_buffer.pack, one)
         step = np.int32(start_step) if draws else None
         return self._arriving(self._make_combine(k, rank), host, step), like

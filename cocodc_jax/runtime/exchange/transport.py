@@ -230,8 +230,6 @@ def _not_between_jobs(method: Method) -> str | None:
         return sync.only_in_program
     if sync.moments:
         return "it averages the inner optimizer's state too"
-    if sync.robust:
-        return "exclude_above and robust_mean judge all regions' messages together"
     if sync.schedule.is_by_region:
         return "its regions come one by one"
     if sync.schedule.is_measured:

@@ -128,6 +128,12 @@ class Checkpoints:
             self._manager.save(state.step, args=items)
         return state
 
+    def forget_after(self, step: int) -> None:
+        """Delete the checkpoints after a step, which the run comes to again."""
+        self.wait()
+        for past in [s for s in self._manager.all_steps() if s > step]:
+            self._manager.delete(past)
+
     def restore(
         self, program: RegionProgram, step: int | None = None
     ) -> tuple[TrainState, dict] | None:

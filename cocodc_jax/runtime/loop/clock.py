@@ -101,6 +101,13 @@ class FlightRecorder:
             return min(self._step_s, default=0.0)
 
     @property
+    def recent_step_s(self) -> float:
+        """Seconds of an inner step now: the middle of the last three scans; or 0."""
+        with self._lock:
+            last = sorted(list(self._step_s)[-3:])
+            return last[len(last) // 2] if last else 0.0
+
+    @property
     def sync_s(self) -> float:
         """Seconds that the last sync to arrive was on its way, 0 before the first."""
         with self._lock:

@@ -7,13 +7,23 @@ joins begins at the outer parameters with a fresh inner optimizer (but for the s
 its schedules are at), fresh compressors and a key that no earlier life of it has used,
 and takes part in the means of the syncs that start after the copy. Those that were in
 flight then it receives.
+
+A region that was only cut off, or silent, still has what it did meanwhile. With theta_m
+its parameters and theta_s the outer ones that it last had in common with the others, it
+goes on from
+
+    theta_g + (theta_m - theta_s)
+
+with its own inner optimizer and compressors: its next pseudo-gradients hold its work.
+Messages that left before it was cut off, and were counted without its knowing, are in
+that a second time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,9 +34,23 @@ from cocodc_jax.runtime.fit import at_step
 from cocodc_jax.runtime.membership.messages import Snapshot, SyncId
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import InFlight, SyncState, TrainState
+from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import STALE
 
 PyTree = Any
+
+
+class Carried(NamedTuple):
+    """What a region had done when the others went on without it.
+
+    Attributes:
+      state: of the region.
+      shared: outer parameters that it last had in common with the others; None is those
+        of `state`.
+    """
+
+    state: TrainState
+    shared: tuple[Fragment, ...] | None = None
 
 
 def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
@@ -55,7 +79,11 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
 
 
 def adopt(
-    program: RegionProgram, params: PyTree, key: jax.Array, copy: Snapshot
+    program: RegionProgram,
+    params: PyTree,
+    key: jax.Array,
+    copy: Snapshot,
+    carried: Carried | None = None,
 ) -> TrainState:
     """Make the state of a region that goes on from another one's.
 
@@ -64,6 +92,7 @@ def adopt(
       params: one region's parameters, whatever they are.
       key: of the run, as for `RegionProgram.init`.
       copy: of another region's state.
+      carried: what the region did meanwhile, to be kept.
 
     Raises:
       ValueError: if the copy's arrays are not those of `program`.
@@ -74,26 +103,32 @@ def adopt(
     assert abstract is not None
     frames = iter(copy.arrays)
     outer = _read(frames, abstract.outer)
+    own = carried.state.sync if carried else None
 
     def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
         assert state.sync is not None
+        kept = {} if own is None else {"compressors": own.compressors}
         sync = dataclasses.replace(
-            state.sync, outer=outer, schedule=schedule, in_flight=flights
+            state.sync, outer=outer, schedule=schedule, in_flight=flights, **kept
         )
         return dataclasses.replace(
             state, sync=sync, step=copy.step, bytes_sent=copy.header["bytes_sent"]
         )
 
     trained = program.outer_params(with_outer(program.init(params, key), {}))
+    if carried is not None:
+        trained = jax.tree.map(jax.numpy.add, trained, _work(program, carried))
     params = jax.tree.map(lambda x, like: x.astype(like.dtype), trained, params)
     # Its earlier life has used the keys that follow from the run's.
     state = program.init(params, jax.random.fold_in(key, copy.step))
     # A learning rate is that of the run's step; the moments are fresh.
     done = np.full(program.num_regions, copy.step)
-    opt_state = at_step(state.region.opt_state, done)
-    state = dataclasses.replace(
-        state, region=state.region._replace(opt_state=opt_state)
-    )
+    region = state.region
+    if carried is not None:
+        mine = carried.state.region
+        region = region._replace(opt_state=mine.opt_state, model_state=mine.model_state)
+    region = region._replace(opt_state=at_step(region.opt_state, done))
+    state = dataclasses.replace(state, region=region)
     flights = {
         sync: _flight(program, state, abstract, sync, copy, frames)
         for sync in sorted(abstract.in_flight)
@@ -101,6 +136,19 @@ def adopt(
     if next(frames, None) is not None:
         raise ValueError("the copy has more arrays than this program's state")
     return with_outer(state, flights)
+
+
+def _work(program: RegionProgram, carried: Carried) -> PyTree:
+    """Return what a region did since it last had outer parameters in common."""
+    state = carried.state
+    assert state.sync is not None
+    if carried.shared is not None:
+        outer = state.sync.outer._replace(params=carried.shared)
+        sync = dataclasses.replace(state.sync, outer=outer)
+        state = dataclasses.replace(state, sync=sync)
+    return jax.tree.map(
+        jax.numpy.subtract, program.mean_params(state), program.outer_params(state)
+    )
 
 
 def _flight(

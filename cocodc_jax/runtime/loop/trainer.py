@@ -237,6 +237,8 @@ class _Loop:
         self._rolls_back = spikes.rolls_back
         watch = Spikes(spikes.zscore) if spikes.zscore else None
         self._records = Records(hooks.record, cadence.log_every, tokens_at, watch)
+        schedule = program.method.schedule
+        self._is_measured = schedule is not None and schedule.is_measured
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
         self._has_compiled = False
@@ -257,7 +259,9 @@ class _Loop:
         length = self._steps_to_cut(state, num_steps)
         first_step, before = state.step, state.bytes_sent
         chunk = take_batches(batches, first_step, length)
-        times = (self._flights.step_s, self._flights.sync_s)
+        times = (self._flights.recent_step_s, self._flights.sync_s)
+        if self._is_measured:
+            times = (self._flights.step_s, self._flights.sync_s)
         state, output = self._program.advance(state, chunk, times)
         self._watch(state, output)
         self._hooks.handed_out(state, output)
@@ -376,7 +380,7 @@ class _Loop:
         """Refuse a merge whose numbers are not finite: the losses after it may be."""
         if sync.verdict is not None:
             out = told(np.asarray(sync.verdict))
-            if len(out) == self._program.num_regions:
+            if len(out) == self._program.regions.num:
                 why = ", ".join(f"region {m}: {reason}" for m, reason in out.items())
                 what = f"no message of fragment {sync.fragment_id} was fit for a mean"
                 self._stop(f"{what} ({why})", sync.apply_step, "all regions")

@@ -15,19 +15,37 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from cocodc_jax.runtime.membership import wire
-from cocodc_jax.runtime.membership.messages import Join, Snapshot, SyncId, View
+from cocodc_jax.runtime.membership.messages import (
+    Decision,
+    Join,
+    Snapshot,
+    SyncId,
+    View,
+)
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.membership.protocol import Member
 from cocodc_jax.runtime.membership.sockets import Sockets
+from cocodc_jax.runtime.membership.times import Measured
+
+# Regions to leave out, and pairs to send messages on for: `(sender, receiver)`.
+Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
+# What messages took, and the regions that take part.
+Watch = Callable[[Measured, tuple[int, ...]], Faulty]
 
 
 class LeftBehindError(RuntimeError):
-    """The other regions go on without this one, which has to begin anew."""
+    """The other regions go on without this one, which has to begin anew.
+
+    Attributes:
+      state: what this region had done by then, if it can be gone on from.
+    """
+
+    state: Any = None
 
 
 class Link:
@@ -41,6 +59,7 @@ class Link:
         step: int = 0,
         boot: int | None = None,
         is_announced: bool = True,
+        watch: Watch | None = None,
     ):
         """Listen, and tell the others that this region is there.
 
@@ -52,6 +71,7 @@ class Link:
           step: of the region's own checkpoint, 0 for none.
           boot: see `Seat`; by default the time.
           is_announced: whether to ask to take part at once, or at `join`.
+          watch: is told what messages took, and says who is faulty.
 
         Raises:
           ValueError: if ZeroMQ is missing, or the address cannot be listened at.
@@ -73,7 +93,7 @@ class Link:
         self._snapshots: dict[int, Snapshot] = {}
         self._changed = threading.Condition(self._lock)
         self._letters: queue.SimpleQueue = queue.SimpleQueue()
-        self._ended, self._answered_s = False, 0.0
+        self._ended, self._answered_s, self._watch = False, 0.0, watch
         self.strangers = 0
         self._wake, waked = socket.socketpair()
         try:
@@ -125,13 +145,19 @@ class Link:
         self._thread.join()
         self._wake.close()
 
-    def send(self, sync: SyncId, row: bytes) -> Future:
+    def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Send this region's message; the decision comes as the future's result.
 
-        Raises:
-          LeftBehindError: as the future's exception.
+        It is one of nobody's messages, of epoch 0, if the others go on without this
+        region, as `at` then says.
+
+        Args:
+          sync: which.
+          row: the message.
+          step_s: seconds of an inner step here, 0 for not measured.
         """
         with self._lock:
+            self._member.times.step_s = step_s
             future = self._future(sync)
             self._member.offer(sync, row, time.monotonic())
             self._hand_out()
@@ -209,7 +235,6 @@ class Link:
                 self._changed.wait(min(left, 1.0))
 
     def _future(self, sync: SyncId) -> Future:
-        self._check()
         return self._futures.setdefault(sync, Future())
 
     def _check(self) -> None:
@@ -227,10 +252,8 @@ class Link:
                 future.set_result(decision)
         self._member.delivered.clear()
         if self._member.is_over:
-            for future in self._futures.values():
-                future.set_exception(
-                    LeftBehindError(f"region {self.region}: {self._member.is_over}")
-                )
+            for sync, future in self._futures.items():
+                future.set_result(Decision(0, sync, {}))
             self._futures.clear()
         self._changed.notify_all()
 
@@ -257,6 +280,9 @@ class Link:
                 out = list(self._member.outbox)
                 self._member.outbox.clear()
                 ended = self._ended
+                present = tuple(self._member.view.seats)
+                measured = self._member.times.finished(present, now)
+            self._look_at(measured, present)
             while not self._letters.empty():
                 out.append(self._letters.get())
             for region, message in out:
@@ -265,6 +291,15 @@ class Link:
             if ended:
                 self._sockets.close()
                 return
+
+    def _look_at(self, measured: Sequence[Measured], present: tuple[int, ...]) -> None:
+        """Have it watched what messages took."""
+        if self._watch is None or len(present) < 2:
+            return
+        for each in measured:
+            shunned, detours = self._watch(each, present)
+            with self._lock:
+                self._member.shunned, self._member.detours = shunned, detours
 
     def _take(self, frames: Sequence[bytes], now: float) -> None:
         try:

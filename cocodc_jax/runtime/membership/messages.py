@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SyncId = tuple[int, int]
+# A region and its boot, see `Seat`.
+Life = tuple[int, int]
 
 
 class Seat(NamedTuple):
@@ -54,22 +56,25 @@ class Join:
 class Beat:
     """I am alive in `view`; I have applied all syncs that started before a step.
 
-    `hears` are the regions that I hear, so that they know whether I do.
+    `hears` are the regions that I hear, so that they know whether I do. `clock_s` is
+    what my clock says.
     """
 
     view: View
     promised: int
     oldest_step: int
     hears: tuple[int, ...]
+    clock_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """My message of a sync, for the coordinator."""
+    """My message of a sync, for all; `clock_s` is what my clock says as it leaves."""
 
     epoch: int
     sync: SyncId
     row: bytes
+    clock_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +87,36 @@ class Want:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The messages that the mean of a sync is of, by region."""
+    """All messages that the mean of a sync is of, by region."""
 
     epoch: int
     sync: SyncId
     rows: Mapping[int, bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The mean of a sync is of the messages of these lives.
+
+    `rows` are those of them that you may not have, by region.
+    """
+
+    epoch: int
+    sync: SyncId
+    members: tuple[Life, ...]
+    rows: Mapping[int, bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the messages of a sync took to me, by sender, and an inner step of mine.
+
+    Who is not there sent nothing that came; `step_s` is 0 where nothing was measured.
+    """
+
+    sync: SyncId
+    seconds: tuple[tuple[int, float], ...]
+    step_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,5 +169,16 @@ class Snapshot:
 
 
 Message = (
-    Join | Beat | Row | Want | Decision | Propose | Promise | Install | Leave | Snapshot
+    Join
+    | Beat
+    | Row
+    | Want
+    | Decision
+    | Choice
+    | Report
+    | Propose
+    | Promise
+    | Install
+    | Leave
+    | Snapshot
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from cocodc_jax.runtime.membership.protocol import Timing
+from cocodc_jax.runtime.membership.hearing import Timing
 
 MIN_KEY_BYTES = 32
+LATE = {"late_mean": ("wait", "merge"), "late_message": ("keep", "drop")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Place:
       key: shared secret, at least 32 bytes.
       timing: how long they wait for one another.
       min_regions: that go on when others are gone.
+      late_mean: "wait" for a mean that is not there when it is due, or go on and
+        "merge" it at the next slot.
+      late_message: what becomes of the work of a message that came too late for its
+        mean: "keep" it in the region, or "drop" it.
     """
 
     region: int
@@ -27,6 +32,8 @@ class Place:
     key: bytes = dataclasses.field(repr=False)
     timing: Timing = Timing()
     min_regions: int = 1
+    late_mean: str = "wait"
+    late_message: str = "keep"
 
     def __post_init__(self):
         """Check what can be checked alone.
@@ -50,6 +57,13 @@ class Place:
             )
         if not 1 <= self.min_regions <= num:
             raise ValueError(f"min_regions={self.min_regions} must be 1 to {num}")
+        for name, words in LATE.items():
+            if getattr(self, name) not in words:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {words}"
+                )
+        if not 1 <= self.timing.quorum <= num:
+            raise ValueError(f"quorum={self.timing.quorum} must be 1 to {num}")
         if len(self.key) < MIN_KEY_BYTES:
             raise ValueError(
                 f"the key has {len(self.key)} bytes and must have {MIN_KEY_BYTES}: "

@@ -4,9 +4,10 @@ Regions are jobs that may die at any moment. All that take part have to take the
 mean of the same messages. The rules:
 
 - A *view* is a set of regions with a number, the epoch. The region that proposed it
-  coordinates it: each region sends it its message of a sync, it decides of which
-  messages the mean is, and sends all of these to all. It waits for every region of the
-  view, but `grace_s` after the first message for nobody any more.
+  coordinates it: each region sends its message of a sync to all, the coordinator
+  decides of whose messages the mean is, and tells all; who misses one of these asks it
+  for them. It waits for every region of the view, but `grace_s` after there were
+  `quorum` messages for nobody any more.
 - A region that says nothing for `dead_after_s`, says that it does not hear, or comes
   back in another life, is dead.
   Then the coordinator, or if it is dead the lowest region that lives, proposes the next
@@ -32,12 +33,11 @@ neither crosses regions.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import NamedTuple
-
-from cocodc_jax.runtime.membership.book import Book
+from cocodc_jax.runtime.membership.book import members_of
+from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.messages import (
     Beat,
+    Choice,
     Decision,
     Install,
     Join,
@@ -45,53 +45,31 @@ from cocodc_jax.runtime.membership.messages import (
     Message,
     Promise,
     Propose,
+    Report,
     Row,
     Seat,
     SyncId,
     View,
     Want,
 )
+from cocodc_jax.runtime.membership.times import Times
+from cocodc_jax.runtime.membership.views import Views
+
+# Beats after which what is missing is asked for, and how often this doubles.
+_ASK_BEATS, _ASK_DOUBLINGS = 4, 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """How long regions wait for one another, seconds.
-
-    Attributes:
-      beat_s: between two signs of life.
-      dead_after_s: silence after which a region is taken for dead.
-      grace_s: from the first message of a sync to the decision without the others.
-      start_s: that a region which is alone waits for others before it begins.
-    """
-
-    beat_s: float = 0.5
-    dead_after_s: float = 10.0
-    grace_s: float = 120.0
-    start_s: float = 60.0
-
-
-class _Heard(NamedTuple):
-    """The last that was heard of a region."""
-
-    boot: int
-    when: float
-    step: int | None = None  # Of its checkpoint, while it takes no part.
-    oldest_step: int = 0
-    has_left: bool = False
-    hears_us: bool = False
-    deaf_since: float | None = None  # It said then, and ever since, that it does not.
-    is_elsewhere: bool = False  # In a later view, without this region.
-
-
-class Member:
+class Member(Views):
     """What one region knows, and what it says next.
 
     Attributes:
-      view: that holds, as far as this region knows.
       oldest_step: all syncs that started before it are applied here.
-      is_over: why this region takes part no more, "" while it does or may.
       is_announced: whether it asks to take part, and the others shall hear of it.
-      outbox: `(region, message)` to be sent.
+      shunned: regions that are not waited for, and whose messages are in no mean as
+        long as there are others, where this region coordinates.
+      detours: `(sender, receiver)` whose messages this region sends on, where it
+        coordinates.
+      times: of messages.
     """
 
     def __init__(
@@ -115,41 +93,27 @@ class Member:
           now: seconds, of any clock that only grows.
           min_regions: that a view needs.
         """
-        self.region, self._num, self.boot = region, num_regions, boot
-        self._step, self._timing, self._min = step, timing, min_regions
-        self._born, self._beat_at = now, -float("inf")
-        self.view, self.oldest_step, self.is_over = View(), 0, ""
+        super().__init__(region, num_regions, boot, step, timing, now, min_regions)
+        self._beat_at = -float("inf")
+        self.oldest_step = 0
         self.is_announced = True
-        self._promised, self._promised_at = 0, now
-        self._vows: set[int] = set()
-        self._proposal: View | None = None
-        self._promises: dict[int, Promise] = {}
-        self._highest = 0
-        self._heard: dict[int, _Heard] = {}
-        self._admitted: dict[int, tuple[Seat, int]] = {}
-        self._book = Book()
-        self.outbox: list[tuple[int, Message]] = []
+        self._asked: dict[SyncId, int] = {}
+        self.shunned: frozenset[int] = frozenset()
+        self.detours: frozenset[tuple[int, int]] = frozenset()
+        self.times = Times(region, num_regions, 2 * _ASK_BEATS * timing.beat_s)
 
     @property
     def delivered(self) -> list[Decision]:
         """Decisions of what this region waits for; who reads them clears them."""
         return self._book.delivered
 
-    @property
-    def is_in(self) -> bool:
-        """Whether it takes part."""
-        return self.view.epoch > 0 and not self.is_over
-
-    @property
-    def coordinator(self) -> int:
-        """Who decides in the view."""
-        return self.view.epoch % self._num
-
     def offer(self, sync: SyncId, row: bytes, now: float) -> None:
         """Send this region's message of a sync, and wait for the decision."""
         self._book.wait_for(sync, row, now)
-        if sync in self._book.waiting and self.is_in:
-            self._send_row(sync, now)
+        if sync in self._book.own and self.is_in:
+            self._book.collect((self.region, self.boot), sync, row)
+            for region in self.view.seats:
+                self._send_row(region, sync, now)
 
     def expect(self, sync: SyncId, now: float) -> None:
         """Wait for the decision of a sync that began before this region took part."""
@@ -157,7 +121,7 @@ class Member:
 
     def hears_others(self) -> bool:
         """Tell whether others take part already."""
-        return any(heard.step is None for heard in self._heard.values())
+        return any(heard.step is None for heard in self._hearing.last.values())
 
     def joiners(self, now: float) -> dict[int, int]:
         """Return the lives of the regions that wait for this one to let them in."""
@@ -165,12 +129,11 @@ class Member:
             return {}
         return {
             r: heard.boot
-            for r, heard in self._heard.items()
+            for r, heard in self._hearing.alive(now).items()
             if heard.step is not None
             and heard.hears_us
             and r not in self._admitted
             and not self._has_seat(r, heard.boot)
-            and self._is_alive(r, heard.boot, now)
         }
 
     def admit(self, region: int, boot: int, since_step: int, oldest_step: int) -> None:
@@ -205,6 +168,10 @@ class Member:
         if seats is not None:
             self._propose(seats, now)
         self._decide(now)
+        self._note_decided(now)
+        for report in self.times.due(now):
+            for region in self.view.seats:
+                self._tell(region, report)
         self._trim()
 
     def receive(self, sender: int, boot: int, message: Message, now: float) -> None:
@@ -216,43 +183,34 @@ class Member:
           message: of any kind but `Snapshot`.
           now: seconds.
         """
-        before = self._heard.get(sender, _Heard(boot, now))
-        if self.is_over or boot < before.boot or sender == self.region:
+        if self.is_over or sender == self.region:
             return
-        if boot > before.boot:
-            before = _Heard(boot, now)
-        if before.has_left:
+        if not self._hearing.hear(sender, boot, message, now, self.is_announced):
             return
-        heard = before._replace(when=now)
-        match message:
-            case Join(step, hears):
-                heard = heard._replace(step=step, oldest_step=0)
-                heard = self._with_ear(heard, hears, now)
-            case Beat(view, promised, oldest, hears):
-                heard = heard._replace(
-                    step=None,
-                    oldest_step=oldest,
-                    is_elsewhere=self.is_in
-                    and self.region not in view.seats
-                    and view.epoch > self.view.epoch,
-                )
-                heard = self._with_ear(heard, hears, now)
-                self._highest = max(self._highest, promised, view.epoch)
-            case Leave():
-                heard = heard._replace(has_left=True)
-        self._heard[sender] = heard
+        if isinstance(message, Beat):
+            view, mine = message.view, self.view
+            self._highest = max(self._highest, message.promised, view.epoch)
+            is_ahead = self.region not in view.seats and view.epoch > mine.epoch
+            self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
+            self.times.sign((sender, boot), message.clock_s, now)
         match message:
             case Join() if self._has_seat(sender, boot) and self._holds:
                 # The word that it may come in was lost.
                 self._tell(sender, Install(self.view, self._book.beyond(())))
             case Beat(view):
                 self._compare(sender, view)
-            case Row(epoch, sync, row) if self._leads(epoch):
-                self._book.collect(sender, sync, row, now)
+            case Row(epoch, sync, row, clock_s):
+                self.times.came((sender, boot), sync, clock_s, now)
+                if epoch in (self.view.epoch, self._promised):
+                    self._book.collect((sender, boot), sync, row)
             case Want(epoch, sync) if epoch == self.view.epoch:
-                self._answer(sender, sync)
+                self._answer(sender, boot, sync, now)
             case Decision(epoch) if epoch == self.view.epoch == self._promised:
                 self._book.learn(message)
+            case Choice(epoch) if epoch == self.view.epoch == self._promised:
+                self._book.choose(message)
+            case Report():
+                self.times.told(sender, message, now)
             case Propose(view, base_epoch, known):
                 if self._descends(sender, boot, base_epoch):
                     self._promise(sender, view, known, now)
@@ -265,19 +223,19 @@ class Member:
     # Signs of life, and views that have gone on.
 
     def _beat(self, now: float) -> None:
-        silence = self._timing.dead_after_s
-        hears = tuple(
-            r for r, heard in self._heard.items() if now - heard.when <= silence
-        )
+        hears = self._hearing.of_late(now)
         if not self.is_in:
             self._tell_all(Join(self._step, hears))
             return
-        self._tell_all(Beat(self.view, self._promised, self.oldest_step, hears))
-        for (
-            sync,
-            since,
-        ) in self._book.waiting.items():  # What was said may have been lost.
-            if now - since > 4 * self._timing.beat_s and not self._leads():
+        self._tell_all(Beat(self.view, self._promised, self.oldest_step, hears, now))
+        waiting = self._book.waiting
+        self._asked = {s: n for s, n in self._asked.items() if s in waiting}
+        for sync, since in waiting.items():  # What was said may have been lost.
+            asked = self._asked.get(sync, 0)
+            beats = _ASK_BEATS * 2 ** min(asked, _ASK_DOUBLINGS)
+            beats *= max(asked - _ASK_DOUBLINGS, 0) + 1
+            if now - since > beats * self._timing.beat_s and not self._leads():
+                self._asked[sync] = asked + 1
                 self._tell(self.coordinator, Want(self.view.epoch, sync))
 
     def _compare(self, sender: int, theirs: View) -> None:
@@ -301,207 +259,77 @@ class Member:
         ):  # The word that the view holds was lost.
             self._tell(sender, Install(self.view, self._book.beyond(())))
 
-    @property
-    def _holds(self) -> bool:
-        """Whether this region coordinates a view that is not about to end."""
-        return self.is_in and self._leads() and self._promised == self.view.epoch
-
-    def _has_seat(self, region: int, boot: int) -> bool:
-        seat = self.view.seats.get(region)
-        return seat is not None and seat.boot == boot
-
-    def _is_alive(self, region: int, boot: int, now: float) -> bool:
-        if region == self.region:
-            return boot == self.boot
-        heard = self._heard.get(region)
-        return (
-            heard is not None
-            and heard.boot == boot
-            and not heard.has_left
-            and not heard.is_elsewhere
-            and now - heard.when <= self._timing.dead_after_s
-            and now - (heard.deaf_since or now) <= self._timing.dead_after_s
-        )
-
-    def _with_ear(self, heard: _Heard, hears: tuple[int, ...], now: float) -> _Heard:
-        """Note whether a region says that it hears this one."""
-        if self.region in hears:
-            return heard._replace(hears_us=True, deaf_since=None)
-        since = now if heard.deaf_since is None else heard.deaf_since
-        if not self.is_announced:
-            since = None  # There was nothing to hear.
-        return heard._replace(hears_us=False, deaf_since=since)
-
-    # From view to view.
-
-    def _next_seats(self, now: float) -> dict[int, Seat] | None:
-        """Return the seats to propose now, None if it is not this region's turn."""
-        if self._promised > self.view.epoch and now - self._promised_at <= self._pause:
-            return None  # Somebody, maybe this one, is about to.
-        if not self.is_in:
-            return self._first_seats(now)
-        alive = {
-            r: seat
-            for r, seat in self.view.seats.items()
-            if self._is_alive(r, seat.boot, now)
-        }
-        leader = self.coordinator if self.coordinator in alive else min(alive)
-        self._admitted = {
-            r: (seat, oldest)
-            for r, (seat, oldest) in self._admitted.items()
-            if self._is_alive(r, seat.boot, now)
-        }
-        seats = alive | {r: seat for r, (seat, _) in self._admitted.items()}
-        is_same = seats == dict(self.view.seats) and self._promised == self.view.epoch
-        if leader != self.region or is_same or len(seats) < self._min:
-            return None
-        return seats
-
-    @property
-    def _pause(self) -> float:
-        """Seconds after which a proposal that came to nothing is made again."""
-        return 4 * self._timing.beat_s
-
-    def _first_seats(self, now: float) -> dict[int, Seat] | None:
-        """Return the seats of a run's first view, of this life of all regions."""
-        alive = {r: h for r, h in self._heard.items() if self._is_alive(r, h.boot, now)}
-        if any(heard.step is None for heard in alive.values()):
-            return None  # Somebody takes part already, and will let this one in.
-        steps = {r: h.step or 0 for r, h in alive.items() if h.hears_us}
-        steps[self.region] = self._step
-        is_early = now - self._born < self._timing.start_s
-        if len(steps) < self._num and (is_early or len(steps) < self._min):
-            return None
-        if max(steps, key=lambda r: (steps[r], -r)) != self.region:
-            return None
-        boots = {r: heard.boot for r, heard in alive.items()} | {self.region: self.boot}
-        if self._step:  # The others go on from a copy of this one.
-            return {self.region: Seat(self.boot, self._step)}
-        return {r: Seat(boots[r], 0) for r in sorted(steps)}
-
-    def _propose(self, seats: dict[int, Seat], now: float) -> None:
-        highest = max(self._highest, self._promised, self.view.epoch)
-        epoch = (highest // self._num + 1) * self._num + self.region
-        self._proposal = View(epoch, seats)
-        self._promises = {}
-        self._promised, self._promised_at = epoch, now
-        for region in seats:
-            known = self._book.known()
-            self._tell(region, Propose(self._proposal, self.view.epoch, known))
-        self._count_promise(self.region, Promise(epoch, (), ()), now)
-
-    def _descends(self, sender: int, boot: int, base_epoch: int) -> bool:
-        """Tell whether a region knows what this region's view has decided.
-
-        It does if this region takes no part yet, if both are in one view, or if one
-        has promised the view that the other is in, and only not heard that it holds.
-        """
-        if self.view.epoch == 0 or base_epoch == self.view.epoch:
-            return True
-        if base_epoch < self.view.epoch:
-            return self._has_seat(sender, boot)
-        return base_epoch in self._vows
-
-    def _promise(
-        self, sender: int, view: View, known: tuple[SyncId, ...], now: float
-    ) -> None:
-        seat = view.seats.get(self.region)
-        if seat is None or seat.boot != self.boot or view.epoch <= self._promised:
-            return
-        self._promised, self._promised_at, self._proposal = view.epoch, now, None
-        self._vows.add(view.epoch)
-        promise = Promise(view.epoch, self._book.known(), self._book.beyond(known))
-        self._tell(sender, promise)
-
-    def _count_promise(self, sender: int, promise: Promise, now: float) -> None:
-        view = self._proposal
-        if view is None or promise.epoch != view.epoch:
-            return
-        self._promises[sender] = promise
-        if self._promises.keys() < view.seats.keys():
-            return
-        for each in self._promises.values():
-            for decision in each.decisions:
-                self._book.learn(decision)
-        for region, each in self._promises.items():
-            self._tell(region, Install(view, self._book.beyond(each.known)))
-        self._enter(view, (), now)
-
-    def _enter(self, view: View, decisions, now: float) -> None:
-        self.view, self._proposal = view, None
-        self._promised = view.epoch
-        if not self._leads():
-            self._book.forget_collected()
-            self._admitted = {}
-        for region, seat in view.seats.items():
-            heard = self._heard.get(region)
-            if region != self.region and (heard is None or heard.boot < seat.boot):
-                self._heard[region] = _Heard(seat.boot, now)
-            elif heard is not None and heard.boot == seat.boot:
-                self._heard[region] = heard._replace(step=None)
-            if region in self._admitted:
-                oldest = self._admitted.pop(region)[1]
-                self._heard[region] = self._heard[region]._replace(oldest_step=oldest)
-        for decision in decisions:
-            self._book.learn(decision)
-        for sync in [s for s in self._book.waiting if s in self._book.own]:
-            self._send_row(sync, now)
-
     # Messages and decisions.
 
-    def _leads(self, epoch: int | None = None) -> bool:
-        epoch = self.view.epoch if epoch is None else epoch
-        return epoch == self.view.epoch and self.coordinator == self.region
+    def _entered(self, now: float) -> None:
+        self._asked = {}
+        for sync in [s for s in self._book.waiting if s in self._book.own]:
+            self._book.collect((self.region, self.boot), sync, self._book.own[sync])
+            self._send_row(self.coordinator, sync, now)
 
-    def _send_row(self, sync: SyncId, now: float) -> None:
-        if self._leads():
-            self._book.collect(self.region, sync, self._book.own[sync], now)
-        else:
-            row = Row(self.view.epoch, sync, self._book.own[sync])
-            self._tell(self.coordinator, row)
+    def _send_row(self, region: int, sync: SyncId, now: float) -> None:
+        self._tell(region, Row(self.view.epoch, sync, self._book.own[sync], now))
 
-    def _answer(self, sender: int, sync: SyncId) -> None:
+    def _answer(self, sender: int, boot: int, sync: SyncId, now: float) -> None:
         if not self._leads():
             if sync in self._book.own:
-                row = Row(self.view.epoch, sync, self._book.own[sync])
-                self._tell(sender, row)
+                self._send_row(sender, sync, now)
         elif sync in self._book.decided:
             self._tell(sender, self._book.decided[sync])
-        elif sender not in self._book.collected.get(sync, {}):
+        elif (sender, boot) not in self._book.rows.get(sync, {}):
             self._tell(sender, Want(self.view.epoch, sync))
 
     def _decide(self, now: float) -> None:
         if not self._holds:
             return
+        seats = self.view.seats
+        waited_for = [r for r in seats if r not in self.shunned] or list(seats)
         for sync in self._book.undecided():
-            rows = self._book.collected.get(sync, {})
-            missing = {
-                r: seat
-                for r, seat in self.view.seats.items()
-                if seat.since_step < sync[1] and r not in rows
+            rows = self._book.rows.get(sync, {})
+            senders = {
+                r: seats[r].boot for r in waited_for if seats[r].since_step < sync[1]
             }
-            is_late = now - self._book.first_s.get(sync, now) > self._timing.grace_s
+            missing = {r: b for r, b in senders.items() if (r, b) not in rows}
+            quorum = min(self._timing.quorum, len(senders))
+            there = len(senders) - len(missing)
+            is_late = self._book.is_due(
+                sync, there, max(quorum, 1), self._timing.grace_s, now
+            )
             # Without the dead there will be another view.
-            alive = [self._is_alive(r, seat.boot, now) for r, seat in missing.items()]
+            alive = [self._is_alive(r, b, now) for r, b in missing.items()]
             if not missing or (is_late and all(alive)):
-                decision = Decision(self.view.epoch, sync, dict(sorted(rows.items())))
-                for region in self.view.seats:
-                    self._tell(region, decision)
-                self._book.learn(decision)
+                self._choose(sync, rows, now)
+
+    def _choose(self, sync: SyncId, rows: dict, now: float) -> None:
+        """Decide a sync of what is there, and tell all."""
+        members = members_of(rows, self._boot_of, self.shunned)
+        for region, seat in self.view.seats.items():
+            # Who joined since has none; the dead may not have sent theirs to all.
+            lacks = {
+                r: rows[r, boot]
+                for r, boot in members
+                if seat.since_step >= sync[1]
+                or boot != self._boot_of(r)
+                or (r, region) in self.detours
+            }
+            self._tell(region, Choice(self.view.epoch, sync, members, lacks))
+        found = {r: rows[r, boot] for r, boot in members}
+        self._book.learn(Decision(self.view.epoch, sync, found))
+
+    def _note_decided(self, now: float) -> None:
+        """Have told what messages took, of what this region took part in."""
+        seat = self.view.seats.get(self.region)
+        for decision in self._book.news:
+            if seat is not None and seat.since_step < decision.sync[1]:
+                self.times.decided(decision.sync, decision.rows, now)
+        self._book.news.clear()
 
     def _trim(self) -> None:
         """Forget what every region has applied, and those that are about to join."""
         if not self.is_in:
             return
         others = [r for r in self.view.seats if r != self.region]
-        oldest = [self._heard[r].oldest_step for r in others if r in self._heard]
+        last = self._hearing.last
+        oldest = [last[r].oldest_step for r in others if r in last]
         oldest += [step for _, step in self._admitted.values()]
         self._book.forget_before(min([self.oldest_step, *oldest]))
-
-    def _tell(self, region: int, message: Message) -> None:
-        if region != self.region:
-            self.outbox.append((region, message))
-
-    def _tell_all(self, message: Message) -> None:
-        for region in range(self._num):
-            self._tell(region, message)

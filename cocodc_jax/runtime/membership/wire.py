@@ -24,6 +24,8 @@ _KINDS = {
         m.Row,
         m.Want,
         m.Decision,
+        m.Choice,
+        m.Report,
         m.Propose,
         m.Promise,
         m.Install,
@@ -144,6 +146,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e15:
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
@@ -183,6 +191,12 @@ def _table(value: Any, data: _Data) -> dict[str, Any]:
 
 
 _READ = {
+    "clock_s": lambda value, data: _seconds(value),
+    "step_s": lambda value, data: _seconds(value),
+    "seconds": lambda value, data: tuple(
+        (data.region(r), _seconds(s)) for r, s in value
+    ),
+    "members": lambda value, data: tuple((data.region(r), _count(b)) for r, b in value),
     "step": lambda value, data: _count(value),
     "epoch": lambda value, data: _count(value),
     "base_epoch": lambda value, data: _count(value),

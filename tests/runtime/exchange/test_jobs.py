@@ -1,8 +1,12 @@
 """Regions that are jobs of their own: the numbers of one process with all of them."""
 
+import itertools
 import re
 import socket
 import threading
+import time
+import types
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -13,9 +17,10 @@ from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.exchange.jobs import _table
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.link import Link
+from cocodc_jax.runtime.membership.messages import Decision
 from cocodc_jax.runtime.membership.place import Place
-from cocodc_jax.runtime.membership.protocol import Timing
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.regions import Regions
@@ -106,6 +111,121 @@ def test_the_numbers_are_those_of_one_process(tiny, name, options):
             tiny.assert_same(mean, together["in_flight"][k].mean)
 
 
+def with_nonsense(tiny):
+    """The same, but that region 1 is given other numbers at step 1."""
+
+    def stream(first_step=0):
+        for step, batch in enumerate(tiny.stream(first_step), first_step):
+            y = batch["y"].copy()
+            y[1] *= 100 if step == 1 else 1
+            yield {**batch, "y": y}
+
+    return types.SimpleNamespace(**{**vars(tiny), "stream": stream})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"exclude_above": 3.0}, {"compress": "int8", "robust_mean": "trim:0.25"}],
+)
+def test_nonsense_is_judged_alike_in_all_jobs(tiny, options):
+    """And the region that sent it begins anew, as in one process with all of them."""
+    schedule = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
+    method, num = methods.get("streaming_diloco", **schedule, **options), 4
+    tiny = with_nonsense(tiny)
+    program = make_program(tiny, method, Transport("outer"), num)
+    state, verdicts = tiny.start(program), []
+    for new, output in run(program, state, tiny.stream(), 9):
+        state = new
+        verdicts += [np.asarray(sync.verdict).tolist() for sync in output.syncs]
+    if "exclude_above" in options:
+        assert [0, 2, 0, 0] in verdicts
+    (region, together), *_ = tiny.numbers(state)
+    for m, job in enumerate(as_jobs(tiny, method, num, 9)):
+        (own, sync), *_ = job
+        tiny.assert_same(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
+        tiny.assert_same(sync["outer"], together["outer"])
+
+
+class Told:
+    """In place of a link: means are of what the test says, when it says so."""
+
+    def __init__(self):
+        self.futures, self.rows = {}, {}
+
+    def send(self, sync, row, step_s):
+        del step_s
+        self.rows[sync] = row
+        return self.futures.setdefault(sync, Future())
+
+    def decide(self, sync, *regions):
+        """Of zeros from these regions; of this region's own message, if it is 0."""
+        while sync not in self.rows:
+            time.sleep(0.01)
+        zeros = bytes(len(self.rows[sync]))
+        rows = {r: zeros if r else self.rows[sync] for r in regions}
+        self.futures[sync].set_result(Decision(3, sync, rows))
+
+
+def of_one_job(tiny, method, **options):
+    place = places(2, **options)[0]
+    program = make_program(tiny, method, Transport("jobs", place=place), 2)
+    program.route.link = Told()
+    batches = [jax.tree.map(lambda x: x[None], b) for b in
+               itertools.islice(own_batches(tiny, 0), 8)]  # fmt: skip
+    return program, tiny.start(program), batches
+
+
+@pytest.mark.parametrize("late_message", ["keep", "drop"])
+def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
+    """By hand: the mean is zero, so the outer parameters stay theta_0."""
+    method = methods.get("diloco", sync_interval=2)
+    program, state, batches = of_one_job(tiny, method, late_message=late_message)
+    first = tiny.host(state.region.params)
+    own, _ = program._steps(
+        state.region, program.put_batches(stacked(batches[:2])), None
+    )
+    trained = tiny.host(own.params)
+    state = tiny.start(program)
+    threading.Timer(0.1, program.route.link.decide, [(0, 2), 1]).start()
+    state, _ = program.advance(state, stacked(batches[:2]))
+    wanted = trained if late_message == "keep" else first
+    assert_near(state.region.params, wanted)
+    assert_near(program.outer_params(state), jax.tree.map(lambda x: x[0], first))
+
+
+def stacked(batches):
+    return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+
+
+def assert_near(one, other):
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("streaming_diloco", {}), ("cocodc", {"compress": "int8"})],
+)
+def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
+    """Due after 1 step and there after 2: as where 2 is the delay."""
+    ends = []
+    for delay_steps in (1, 2):
+        method = methods.get(
+            name, sync_interval=4, num_fragments=2, delay_steps=delay_steps,
+            **options,
+        )  # fmt: skip
+        program, state, batches = of_one_job(tiny, method, late_mean="merge")
+        for step in range(4):
+            if step == 3:
+                (flying,) = state.sync.schedule.in_flight
+                assert flying[1:3] == (2, 4)
+                program.route.link.decide(flying.sync_id, 0, 1)
+            state, output = program.advance(state, stacked(batches[step : step + 1]))
+            assert [s.apply_step for s in output.syncs] == [4] * (step == 3)
+        ends.append(tiny.host((state.region.params, state.sync.outer)))
+    assert_near(*ends)
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -150,6 +270,9 @@ def test_places_that_cannot_be_are_refused():
         ({"region": 2}, "region_id=2 must be 0 to 1"),
         ({"min_regions": 3}, "min_regions=3 must be 1 to 2"),
         ({"key": b"short"}, "the key has 5 bytes"),
+        ({"late_mean": "drop"}, "late_mean='drop' is unknown"),
+        ({"late_message": "wait"}, "late_message='wait' is unknown"),
+        ({"timing": Timing(quorum=3)}, "quorum=3 must be 1 to 2"),
     ):
         fields = {"region": 0, "addresses": ("a:1", "b:2"), "key": KEY} | change
         with pytest.raises(ValueError, match=re.escape(message)):

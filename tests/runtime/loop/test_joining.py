@@ -13,9 +13,9 @@ from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop import joining
+from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.link import Link
 from cocodc_jax.runtime.membership.place import Place
-from cocodc_jax.runtime.membership.protocol import Timing
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
 
@@ -150,6 +150,33 @@ def test_schedules_go_on_and_moments_are_fresh(tiny):
     adam, scheduled = state.region.opt_state
     assert (int(adam.count[0]), int(scheduled.count[0])) == (0, 40)
     assert scheduled.count.sharding == adam.count.sharding
+
+
+def test_what_was_done_meanwhile_is_kept(tiny):
+    """By hand: theta_g + (theta_m - theta_s), of any theta_s."""
+    method = methods.get("diloco", sync_interval=4)
+    program = make_program(tiny, method, places()[0])
+    copy = joining.copy_of(
+        program, program.init(tiny.make_params(3), jax.random.key(0))
+    )
+    one = jax.tree.map(lambda x: x[:1], next(tiny.stream()))
+    state, _ = program.advance(
+        tiny.start(program), jax.tree.map(lambda x: x[None], one)
+    )
+    moments = tiny.host(state.region.opt_state)
+    mine, outer = tiny.host(state.region.params), tiny.host(program.outer_params(state))
+    shared = jax.tree.map(lambda x: x + 1.0, state.sync.outer.params)
+    for carried, moved in (
+        (joining.Carried(state), 0.0), (joining.Carried(state, shared), 1.0),
+    ):  # fmt: skip
+        found = joining.adopt(
+            program, tiny.make_params(), jax.random.key(0), copy, carried
+        )
+        tiny.assert_same(found.region.opt_state, moments)
+        trees = (found.region.params, tiny.make_params(3), mine, outer)
+        for x, g, m, s in zip(*map(jax.tree.leaves, trees), strict=True):
+            np.testing.assert_allclose(x, g + (m - s - moved), rtol=1e-5, atol=1e-6)
+        tiny.assert_same(program.outer_params(found), tiny.make_params(3))
 
 
 def test_a_copy_of_another_model_is_refused(tiny):

@@ -8,10 +8,10 @@ import pytest
 import zmq
 
 from cocodc_jax.runtime.membership import wire
-from cocodc_jax.runtime.membership.link import Link
-from cocodc_jax.runtime.membership.messages import Row, Snapshot
+from cocodc_jax.runtime.membership.hearing import Timing
+from cocodc_jax.runtime.membership.link import LeftBehindError, Link
+from cocodc_jax.runtime.membership.messages import Decision, Row, Snapshot
 from cocodc_jax.runtime.membership.place import Place, read_key
-from cocodc_jax.runtime.membership.protocol import Timing
 
 KEY = b"k" * 32
 TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
@@ -109,6 +109,16 @@ def test_another_run_is_told_apart():
             first.join(30)
         with pytest.raises(RuntimeError, match="of another run .*differ"):
             second.join(30)
+
+
+def test_who_is_left_behind_hears_it_at_a_turns_end():
+    (place,) = places(1)
+    with Link(place, "run", 1000) as link:
+        assert link.join(20) is None
+        link._member.is_over = "made up"
+        assert link.send((0, 3), b"r").result(20) == Decision(0, (0, 3), {})
+        with pytest.raises(LeftBehindError, match="region 0: made up"):
+            link.at(3)
 
 
 def test_nobody_lets_it_in():

@@ -9,8 +9,9 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.runtime.membership.messages import Decision, Install, Propose
-from cocodc_jax.runtime.membership.protocol import Member, Timing
+from cocodc_jax.runtime.membership.hearing import Timing
+from cocodc_jax.runtime.membership.messages import Choice, Install, Propose, Row
+from cocodc_jax.runtime.membership.protocol import Member
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
 
@@ -204,23 +205,27 @@ def until(world, kind, condition=lambda message: True):
 def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
     world = World(3)
     world.settle(12)
-    told = until(world, Decision)
-    dest, sender, _, decision = world.network[told]
+    told = until(world, Choice)
+    dest, sender, _, choice = world.network[told]
     assert sender == 0
+    for at in reversed(range(told)):  # What the coordinator has sent before.
+        if world.network[at][0] == dest and isinstance(world.network[at][3], Row):
+            world.deliver(at)
+            told -= 1
     world.deliver(told)
     del world.members[0]  # Before the other one hears of it.
     world.network = [m for m in world.network if m[1] != 0]
     world.settle(30)
     assert world.members[1].coordinator == 1
     other = ({1, 2} - {dest}).pop()
-    assert world.logs[other][decision.sync] == dict(decision.rows)
-    assert 0 in world.logs[other][decision.sync]
+    assert set(world.logs[other][choice.sync]) == {r for r, _ in choice.members}
+    assert 0 in world.logs[other][choice.sync]
 
 
 def test_what_nobody_knows_is_decided_anew_without_the_dead():
     world = World(3)
     world.settle(12)
-    told = until(world, Decision)
+    told = until(world, Choice)
     sync = world.network[told][3].sync
     del world.members[0]
     world.network = [m for m in world.network if m[1] != 0]

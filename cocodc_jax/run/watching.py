@@ -1,0 +1,99 @@
+"""Names what is faulty among regions that are jobs, while they train."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from cocodc_jax.network.faults import Finding, Messages, Regions
+from cocodc_jax.runtime.membership.link import Faulty
+from cocodc_jax.runtime.membership.times import Measured
+
+FAULTS_FILE = "faults.jsonl"
+ON_FAULT = ("warn", "exclude", "route")
+# What is told of who is faulty: a region, not a link.
+_OF_A_REGION = ("sender", "region", "slow")
+# Of `robust_z`: a step counts as slow above 2.2 times its own past, if the others' are
+# not as well.
+_STEP_FLOOR = 0.2
+
+
+class FaultWatch:
+    """Looks at what messages and steps took, sync by sync.
+
+    What is named goes to the console and to a file, with the evidence, when it begins
+    and when it ends.
+    """
+
+    def __init__(self, folder: pathlib.Path, on_fault: str, least_s: float):
+        """Begin with nothing known.
+
+        Args:
+          folder: of the region.
+          on_fault: "warn", "exclude" regions that are named, or "route" around links.
+          least_s: seconds by which lateness is measured at least, see `robust_z`.
+        """
+        self._path, self._on_fault = folder / FAULTS_FILE, on_fault
+        self._messages = Messages(least=least_s)
+        self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
+        self._named: dict[tuple, Finding] = {}
+        self._seen: set[int] = set()
+
+    def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
+        """Take in one sync; see `membership.link.Watch`."""
+        found = self._messages.observe(np.array(measured.seconds))
+        found += self._steps.observe(np.array(measured.step_s))
+        self._seen |= set(present)
+        found = [x for x in found if set(x.where) <= set(present)]
+        found += [
+            Finding("gone", (r,), np.inf, 0.0, np.inf)
+            for r in sorted(self._seen - set(present))
+        ]
+        named = {(x.kind, x.where): x for x in found}
+        for key in sorted(named.keys() - self._named.keys()):
+            self._tell("begins", measured, named[key])
+        for key in sorted(self._named.keys() - named.keys()):
+            self._tell("ends", measured, self._named[key])
+        self._named = named
+        return self._to_do(named)
+
+    def _to_do(self, named: dict[tuple, Finding]) -> Faulty:
+        shunned, detours = frozenset(), frozenset()
+        if self._on_fault == "exclude":
+            shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
+        if self._on_fault == "route":
+            detours = {where for kind, where in named if kind == "link"}
+        return frozenset(shunned), frozenset(detours)
+
+    def _tell(self, what: str, measured: Measured, finding: Finding) -> None:
+        is_step = finding.kind == "slow"
+        text = finding.explain(unit="s a step" if is_step else "s a message")
+        fragment, start_step = measured.sync
+        print(
+            f"fault {what} at the sync of step {start_step}: {text}",
+            file=sys.stderr,
+            flush=True,
+        )
+        line = {
+            "fault": what,
+            "kind": finding.kind,
+            "where": finding.where,
+            "fragment": fragment,
+            "start_step": start_step,
+            "seconds": _plain(finding.seconds),
+            "usual": finding.usual,
+            "score": _plain(finding.score),
+            "time": time.time(),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _plain(number: float) -> float | None:
+    """Return a number that JSON has; None is a message that never came."""
+    return number if np.isfinite(number) else None

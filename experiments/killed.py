@@ -1,0 +1,122 @@
+"""What the records of a run say in which regions were killed."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from cocodc_jax.files import read_table
+from cocodc_jax.network import goodput
+from cocodc_jax.run.jobs import JOINS_FILE, SYNCS_FILE
+
+
+def lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Read the whole lines of a file of JSON lines, none where there is no file.
+
+    A line that was cut by a kill is passed over, with what came to stand behind it.
+    """
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def judge(
+    workdir: pathlib.Path, num_regions: int, steps: int, kills: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what the records of a run say.
+
+    Args:
+      workdir: of the run.
+      num_regions: M.
+      steps: of the whole run.
+      kills: of `Chaos`.
+    """
+    done, gaps, digests, losses, joins = 0, 0, {}, [], []
+    unexplained: list[str] = []
+    for region in range(num_regions):
+        folder = workdir / f"region_{region}"
+        records = lines(folder / "metrics.jsonl")
+        trained = [r["step"] for r in records if r["kind"] == "train"]
+        own_joins = lines(folder / JOINS_FILE)
+        begun = {join["step"] for join in own_joins}
+        joins += [{"region": region, **join} for join in own_joins]
+        done += len(set(trained))
+        for before, after in zip([0, *trained], trained, strict=False):
+            if after != before + 1:
+                gaps += 1
+                if after - 1 not in begun or after <= before:
+                    unexplained.append(f"region {region}: step {before} to {after}")
+        for sync in lines(folder / SYNCS_FILE):
+            key = sync["fragment"], sync["start_step"]
+            found = digests.setdefault(key, {})
+            found.setdefault(sync["digest"], []).append(region)
+        if (folder / "summary.json").exists():
+            losses.append(read_table(folder / "summary.json")["eval_loss_outer"])
+    differ = {str(key): found for key, found in digests.items() if len(found) > 1}
+    back = [j for j in joins if j["from_peer"]]
+    return {
+        "kills": len(kills),
+        "kills_of_coordinator": sum(k["coordinated"] for k in kills),
+        "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
+        "returns": len(back),
+        "seconds_from_kill_to_return": _until_back(kills, back),
+        "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
+        "regions_at_the_end": len(losses),
+        "gaps_in_steps": gaps,
+        "gaps_unexplained": unexplained,
+        "merges_compared": sum(len(sum(f.values(), [])) > 1 for f in digests.values()),
+        "merges_that_differ": differ,
+        "eval_loss_outer": losses,
+        "goodput": done / (num_regions * steps),
+        "goodput_simulated": _simulated(kills, back, num_regions),
+    }
+
+
+def _simulated(
+    kills: Sequence[dict], back: Sequence[dict], num_regions: int
+) -> float | None:
+    """Return the goodput of regions that fail and come back as these did."""
+    down_s = _until_back(kills, back)
+    if len(kills) < 2 or not down_s:
+        return None
+    times = [kill["time"] for kill in kills]
+    repair_s = sum(down_s) / len(down_s)
+    all_s = num_regions * (max(times) - min(times)) * len(kills) / (len(kills) - 1)
+    # A region that was killed again before it was back was down once.
+    failures = len({each["time"] for each in back})
+    between_s = max((all_s - failures * repair_s) / failures, 1e-3)
+    return goodput.alone(goodput.Failures(between_s, repair_s), sync_s=0)
+
+
+def _until_back(kills: Sequence[dict], back: Sequence[dict]) -> list[float]:
+    """Return the seconds from each kill to that region's next return."""
+    found = []
+    for kill in kills:
+        later = [
+            j["time"] - kill["time"]
+            for j in back
+            if j["region"] == kill["region"] and j["time"] > kill["time"]
+        ]
+        if later:
+            found.append(round(min(later), 1))
+    return sorted(found)
+
+
+def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
+    """Tell whether a run kept what is promised."""
+    is_near = True
+    if result.get("unbroken_loss") is not None:
+        is_near = all(
+            abs(loss - result["unbroken_loss"]) <= tolerance
+            for loss in result["eval_loss_outer"]
+        )
+    return (
+        not result["gaps_unexplained"]
+        and not result["merges_that_differ"]
+        and result["regions_at_the_end"] == num_regions
+        and is_near
+    )

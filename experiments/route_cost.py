@@ -1,0 +1,107 @@
+r"""What it costs in step time that regions are jobs of their own, with nobody failing.
+
+    python -m experiments.route_cost --regions=2 --pairs=2 --workdir=DIR -- \
+        --preset=smoke --steps=300
+
+The same training runs on this machine with a process for each region on the outer mesh,
+and with a job for each, by turns, the first of a pair alternating. Printed, and written
+to DIR/route_cost.json: seconds of an inner step of either, turns that compiled left out
+and waits for means included, and for each pair how many times the one is the other.
+"""
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from absl import flags as absl_flags
+
+from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import dumps
+from cocodc_jax.run.help import options, render
+
+from . import commands
+from .train import read_flags
+
+_SUMMARY = {"outer": "summary.json", "jobs": "region_0/summary.json"}
+
+
+def define_flags() -> absl_flags.FlagValues:
+    """Return this program's flags, apart from those of the training."""
+    values = absl_flags.FlagValues()
+    for name, default, text in (
+        ("regions", 2, "regions that train"),
+        ("pairs", 2, "runs of each kind"),
+    ):
+        absl_flags.DEFINE_integer(name, default, text, flag_values=values)
+    absl_flags.DEFINE_string("workdir", None, "folder of the runs", flag_values=values)
+    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    return values
+
+
+def step_seconds(
+    route: str, train: Sequence[str], workdir: pathlib.Path, tokens_per_step: int
+) -> float:
+    """Train, and return the seconds of a step.
+
+    Raises:
+      ValueError: if the run fails, or is too short to tell.
+    """
+    own = ["--jobs"] if route == "jobs" else []
+    command = [*commands.python_m("launch_local"), *own, "--", *train]
+    done = subprocess.run(
+        [*command, f"--workdir={workdir}"], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise ValueError(f"the run with {route} failed: {done.stderr.strip()}")
+    rate = read_table(workdir / _SUMMARY[route])["tokens_per_second"]
+    if not rate:
+        raise ValueError("the run is too short to be timed; raise --steps")
+    return tokens_per_step / rate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program."""
+    own = define_flags()
+    flags.define()
+    with flags.usage_errors():
+        train = [*own(argv)[1:]]
+        if own.help:
+            print(render(commands.shown(__doc__), {"Flags": options(own)}))
+            return 0
+        if not own.workdir:
+            raise ValueError("workdir=None must be a folder")
+        train += [f"--regions={own.regions}"]
+        flags.parse([argv[0], *train])
+        config, _ = read_flags()
+        data, workdir = config.data, pathlib.Path(own.workdir)
+        tokens = own.regions * data.batch_per_region * data.sequence_length
+        found: dict[str, list[float]] = {"outer": [], "jobs": []}
+        for pair in range(own.pairs):
+            for route in ("outer", "jobs") if pair % 2 == 0 else ("jobs", "outer"):
+                folder = workdir / f"{route}_{pair}"
+                found[route].append(step_seconds(route, train, folder, tokens))
+                print(json.dumps({route: found[route][-1]}), file=sys.stderr)
+    pairs = zip(found["jobs"], found["outer"], strict=True)
+    ratios = [jobs / outer for jobs, outer in pairs]
+    result = {
+        "step_s": found,
+        "jobs_over_outer": ratios,
+        "median": statistics.median(ratios),
+        "flags": train,
+    }
+    write_whole(workdir / "route_cost.json", dumps(result))
+    print(dumps(result), end="")
+    return 0
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+    cli()

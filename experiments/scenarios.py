@@ -1,0 +1,165 @@
+"""Faults made in the network lab while regions train as jobs: are they named?
+
+`chaos --scenario` runs one of them. Every region is a job of its own in a network
+namespace; for a while the lab's links are as the scenario says, then as before:
+
+    link        region 1 sends to region 2 at a fiftieth of the rate
+    loss        region 1 loses a third of the packets that it sends to region 2
+    cut         the last region hears nobody, and nobody it
+    partition   the first half of the regions and the second one do not hear each other
+
+What each region wrote to faults.jsonl is held against that: who was named, how many
+seconds and syncs after the fault began, and whether anybody was named before. Who was
+cut off must be back at the end.
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cocodc_jax import netlab
+from cocodc_jax.netlab import independent
+from cocodc_jax.netlab.shaper import Conditions
+from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.watching import FAULTS_FILE
+from cocodc_jax.sync.schedules.slotted import Slotted
+
+from . import commands
+
+SCENARIOS = ("link", "loss", "cut", "partition")
+_PORT = 29500
+_SLOW, _LOSS = 50, 0.33
+
+
+def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
+    """Return what is to be named, any of it, and the regions that can see it.
+
+    Args:
+      scenario: one of `SCENARIOS`.
+      num_regions: M.
+    """
+    everyone = set(range(num_regions))
+    if scenario in ("link", "loss"):
+        return {("link", (1, 2))}, everyone
+    apart = _apart(scenario, num_regions)
+    lone = tuple(sorted(apart))
+    kinds = {("gone", (r,)) for r in apart} | {("region", lone), ("partition", lone)}
+    return kinds, everyone - apart
+
+
+def _apart(scenario: str, num_regions: int) -> set[int]:
+    first = num_regions - 1 if scenario == "cut" else num_regions // 2
+    return set(range(first, num_regions))
+
+
+def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> tuple:
+    """Return the conditions of the links over time.
+
+    Args:
+      scenario: one of `SCENARIOS`.
+      usual: before and after it.
+      at_s: when it begins.
+      fault_s: how long it lasts.
+    """
+    rate, loss = [list(row) for row in usual.rate_bps], [list(x) for x in usual.loss]
+    if scenario == "link":
+        rate[1][2] /= _SLOW
+    elif scenario == "loss":
+        loss[1][2] = _LOSS
+    else:
+        apart, num = _apart(scenario, len(rate)), range(len(rate))
+        for i, j in itertools.product(num, num):
+            if (i in apart) != (j in apart):
+                rate[i][j] = 0.0
+    bad = dataclasses.replace(usual, start_s=at_s, rate_bps=rate, loss=loss)
+    return usual, bad, dataclasses.replace(usual, start_s=at_s + fault_s)
+
+
+def run(
+    own: Any, config: TrainConfig, train: Sequence[str], workdir: pathlib.Path
+) -> dict[str, Any]:
+    """Train in the lab with the fault; return what was named.
+
+    Args:
+      own: flags of `chaos`: scenario, regions, seed, at_s and fault_s.
+      config: of the training.
+      train: its flags.
+      workdir: of the run.
+
+    Raises:
+      ValueError: if this machine cannot make a lab, or syncs cannot be counted.
+    """
+    scenario, num_regions = own.scenario, own.regions
+    sync = config.method.build().sync
+    if sync is None or not isinstance(sync.schedule, Slotted):
+        raise ValueError(f"method={config.method.method!r} has no slots to count by")
+    sync_s = sync.schedule.slot_steps * config.run.step_seconds
+    if not sync_s:
+        raise ValueError("step_seconds=0 must be the time of a step, to count syncs by")
+    if missing := netlab.missing():
+        raise ValueError(f"scenario={scenario!r} needs the network lab: {missing}")
+    independent.make_key(workdir)
+    addresses = ",".join(f"region{r}:{_PORT}" for r in range(num_regions))
+    command = [
+        *commands.python_m("train"),
+        *train,
+        f"--workdir={workdir}",
+        "--exchange=jobs",
+        f"--region_addresses={addresses}",
+        "--region_id={region}",
+        f"--key_file={workdir / 'key'}",
+    ]
+    topology = uniform(num_regions, Link(bandwidth_gbps=0.1, latency_s=0.02))
+    plan = netlab.make_plan(topology, command, workdir / "lab", seed=own.seed)
+    over_time = disturbed(scenario, plan.conditions[0], own.at_s, own.fault_s)
+    began_s = time.time()
+    code = netlab.run(dataclasses.replace(plan, conditions=over_time))
+    found = judge(scenario, workdir, num_regions, began_s + own.at_s, sync_s)
+    result = {"scenario": scenario, "exit_code": code, **found}
+    return {**result, "named": is_good(result)}
+
+
+def judge(
+    scenario: str, workdir: pathlib.Path, num_regions: int, at: float, sync_s: float
+) -> dict[str, Any]:
+    """Return what the regions named, and when.
+
+    Args:
+      scenario: one of `SCENARIOS`.
+      workdir: of the run.
+      num_regions: M.
+      at: when the fault began, by the wall.
+      sync_s: seconds between two syncs.
+    """
+    wanted, seeing = expected(scenario, num_regions)
+    after_s, before = {}, []
+    for region in range(num_regions):
+        path = workdir / f"region_{region}" / FAULTS_FILE
+        text = path.read_text() if path.exists() else ""
+        for line in map(json.loads, text.splitlines()):
+            what = line["kind"], tuple(line["where"])
+            if line["fault"] == "begins" and line["time"] < at:
+                before.append([region, *what])
+            elif line["fault"] == "begins" and what in wanted and region in seeing:
+                after_s.setdefault(region, round(line["time"] - at, 1))
+    return {
+        "seconds_to_name": after_s,
+        "syncs_to_name": {r: round(s / sync_s, 1) for r, s in after_s.items()},
+        "named_before": before,
+        "unseen_by": sorted(seeing - after_s.keys()),
+    }
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Tell whether the fault was named by all that see it within five syncs."""
+    return (
+        not result["exit_code"]
+        and not result["unseen_by"]
+        and not result["named_before"]
+        and all(syncs <= 5 for syncs in result["syncs_to_name"].values())
+    )

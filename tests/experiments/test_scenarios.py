@@ -1,0 +1,87 @@
+"""Faults of the network: what the lab makes of them, and what the records say."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cocodc_jax import netlab
+from cocodc_jax.netlab.plan import make_plan
+from cocodc_jax.network.links import Link, uniform
+from experiments import scenarios
+
+
+def usual(tmp_path, num=4):
+    topology = uniform(num, Link(bandwidth_gbps=0.1, latency_s=0.02))
+    return make_plan(topology, ["true"], tmp_path).conditions[0]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "out"),
+    [
+        ("link", 0),
+        ("loss", 0),
+        ("cut", 6),  # Three regions to the last one, and it to them.
+        ("partition", 8),
+    ],
+)
+def test_the_links_of_a_scenario(tmp_path, scenario, out):
+    before = usual(tmp_path)
+    first, bad, after = scenarios.disturbed(scenario, before, 30.0, 60.0)
+    assert (first, after.rate_bps, after.loss) == (before, before.rate_bps, before.loss)
+    assert (bad.start_s, after.start_s) == (30, 90)
+    pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
+    assert sum(bad.rate_bps[i][j] == 0 for i, j in pairs) == out
+    others = [x for x in pairs if x != (1, 2)]
+    if not out:
+        assert all(bad.rate_bps[i][j] == before.rate_bps[i][j] for i, j in others)
+        assert all(bad.loss[i][j] == before.loss[i][j] for i, j in others)
+        assert (bad.rate_bps[1][2], bad.loss[1][2]) != (before.rate_bps[1][2], 0)
+
+
+def write(tmp_path, region, *found):
+    folder = tmp_path / f"region_{region}"
+    folder.mkdir(exist_ok=True)
+    text = "".join(
+        json.dumps({"fault": "begins", "kind": kind, "where": where, "time": time})
+        + "\n"
+        for kind, where, time in found
+    )
+    (folder / "faults.jsonl").write_text(text)
+
+
+def test_what_was_named_is_held_against_the_fault(tmp_path):
+    for region in range(3):
+        write(tmp_path, region, ("gone", [3], 110.0 + region))
+    write(tmp_path, 3, ("gone", [0], 111.0))  # It is the one that was cut off.
+    result = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
+    assert result["seconds_to_name"] == {0: 10.0, 1: 11.0, 2: 12.0}
+    assert result["syncs_to_name"] == {0: 2.5, 1: 2.8, 2: 3.0}
+    assert scenarios.is_good(result)
+    late = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 85.0, 4.0)
+    assert not scenarios.is_good(late)
+    write(tmp_path, 2, ("link", [0, 1], 50.0), ("gone", [3], 112.0))
+    result = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
+    assert result["named_before"] == [[2, "link", (0, 1)]]
+    assert not scenarios.is_good(result)
+    (tmp_path / "region_1" / "faults.jsonl").unlink()
+    result = scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
+    assert result["unseen_by"] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(netlab.missing()), reason="no network lab here")
+@pytest.mark.parametrize("scenario", ["link", "cut"])
+def test_a_real_fault_is_named(tmp_path, scenario):
+    command = [
+        sys.executable, "-m", "experiments.chaos", f"--scenario={scenario}",
+        "--regions=3", "--at_s=70", "--fault_s=25", f"--workdir={tmp_path}", "--",
+        "--preset=smoke", "--steps=320", "--step_seconds=0.4", "--eval_batches=6",
+        "--eval_every=0", "--dead_after_s=5",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, env=os.environ.copy()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

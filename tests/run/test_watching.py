@@ -1,0 +1,256 @@
+"""Faults of a network are named while regions train, and noise is not.
+
+Regions are the state machines of the agreement; the network is a table of how long
+each pair takes, and a clock that is turned by hand.
+"""
+
+import heapq
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from cocodc_jax.run.watching import FAULTS_FILE, FaultWatch
+from cocodc_jax.runtime.membership.hearing import Timing
+from cocodc_jax.runtime.membership.messages import Choice, Decision, Row
+from cocodc_jax.runtime.membership.protocol import Member
+from cocodc_jax.runtime.membership.times import Measured
+
+NUM, TICK_S, SYNC_STEPS = 4, 0.5, 10
+WARM, FAULT_AT_S = 20, 240.0
+
+
+class Lab:
+    """Four regions, a step a second, a sync every ten, rows that take half a second."""
+
+    def __init__(self, tmp_path, seed=0, on_fault="warn", **timing):
+        timing = Timing(**({"beat_s": 0.5, "grace_s": 4, "start_s": 5} | timing))
+        self.random, self.now, self.on_fault = random.Random(seed), 0.0, on_fault
+        self.order, self.heap, self.folder = itertools.count(), [], tmp_path
+        self.last = np.zeros((NUM, NUM))
+        self.row_s = np.full((NUM, NUM), 0.5)
+        self.step_s = np.ones(NUM)
+        self.lost = np.zeros((NUM, NUM), bool)
+        self.shares = {}  # Of rows lost, and sent again a second later.
+        self.clocks = [self.random.uniform(-1e4, 1e4) for _ in range(NUM)]
+        self.members = [Member(r, NUM, 1, 0, timing, self.clock(r)) for r in range(NUM)]
+        self.steps, self.ready = [0.0] * NUM, [0.0] * NUM
+        self.waits = [set() for _ in range(NUM)]
+        self.means = [{} for _ in range(NUM)]
+        self.watches = []
+        for r in range(NUM):
+            (tmp_path / str(r)).mkdir()
+            self.watches.append(FaultWatch(tmp_path / str(r), on_fault, 0.05))
+
+    def clock(self, region):
+        return self.now + self.clocks[region]
+
+    def post(self, region):
+        member = self.members[region]
+        for dest, message in member.outbox:
+            if self.lost[region, dest]:
+                continue
+            seconds = 0.04 * self.random.uniform(0.8, 1.3)
+            if isinstance(message, Row | Decision | Choice):
+                big = isinstance(message, Row) or len(message.rows) > 0
+                seconds += (
+                    big * self.row_s[region, dest] * self.random.uniform(0.8, 1.25)
+                )
+                while big and self.random.random() < self.shares.get((region, dest), 0):
+                    seconds += 1.0
+            # Nothing overtakes.
+            at = max(self.now + seconds, self.last[region, dest])
+            self.last[region, dest] = at
+            entry = (at, next(self.order), dest, region, member.boot, message)
+            heapq.heappush(self.heap, entry)
+        member.outbox.clear()
+        for decision in member.delivered:
+            self.waits[region].discard(decision.sync)
+            self.means[region][decision.sync] = tuple(sorted(decision.rows))
+        member.delivered.clear()
+        steps = int(self.steps[region])
+        member.oldest_step = min((s for _, s in self.waits[region]), default=steps)
+
+    def train(self, region):
+        member = self.members[region]
+        if not member.is_in or len(self.waits[region]) > 1:
+            return
+        before = int(self.steps[region]) // SYNC_STEPS
+        noise = self.random.uniform(0.9, 1.1)
+        self.steps[region] += TICK_S / self.step_s[region] * noise
+        at = int(self.steps[region]) // SYNC_STEPS
+        if at > before:
+            sync = (at % 3, at * SYNC_STEPS)
+            member.times.step_s = float(self.step_s[region] * noise)
+            self.waits[region].add(sync)
+            member.offer(sync, b"%d" % region, self.clock(region))
+
+    def run(self, seconds):
+        end = self.now + seconds
+        while self.now < end:
+            self.now += TICK_S
+            while self.heap and self.heap[0][0] <= self.now:
+                at, _, dest, sender, boot, message = heapq.heappop(self.heap)
+                if not self.lost[sender, dest]:
+                    when = at + self.clocks[dest]
+                    self.members[dest].receive(sender, boot, message, when)
+                    self.post(dest)
+            for region, member in enumerate(self.members):
+                self.train(region)
+                member.tick(self.clock(region))
+                self.post(region)
+                present = tuple(member.view.seats)
+                for each in member.times.finished(present, self.clock(region)):
+                    if len(present) > 1:
+                        told = self.watches[region](each, present)
+                        member.shunned, member.detours = told
+
+    def faults(self, region=0):
+        path = self.folder / str(region) / FAULTS_FILE
+        return (
+            [json.loads(x) for x in path.read_text().splitlines()]
+            if path.exists()
+            else []
+        )
+
+    def named(self, region=0, what="begins"):
+        return [
+            (line["kind"], tuple(line["where"]))
+            for line in self.faults(region)
+            if line["fault"] == what
+        ]
+
+
+FIVE_SYNCS_S = 5 * SYNC_STEPS + 10  # And what it takes to tell of one.
+
+
+@pytest.fixture
+def lab(tmp_path):
+    lab = Lab(tmp_path)
+    lab.run(FAULT_AT_S)
+    assert min(lab.steps) > WARM * SYNC_STEPS
+    assert all(lab.faults(r) == [] for r in range(NUM))
+    return lab
+
+
+def test_a_straggler_is_named_and_nobody_waits_for_it(lab):
+    lab.step_s[2] = 4.0
+    lab.run(4 * FIVE_SYNCS_S)  # It is its own next syncs that tell, of 40 s each.
+    for region in range(NUM):
+        assert lab.named(region) == [("slow", (2,))]
+    assert lab.faults()[0]["seconds"] > 3
+    # 4 s of grace every 10 s, and no more.
+    assert lab.steps[0] > FAULT_AT_S + 4 * FIVE_SYNCS_S * 0.6
+    lab.step_s[2] = 1.0
+    lab.run(2 * FIVE_SYNCS_S)
+    assert ("slow", (2,)) in lab.named(0, "ends")
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0])
+def test_a_link_that_loses_messages_is_named(lab, share):
+    if share == 1:
+        lab.lost[1, 3] = True
+    else:
+        lab.shares[1, 3] = share
+    lab.run(FIVE_SYNCS_S)
+    assert ("link", (1, 3)) in lab.named(0)
+    assert {kind for kind, _ in lab.named(0)} == {"link"}
+
+
+def test_a_slow_uplink_is_a_sender_and_a_downlink_a_receiver(lab):
+    lab.row_s[1] = 3.0
+    lab.run(FIVE_SYNCS_S)
+    assert lab.named(2) == [("sender", (1,))]
+    lab.row_s[1] = 0.5
+    lab.run(FIVE_SYNCS_S)
+    assert lab.named(2, "ends") == [("sender", (1,))]
+    lab.row_s[:, 3] = 3.0
+    lab.run(FIVE_SYNCS_S)
+    assert lab.named(0)[1:] == [("receiver", (3,))]
+
+
+def cut(lab, part, is_cut=True):
+    for i in range(NUM):
+        for j in range(NUM):
+            if (i in part) != (j in part):
+                lab.lost[i, j] = is_cut
+
+
+def test_a_region_cut_off_for_a_minute_is_gone(lab):
+    cut(lab, {3})
+    lab.run(60)
+    cut(lab, {3}, False)
+    assert lab.named(0) == lab.named(2) == [("gone", (3,))]
+    lab.run(5)
+    assert "went on" in lab.members[3].is_over or "larger" in lab.members[3].is_over
+
+
+def test_a_partition_is_named_on_both_sides(lab):
+    cut(lab, {2, 3})
+    lab.run(60)
+    assert lab.named(0) == [("gone", (2,)), ("gone", (3,))]
+    assert lab.named(3) == [("gone", (0,)), ("gone", (1,))]
+
+
+def test_a_partition_among_the_patient_is_named(tmp_path):
+    """Where silence is borne for long, the matrix tells of it."""
+    lab = Lab(tmp_path, dead_after_s=600, grace_s=2)
+    lab.run(FAULT_AT_S)
+    leader = lab.members[0].coordinator
+    part = {leader, (leader + 1) % NUM}
+    rest = set(range(NUM)) - part
+    cut(lab, part)
+    lab.run(FIVE_SYNCS_S + 20)  # Who is silent is waited for a while.
+    assert lab.named(leader) == [("partition", tuple(part if 0 in rest else rest))]
+
+
+def test_an_hour_of_noise_is_not_named(tmp_path):
+    lab = Lab(tmp_path, seed=1)
+    lab.run(3600)
+    assert min(lab.steps) > 3400
+    assert all(lab.faults(r) == [] for r in range(NUM))
+
+
+def test_the_faulty_are_left_out_by_all_alike(tmp_path):
+    lab = Lab(tmp_path, on_fault="exclude")
+    lab.run(FAULT_AT_S)
+    lab.row_s[1] = 3.0
+    lab.run(2 * FIVE_SYNCS_S)
+    last = sorted(lab.means[0].keys() & lab.means[3].keys(), key=lambda s: s[1])[-3:]
+    for sync in last:
+        assert lab.means[0][sync] == lab.means[3][sync] == (0, 2, 3)
+    lab.row_s[1] = 0.5
+    lab.run(3 * FIVE_SYNCS_S)
+    newest = max(lab.means[0], key=lambda s: s[1])
+    assert lab.means[0][newest] == (0, 1, 2, 3)
+
+
+def test_messages_go_around_a_link(tmp_path):
+    lab = Lab(tmp_path, on_fault="route")
+    lab.run(FAULT_AT_S)
+    leader = lab.members[0].coordinator
+    sender, receiver = ((leader + 1) % NUM, (leader + 2) % NUM)
+    lab.lost[sender, receiver] = True
+    lab.run(FIVE_SYNCS_S)
+    assert (sender, receiver) in lab.members[leader].detours
+    newest = max(lab.means[receiver], key=lambda s: s[1])
+    assert lab.means[receiver][newest] == (0, 1, 2, 3)
+
+
+def test_the_matrix_of_a_cut_names_the_smaller_part(tmp_path):
+    (tmp_path / "0").mkdir()
+    watch, everyone = FaultWatch(tmp_path / "0", "warn", 0.05), tuple(range(5))
+    seconds = [[0.5] * 5 for _ in range(5)]
+    for sync in range(12):
+        if sync == 8:
+            for i, j in itertools.product(range(3), (3, 4)):
+                seconds[i][j] = seconds[j][i] = math.inf
+        watch(Measured((0, sync), seconds, [1.0] * 5), everyone)
+    (line,) = (tmp_path / "0" / FAULTS_FILE).read_text().splitlines()
+    line = json.loads(line)
+    assert (line["kind"], line["where"]) == ("partition", [3, 4])
+    assert line["start_step"] == 10
+    assert line["seconds"] is None
