@@ -102,7 +102,9 @@ def run(
     if not sync_s:
         raise ValueError("step_seconds=0 must be the time of a step, to count syncs by")
     if missing := netlab.missing():
-        raise ValueError(f"scenario={scenario!r} needs the network lab: {missing}")
+        raise ValueError(
+            f"scenario={scenario!r} needs the network lab: {'; '.join(missing)}"
+        )
     independent.make_key(workdir)
     addresses = ",".join(f"region{r}:{_PORT}" for r in range(num_regions))
     command = [

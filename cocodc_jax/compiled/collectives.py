@@ -152,7 +152,11 @@ def _received(kind: str, num_bytes: float, group_size: int) -> float:
 def _read_send(
     each: Instruction, inside: Computation, busy: frozenset[str]
 ) -> Collective:
-    """Read a transfer by the hosts, from the end that sends."""
+    """Read a transfer by the hosts, from the end that sends.
+
+    It spans what lies before the end of receiving: sending ends as soon as the host has
+    taken the bytes, which may be before the network has carried them.
+    """
     named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', each.attributes))
     kind = named.get("_xla_megascale_transfer_type", "send").lower().replace("_", "-")
     array = each.arrays[0]
@@ -174,7 +178,7 @@ def _read_send(
         num_bytes=float(num_bytes),
         times=1,
         is_async=True,
-        spans=all(_spans(half, inside, busy) for half in (each, *halves)),
+        spans=all(_spans(half, inside, busy) for half in halves or (each,)),
         array=array,
         name=each.name,
     )

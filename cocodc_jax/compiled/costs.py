@@ -155,42 +155,46 @@ def _moved(each: Instruction, inside: Computation, module: Module) -> float:
 def _moved_by_fusion(each: Instruction, inside: Computation, module: Module) -> float:
     (name,) = each.called["calls"]
     fused = module.computations[name]
-    users: dict[str, list[Instruction]] = {}
-    for line in fused.instructions:
-        for operand in line.operands:
-            users.setdefault(operand, []).append(line)
-
-    def uses(name: str) -> list[Instruction]:
-        """List what uses a value, through bitcasts."""
-        found = []
-        for user in users.get(name, []):
-            found += uses(user.name) if user.opcode == "bitcast" else [user]
-        return found
-
-    def is_updated(line: Instruction, name: str) -> bool:
-        if line.opcode != "dynamic-update-slice":
-            return False
-        first = line.operands[0]
-        while fused.by_name[first].opcode == "bitcast":
-            first = fused.by_name[first].operands[0]
-        return first == name
-
     total = 0.0
-    for line in fused.instructions:
-        if line.opcode != "parameter":
-            continue
-        operand = inside.by_name[each.operands[int(line.operands[0])]]
-        used = uses(line.name)
-        part = 0
-        for user in used:
-            if user.opcode == "dynamic-slice":
-                part += user.num_bytes
-            elif not is_updated(user, line.name):
-                part = operand.num_bytes
-                break
+    for number, line in _parameters(fused).items():
+        operand = inside.by_name[each.operands[number]]
+        part = _part_read(line.name, fused, module)
         if any(array.is_in_hbm for array in operand.arrays):
-            total += min(part, operand.num_bytes)
+            whole = operand.num_bytes
+            total += whole if part is None else min(part, whole)
     return total + _written(each, fused)
+
+
+def _parameters(fused: Computation) -> dict[int, Instruction]:
+    return {
+        int(line.operands[0]): line
+        for line in fused.instructions
+        if line.opcode == "parameter"
+    }
+
+
+def _part_read(name: str, fused: Computation, module: Module) -> float | None:
+    """Return the bytes that a fused computation reads of a value; None is all."""
+    part = 0.0
+    for user in fused.instructions:
+        for place, operand in enumerate(user.operands):
+            if operand != name or user.opcode == "parameter":
+                continue
+            if user.opcode == "bitcast":
+                read = _part_read(user.name, fused, module)
+            elif user.opcode == "dynamic-slice" and place == 0:
+                read = user.num_bytes
+            elif user.opcode == "dynamic-update-slice" and place == 0:
+                read = 0
+            elif user.opcode == "fusion":
+                inner = module.computations[user.called["calls"][0]]
+                read = _part_read(_parameters(inner)[place].name, inner, module)
+            else:
+                read = None
+            if read is None:
+                return None
+            part += read
+    return part
 
 
 def _written(each: Instruction, fused: Computation) -> float:

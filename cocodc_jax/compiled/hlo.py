@@ -209,7 +209,7 @@ def parse(text: str) -> Module:
         if header := _HEADER.match(line):
             name, instructions = header[2], []
             entry = name if header[1] else entry
-        elif line.startswith("}") and name:
+        elif line.rstrip() == "}" and name:  # Of a kernel's notes more follows it.
             computations[name] = Computation(name, tuple(instructions))
             name = ""
         elif name and (found := _NAME.match(line)):

@@ -12,6 +12,8 @@ from cocodc_jax.compiled.programs import INNER_STEPS
 from cocodc_jax.run.config import TrainConfig
 
 Record = dict[str, Any]
+# Tokens; with fewer, summing the head's gradient moves more than products compute.
+_SMALL_CHUNK = 512
 
 
 def summarise(about: Record, programs: list[Record]) -> Record:
@@ -183,7 +185,8 @@ def size(num_bytes: float) -> str:
 def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """Propose flags that need less memory, those that change no number first.
 
-    Each comes with those before it, but for the model axis, which stands for itself.
+    Each comes with those before it, but for parts of a batch and for the model axis,
+    which stand for themselves.
 
     Yields:
       The flags, and the configuration with them.
@@ -193,9 +196,13 @@ def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     if config.model.remat != "full":
         changes["remat"] = "full"
         yield _changed(config, changes)
-    if config.model.loss_chunk_tokens > data.batch_per_region:
-        changes["loss_chunk_tokens"] = data.batch_per_region
+    if config.model.loss_chunk_tokens > _SMALL_CHUNK:
+        changes["loss_chunk_tokens"] = _SMALL_CHUNK
         yield _changed(config, changes)
+    own, parts = data.batch_per_region // run.data_axis, run.accumulate_steps
+    while not run.is_pipelined and own % (2 * parts) == 0:
+        parts *= 2
+        yield _changed(config, changes | dict(accumulate_steps=parts))
     for axis in (2, 4, 8):
         is_longer = axis > run.model_axis and run.data_axis % axis == 0
         if is_longer and config.model.num_kv_heads % (axis * run.model_axis) == 0:

@@ -50,7 +50,7 @@ class TransformerConfig:
         bfloat16) and "splash" (TPUs) are flash kernels; "auto" is the platform's own.
       compute_dtype: "float32" or "bfloat16" for activations and for the weights
         as used; parameters, gradients and the loss are always float32.
-      loss_chunk_tokens: tokens whose logits exist at one time in the loss.
+      loss_chunk_tokens: tokens whose logits exist at one time on each device.
     """
 
     vocab_size: int

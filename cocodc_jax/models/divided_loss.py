@@ -94,7 +94,8 @@ def _sums(hidden_BLD, head_DV, targets_BL, layout: Layout):
     logits_BLV = jnp.matmul(hidden_BLD, head_DV, preferred_element_type=jnp.float32)
     num_own = head_DV.shape[1]
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
-    max_BL = logits_BLV.max(axis=-1)
+    # It cancels, and so do its derivatives.
+    max_BL = jax.lax.stop_gradient(logits_BLV.max(axis=-1))
     if jax.lax.axis_size(layout.model) > 1:
         ids_V += num_own * jax.lax.axis_index(layout.model)
         max_BL = jax.lax.pmax(max_BL, layout.model)

@@ -78,7 +78,7 @@ PAPER_150M = TransformerConfig(
     num_heads=16,
     num_kv_heads=16,
     tie_embeddings=False,
-    remat="dots",
+    remat="attention",
     compute_dtype="bfloat16",
 )
 

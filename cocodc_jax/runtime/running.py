@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from cocodc_jax.runtime.program import Output, RegionProgram
 from cocodc_jax.runtime.state import TrainState
@@ -47,17 +48,21 @@ def run(
         yield state, output
 
 
-def scan_steps(ahead: int) -> int:
+def scan_steps(mesh: Mesh, ahead: int) -> int:
     """Return how many of the steps ahead to do in one scan.
 
-    Where scans are cut changes no number. Ten by ten, methods with other intervals run
-    one program, which compiles once, and losses come sooner.
+    Where scans are cut changes no number. On a CPU, where compiling takes as long as
+    hundreds of steps, ten by ten: then methods with other intervals run one program,
+    which compiles once. Elsewhere a scan is as long as can be, for what crosses beside
+    it.
 
     Args:
+      mesh: the inner mesh.
       ahead: steps up to which nothing is due, at least 1.
     """
     ahead = min(ahead, MAX_SCAN_STEPS)
-    return ahead if ahead % _COMMON_STEPS else _COMMON_STEPS
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return ahead if ahead % _COMMON_STEPS or not is_cpu else _COMMON_STEPS
 
 
 def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:

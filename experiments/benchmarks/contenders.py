@@ -140,7 +140,7 @@ def drjax_diloco(case: Case, num_devices: int) -> Callable[[], Turn]:
     """Return what makes a DiLoCo round of DrJAX (arXiv 2403.07128), one program."""
 
     def make() -> Turn:
-        import drjax  # An extra, of this program alone.
+        import drjax  # pyright: ignore[reportMissingImports]
 
         mesh = _mesh("clients", num_devices)
         step = make_step(case)

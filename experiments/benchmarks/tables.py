@@ -26,7 +26,7 @@ def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
     table.add_column("contender", no_wrap=True)
     against = [name for name in AGAINST if name in timings]
     heads = [f"over {name}" for name in against]
-    for head in (*heads, "tokens/s", "slowest to fastest", "start s"):
+    for head in (*heads, "k tokens/s", "lowest, highest", "start s"):
         table.add_column(head, justify="right")
     for name, timing in timings.items():
         ratios = [
@@ -37,8 +37,8 @@ def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
         table.add_row(
             name,
             *ratios,
-            f"{tokens / timing.median_s:,.0f}",
-            f"{low:,.0f} to {high:,.0f}",
+            f"{tokens / timing.median_s / 1000:.2f}",
+            f"{low / 1000:.2f}, {high / 1000:.2f}",
             f"{timing.compile_s:.1f}",
         )
     return table

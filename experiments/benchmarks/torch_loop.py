@@ -10,9 +10,9 @@ import copy
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional
+import torch  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
 from .cases import OUTER_LR, OUTER_MOMENTUM, Case
 from .gpt import Gpt

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -44,7 +45,7 @@ class Setting:
     config: TrainConfig
     published: bool
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """What tells this setting from others, whatever group it came from."""
         return digest(self.config.replace(seed=0))

@@ -86,6 +86,12 @@ def test_steps_of_one_collective_count_once_and_loops_multiply():
     assert (found.times, found.num_bytes, found.is_async) == (5, 8, True)
 
 
+def test_a_number_that_all_have_tells_none_apart():
+    one = "f32[8] all-reduce(%a), channel_id=1, replica_groups={{0,1}}"
+    first = read("%a = f32[8] parameter(0)", f"%b = {one}", f"%c = {one}")
+    assert [each.num_bytes for each in first] == [32, 32]
+
+
 def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
     part = """
 %all-reduce-scatter.3 (q: f32[8]) -> f32[4] {
@@ -125,12 +131,13 @@ def test_a_loop_without_a_product_is_no_inner_scan():
     assert not found.spans
 
 
-@pytest.mark.parametrize("recv_done_last", [True, False])
-def test_a_collective_of_the_hosts_spans_if_both_of_its_halves_do(recv_done_last):
+@pytest.mark.parametrize("num_early", [0, 1, 2])
+def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early):
+    """The end of sending may come first: the host has taken what it sends."""
     attributes = HOSTS % "ALL_GATHER"
     ends = ["%sd = token[] send-done(%s), channel_id=2",
             "%rd = (f32[8], token[]) recv-done(%r), channel_id=1"]  # fmt: skip
-    early, late = ([], ends) if recv_done_last else (ends[1:], ends[:1])
+    early, late = ends[:num_early], ends[num_early:]
     (found,) = read(
         "%a = f32[2] parameter(0)",
         "%i = (s32[], f32[4,4]) parameter(1)",
@@ -144,4 +151,4 @@ def test_a_collective_of_the_hosts_spans_if_both_of_its_halves_do(recv_done_last
         mesh={"region": 1, "data": 4},
     )
     assert (found.kind, found.axes) == ("all-gather", (BETWEEN_SLICES,))
-    assert (found.num_bytes, found.spans) == (32, recv_done_last)
+    assert (found.num_bytes, found.spans) == (32, num_early < 2)

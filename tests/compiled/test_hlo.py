@@ -102,6 +102,31 @@ ENTRY %main (a: f32[3,8], b: f32[1,8], c: s32[]) -> f32[3,8] {
     assert costs.hbm_bytes(module) == 4 * (8 + 8 + 1)
 
 
+def test_a_slice_in_a_fusion_within_a_fusion_reads_the_slice():
+    module = hlo.parse("""
+%inner (s: f32[8,4], n: s32[]) -> f32[1,4] {
+  %s = f32[8,4] parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %d = f32[1,4] dynamic-slice(%s, %n, %n), dynamic_slice_sizes={1,4}
+}
+
+%outer (j: s32[], t: f32[4,8]) -> f32[1,4] {
+  %j = s32[] parameter(0)
+  %t = f32[4,8] parameter(1)
+  %u = f32[8,4] bitcast(%t)
+  %e = f32[1,4] fusion(%u, %j), kind=kLoop, calls=%inner
+  ROOT %o = f32[1,4] add(%e, %e)
+}
+
+ENTRY %main (i: s32[], x: f32[4,8]) -> f32[1,4] {
+  %i = s32[]{:S(6)} parameter(0)
+  %x = f32[4,8] parameter(1)
+  ROOT %y = f32[1,4] fusion(%i, %x), kind=kLoop, calls=%outer
+}
+""")
+    assert costs.hbm_bytes(module) == 4 * (4 + 4)
+
+
 # HLO, and its operations by hand.
 PRODUCTS = [
     # A batch of 2 products [16,8] x [8,32], as a TPU has it.
@@ -130,6 +155,24 @@ PRODUCTS = [
          ' custom_call_target="__cublas$gemm",'
          ' backend_config={"lhs_contracting_dimensions":["1"]}'],
         2 * 16 * 8 * 32,
+    ),
+    # Splash attention, blocks of 512: three of four. Its notes fill several lines.
+    (
+        ["%i = s8[1,2,2] parameter(0)", "%q = bf16[3,4,1024,64] parameter(1)",
+         "%splash_mha_dq.2 = (f32[4], bf16[3,4,1024,64]) custom-call(%i, %q, %q, %q),"
+         ' custom_call_target="tpu_custom_call", frontend_attributes={metadata={',
+         '"block_q": 512',
+         '}}, metadata={op_name="splash"}',
+         "%a = bf16[16,8] parameter(2)", "%b = bf16[8,32] parameter(3)",
+         "%c = f32[16,32] dot(%a, %b), lhs_contracting_dims={1}"],
+        2 * 3 * 64 * 3 * 4 * 1024**2 * 3 / 4 + 2 * 16 * 8 * 32,
+    ),
+    # cuDNN's backward, five products; of 4 x 4 pairs ten lie below the diagonal.
+    (
+        ["%q = bf16[2,4,3,64] parameter(0)",
+         "%c = (bf16[2,3,4,64], u8[0]) custom-call(%q, %q, %q),"
+         ' custom_call_target="__cudnn$fmhaSoftmaxBackward"'],
+        2 * 5 * 64 * 2 * 3 * 10,
     ),
 ]  # fmt: skip
 

@@ -118,7 +118,9 @@ def test_remedies_change_numbers_last_and_build_on_one_another():
     config = place(PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), False)
     found = list(remedies(config))
     assert found[0][0] == "--remat=full"
-    assert found[1][0] == "--remat=full --loss_chunk_tokens=256"
-    assert found[2][1].run.model_axis == 2
+    assert found[1][0] == "--remat=full --loss_chunk_tokens=512"
+    parts = [config.run.accumulate_steps for _, config in found]
+    assert parts[2:6] == [2, 4, 8, 16]
+    assert found[6][1].run.model_axis == 2
     assert found[-1][1].data.batch_per_region < 256
-    assert all("batch_per_region" not in text for text, _ in found[:5])
+    assert all("batch_per_region" not in text for text, _ in found[:9])

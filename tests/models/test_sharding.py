@@ -2,6 +2,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -174,6 +175,21 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
     gathered = [x for x in found if x.kind == "all-gather"]
     assert gathered
     assert all(x.axes == ("data",) for x in gathered)
+
+
+def test_gradients_of_a_divided_loss_have_derivatives():
+    """Forward mode over reverse mode, as Hessian-vector products take it."""
+    params, tokens, _ = _example(_WHOLE)
+    params, tokens = _region((params, tokens), 0)
+
+    def product(make):
+        step = _step(_WHOLE, make)
+        tangent = jax.tree.map(jnp.ones_like, params)
+        gradient = lambda params: step(params, tokens)[1]  # noqa: E731
+        return jax.jit(lambda x: jax.jvp(gradient, (x,), (tangent,))[1])(params)
+
+    with jax.set_mesh(_mesh(data=2, model=2)):
+        _assert_close(product(make_divided_loss_fn), product(make_loss_fn))
 
 
 def test_one_region_per_device_without_vmap():

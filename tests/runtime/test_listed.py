@@ -49,7 +49,8 @@ def record(program):
     program._steps = Recorder(program._steps)
     if program._syncs is None:
         return
-    program._syncs._merge = [Recorder(each) for each in program._syncs._merge]
+    arrivals = program._syncs._arrivals
+    arrivals.merges = [Recorder(each) for each in arrivals.merges]
     outer, windows = program._syncs._outer, program._syncs._windows
     if windows is not None:
         make_window, of_starts = windows._make, {}

@@ -148,7 +148,7 @@ def test_one_program_serves_every_delay(tiny, make):
     )
     for sync_time in (0.4, 1.4, 1.9):
         train(tiny, program, (0.5, sync_time))
-    assert [merge._cache_size() for merge in program._syncs._merge] == [1, 1]
+    assert [merge._cache_size() for merge in program._syncs._arrivals.merges] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ class _Loop:
             # Its events may be any number of steps apart, and every length of a scan
             # is compiled: powers of two are few.
             return 1 << (min(*ahead, MAX_SCAN_STEPS).bit_length() - 1)
-        return scan_steps(min(ahead))
+        return scan_steps(self._program.mesh, min(ahead))
 
     def flush(self, state: TrainState) -> None:
         """Read every turn handed out so far, and write its records.

@@ -240,6 +240,12 @@ class TestCadence:
         assert scans(12, 24, rarely) == [12, 12]
         assert scans(None, MAX_SCAN_STEPS + 7, rarely) == [10, 97]
 
+    def test_stretches_on_an_accelerator_are_one_scan(self, monkeypatch):
+        device = types.SimpleNamespace(platform="tpu")
+        mesh = types.SimpleNamespace(devices=np.array([device]))
+        monkeypatch.setattr(FakeProgram, "mesh", mesh)
+        assert scans(40, 80, Cadence(log_every=1000)) == [40, 40]
+
     def test_a_scan_ends_at_evaluations_and_checkpoints_and_events(self):
         cadence = Cadence(log_every=1, eval_every=4, checkpoint_every=6)
         assert scans(5, 13, cadence) == [4, 1, 1, 2, 2, 2, 1]
@@ -279,6 +285,9 @@ class TestCadence:
 class FakeProgram:
     """Takes its time over steps of a length it has not seen, as a compiler does."""
 
+    mesh = types.SimpleNamespace(
+        devices=np.array([types.SimpleNamespace(platform="cpu")])
+    )
     model_state = None
     bytes_per_step = 0
     method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
