@@ -148,7 +148,8 @@ def _report(workdir: pathlib.Path, console: Console) -> None:
     if flags.value("networks"):
         text += _over_networks(made, workdir)
     write_whole(workdir / "report.md", text)
-    table = Table("cell", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("cell", no_wrap=True)
     for head in made.short_heads():
         table.add_column(head, justify="right")
     for line in made.short_lines():

@@ -2,8 +2,9 @@
 
 Where regions share a fabric (slices of a TPU, GPUs) programs follow one another on a
 device, and a message that is sent by a program of its own has it wait. In one program
-with the scan of inner steps the compiler begins the crossing before the scan and ends
-it after: the message crosses while the device computes. Such a program is a *window*:
+with the scan of inner steps the compiler can begin the crossing before the scan and end
+it after: the message crosses while the device computes. It does so for slices of a TPU,
+which a test asserts; for GPUs nothing has shown it yet. Such a program is a *window*:
 
     encode, send                    of each fragment that starts at step s
     inner steps s .. s + T          T steps to the next event, or to where a run looks

@@ -31,7 +31,6 @@ class Case:
       optimizer: the inner optimizer.
       params: one region's first parameters.
       batches: of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
-      gpt: the model, if PyTorch has it too.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Case:
     optimizer: optax.GradientTransformation
     params: PyTree
     batches: np.ndarray
-    gpt: Gpt | None = None
 
     @property
     def interval(self) -> int:
@@ -77,7 +75,7 @@ def make_case(
         sizes = (interval, regions, 8, gpt.length + 1)
         params = gpt.init(jax.random.key(0))
         batches = _tokens(gpt.vocab_size, sizes)
-        return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches, gpt)
+        return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches)
     if name not in PRESETS:
         raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
     config = PRESETS[name]

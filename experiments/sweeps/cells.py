@@ -242,7 +242,8 @@ def find(found: Sequence[Cell], words: str | None) -> Cell:
             c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
         ]
         return max(held or found, key=lambda c: _mean(next(iter(c.columns.values()))))
-    wanted = dict(part.partition("=")[::2] for part in words.split(","))
+    parts = (part.partition("=") for part in words.split(","))
+    wanted = {name: value for name, _, value in parts}
     for cell in found:
         flags = leaves(cell.config)
         if all(str(flags.get(name)) == value for name, value in wanted.items()):

@@ -76,7 +76,7 @@ def use_cache(folder: pathlib.Path) -> None:
 
     A folder for each machine: what is compiled for one may not run on another.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         own = folder.resolve() / socket.gethostname()
         jax.config.update("jax_compilation_cache_dir", str(own))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

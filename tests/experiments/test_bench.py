@@ -57,16 +57,6 @@ def test_drjax_trains_what_diloco_here_trains(case, num_devices):
         np.testing.assert_allclose(region, theirs["w"], rtol=1e-5)
 
 
-def test_torch_trains_a_turn():
-    pytest.importorskip("torch")
-    from experiments.benchmarks.torch_loop import torch_diloco
-
-    made = cases.make_case("gpt", 2, 1, num_layers=1)
-    params = torch_diloco(made)()()
-    count = sum(x.size for x in jax.tree.leaves(made.params))
-    assert sum(x.numel() for x in params) == count
-
-
 def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     order, now = [], [0.0]
     monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])

@@ -46,8 +46,8 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     assert programs[window]["calls_steps"] == 2
     sent_bytes = programs[window]["sent_bytes"]
     assert mean["num_bytes"] >= sent_bytes / 2
-    # Outer parameters and momentum, half of both with each chip's host.
-    assert programs[window]["host_bytes"] == pytest.approx(sent_bytes, rel=0.1)
+    # Outer parameters and momentum, half of both with each chip's host, in tiles.
+    assert programs[window]["host_bytes"] >= sent_bytes
     inside = programs["inner steps"]["collectives"]
     assert all(row["axes"] == ["data"] for row in inside)
     assert "inner steps" in out

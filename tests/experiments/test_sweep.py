@@ -137,6 +137,7 @@ def written(row, loss):
     """Return a row as it is written, as if it had been trained."""
     steps, config = row.config.run.steps, row.config
     method = config.method.method
+    fragments = 4 if method == "streaming_diloco" else 1
     sent = {"streaming_diloco": 100, "diloco": 300, "data_parallel": 9000}[method]
     sent /= 4 if config.method.given.get("compress") == "ef+int4" else 1
     curve = [[s, loss + 1 - s / steps, sent * s] for s in range(0, steps + 1, 8)]
@@ -145,7 +146,7 @@ def written(row, loss):
         "stage": row.stage, "published": row.setting.published,
         "tuned": list(row.tuned), "method": method, "seed": row.seed, "steps": steps,
         "loss": loss, "bytes": sent * steps, "bytes_per_step": sent, "tokens": 1,
-        "parameters": 1, "fragment_bytes": [sent] * 4, "curve": curve,
+        "parameters": 1, "fragment_bytes": [sent] * fragments, "curve": curve,
         "config": config.to_json(),
     }  # fmt: skip
 
@@ -367,9 +368,9 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
         seeds = [0, 1]
         [base]
         preset = "smoke"
-        steps = 400
-        eval_every = 200
-        checkpoint_every = 20
+        steps = 192
+        eval_every = 96
+        checkpoint_every = 48  # Of whole intervals: one length of a scan.
         devices = 1
         dataset = "{dataset}"
         data_dir = "{data_dir}"
@@ -383,7 +384,7 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
         second = folder / "runs"
         while process.poll() is None:
             done = rows.read(folder) if folder.exists() else []
-            if done and any(second.glob("*/checkpoints/*0")):
+            if done and any(second.glob("*/checkpoints/48")):
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
@@ -397,8 +398,8 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     assert [row["seed"] for row in found] == [0, 1]
     assert "row 2/2, final: plain: method=diloco, seed 1" in out
     assert "seed 0" not in out
-    assert [step for step, _, _ in found[1]["curve"]] == [200, 400]
-    assert found[1]["bytes"] == 400 // 16 * 4 * found[1]["parameters"]
+    assert [step for step, _, _ in found[1]["curve"]] == [96, 192]
+    assert found[1]["bytes"] == 192 // 16 * 4 * found[1]["parameters"]
     assert not any((folder / "runs").iterdir())
     before = (folder / rows.FILE).read_bytes()
     code, out, err = call(sweep, *words)
