@@ -59,8 +59,8 @@ class Jobs:
         a message takes on the slowest link, behind which signs of life wait.
       grace_s: seconds after a quorum of a sync's messages after which nobody is waited
         for.
-      quorum: messages of a sync that are waited for however long it takes, or all
-        where fewer regions take part.
+      quorum_regions: messages of a sync that are waited for however long it takes, or
+        all where fewer regions take part.
       late_mean: "wait" for a mean that is not there when it is due, or train on and
         "merge" it at the next slot, for its true age.
       late_message: what becomes of the work of a message that came too late for its
@@ -79,7 +79,7 @@ class Jobs:
     beat_s: float = 0.5
     dead_after_s: float = 10.0
     grace_s: float = 120.0
-    quorum: int = 1
+    quorum_regions: int = 1
     late_mean: str = "wait"
     late_message: str = "keep"
     on_fault: str = "warn"
@@ -130,7 +130,7 @@ class Jobs:
                 self.dead_after_s,
                 self.grace_s,
                 self.start_s,
-                self.quorum,
+                self.quorum_regions,
             ),
             self.min_regions,
             self.late_mean,

@@ -63,7 +63,7 @@ class Place:
                     f"{name}={getattr(self, name)!r} is unknown; use one of {words}"
                 )
         if not 1 <= self.timing.quorum <= num:
-            raise ValueError(f"quorum={self.timing.quorum} must be 1 to {num}")
+            raise ValueError(f"quorum_regions={self.timing.quorum} must be 1 to {num}")
         if len(self.key) < MIN_KEY_BYTES:
             raise ValueError(
                 f"the key has {len(self.key)} bytes and must have {MIN_KEY_BYTES}: "

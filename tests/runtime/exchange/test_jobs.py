@@ -276,7 +276,7 @@ def test_places_that_cannot_be_are_refused():
         ({"key": b"short"}, "the key has 5 bytes"),
         ({"late_mean": "drop"}, "late_mean='drop' is unknown"),
         ({"late_message": "wait"}, "late_message='wait' is unknown"),
-        ({"timing": Timing(quorum=3)}, "quorum=3 must be 1 to 2"),
+        ({"timing": Timing(quorum=3)}, "quorum_regions=3 must be 1 to 2"),
     ):
         fields = {"region": 0, "addresses": ("a:1", "b:2"), "key": KEY} | change
         with pytest.raises(ValueError, match=re.escape(message)):
