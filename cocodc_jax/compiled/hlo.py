@@ -16,6 +16,8 @@ _DTYPE = r"pred|token|opaque|[a-z]+\d+(?:e\d+m\d+\w*)?"
 _ARRAY = re.compile(rf"\b({_DTYPE})\[([\d,]*)\](?:\{{([^}}]*)\}})?")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.<>-]+) \(.*\{$")
+# Of what the host computes a thread is named; after a kernel's notes more follows.
+_END = re.compile(r'^\}(, execution_thread="\w+")?\s*$')
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.<>-]+) = ")
 _CALLED = re.compile(
     r"\b(calls|body|condition|branch_computations|called_computations"
@@ -209,7 +211,7 @@ def parse(text: str) -> Module:
         if header := _HEADER.match(line):
             name, instructions = header[2], []
             entry = name if header[1] else entry
-        elif line.rstrip() == "}" and name:  # Of a kernel's notes more follows it.
+        elif name and _END.match(line):
             computations[name] = Computation(name, tuple(instructions))
             name = ""
         elif name and (found := _NAME.match(line)):

@@ -9,6 +9,7 @@ the forward pass kept, its result and a number for each row.
 """
 
 import dataclasses
+from typing import cast
 
 import jax
 import numpy as np
@@ -128,7 +129,8 @@ def _splash(query_BLHd, key_BLKd, value_BLKd, interpret: bool) -> jax.Array:
     run = _splash_kernel(length, num_heads, interpret)
     query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
-    return jax.vmap(run)(*heads_first).swapaxes(1, 2)
+    mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
+    return mixed_BHLd.swapaxes(1, 2)
 
 
 def _splash_kernel(length: int, num_heads: int, interpret: bool):

@@ -21,6 +21,7 @@ from cocodc_jax.models.accumulate import accumulated
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.divided_loss import divided_cross_entropy
 from cocodc_jax.models.layout import Layout, sum_over
+from cocodc_jax.models.loss import TokenSums
 from cocodc_jax.models.sharding import partition_specs
 from cocodc_jax.models.transformer import LossFn, Params, bind
 
@@ -95,7 +96,7 @@ class _Device:
         """Return what a device's sequences add to the batch's means."""
         model = bind(self.config, params, self.layout)
         targets_BL = tokens[:, 1:]
-        sums = divided_cross_entropy(
+        sums: TokenSums = divided_cross_entropy(
             model(tokens[:, :-1]),
             model.output_head(),
             targets_BL,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def lookup(
     return _lookup(table_VD, ids_BL, dtype, layout)
 
 
-def gather(w: jax.Array, dtype: str, side: int, layout: Layout) -> jax.Array:
+def gather(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
     """Return a weight in `dtype`, whole along the side that the data axis divides."""
     cast = w.astype(dtype)
     if jax.lax.axis_size(layout.data) == 1:

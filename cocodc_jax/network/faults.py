@@ -87,8 +87,8 @@ class Finding:
 
 def robust_z(
     value: np.ndarray,
-    median: np.ndarray,
-    mad: np.ndarray,
+    median: np.ndarray | float,
+    mad: np.ndarray | float,
     floor: float = 0.1,
     least: float = 1e-12,
 ) -> np.ndarray:

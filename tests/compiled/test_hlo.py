@@ -207,3 +207,25 @@ def test_a_program_of_this_machine_is_read():
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("not HLO")
+
+
+def test_what_the_host_computes_is_a_computation_and_a_kernels_notes_end_none():
+    module = hlo.parse("""
+%called (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %twice = f32[4]{0} add(%x, %x)
+}, execution_thread="host"
+
+ENTRY %main (y: f32[4]) -> f32[4] {
+  %y = f32[4]{0} parameter(0)
+  %k = f32[4]{0} custom-call(%y), custom_call_target="kernel", backend_config={
+notes
+}, metadata={op_name="k"}
+  ROOT %z = f32[4]{0} call(%k), called_computations={%called}
+}
+""")
+    assert {each.name: len(each.instructions) for each in module} == {
+        "called": 2,
+        "main": 3,
+    }
+    assert module.executions == {"called": 1, "main": 1}

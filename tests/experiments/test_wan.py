@@ -250,11 +250,19 @@ def processes():
 
 
 def family(pid):
-    """A process and all its descendants."""
+    """A process and all its descendants, but for what outlives every pool."""
     parents, found = processes(), {pid}
     while more := {p for p, parent in parents.items() if parent in found} - found:
         found |= more
-    return found
+    return {p for p in found if not is_tracker(p)}
+
+
+def is_tracker(pid):
+    """Whether a process is the one that Python keeps beside pools of earlier tests."""
+    try:
+        return b"resource_tracker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def namespaces():
