@@ -266,7 +266,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         return 1
     seconds += sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
-        **judge(workdir, own.regions, steps, chaos.kills),
+        **judge(workdir, own.regions, steps, chaos.kills, seconds),
         "unbroken_loss": loss,
         "seconds": seconds,
         "regions": own.regions,

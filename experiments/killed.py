@@ -1,6 +1,7 @@
 """What the records of a run say in which regions were killed."""
 
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,11 @@ def lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def judge(
-    workdir: pathlib.Path, num_regions: int, steps: int, kills: Sequence[dict[str, Any]]
+    workdir: pathlib.Path,
+    num_regions: int,
+    steps: int,
+    kills: Sequence[dict[str, Any]],
+    seconds: float,
 ) -> dict[str, Any]:
     """Return what the records of a run say.
 
@@ -34,6 +39,7 @@ def judge(
       num_regions: M.
       steps: of the whole run.
       kills: of `Chaos`.
+      seconds: that the run took.
     """
     done, gaps, digests, losses, joins = 0, 0, {}, [], []
     unexplained: list[str] = []
@@ -72,24 +78,36 @@ def judge(
         "merges_that_differ": differ,
         "eval_loss_outer": losses,
         "goodput": done / (num_regions * steps),
-        "goodput_simulated": _simulated(kills, back, num_regions),
+        "goodput_simulated": _simulated(kills, back, num_regions * seconds),
     }
 
 
 def _simulated(
-    kills: Sequence[dict], back: Sequence[dict], num_regions: int
+    kills: Sequence[dict], back: Sequence[dict], all_s: float
 ) -> float | None:
-    """Return the goodput of regions that fail and come back as these did."""
-    down_s = _until_back(kills, back)
-    if len(kills) < 2 or not down_s:
+    """Return the goodput of regions that fail as often and for as long as these did.
+
+    A region that is killed again before it is back is down once, from its first kill.
+
+    Args:
+      kills: of `Chaos`.
+      back: joins from a peer's memory.
+      all_s: seconds of all regions together.
+    """
+    began: dict[tuple[int, float], float] = {}
+    for kill in kills:
+        later = [
+            (j["region"], j["time"])
+            for j in back
+            if j["region"] == kill["region"] and j["time"] > kill["time"]
+        ]
+        if later:
+            began[min(later)] = min(kill["time"], began.get(min(later), math.inf))
+    down_s = sum(back_at - at for (_, back_at), at in began.items())
+    if not began or down_s >= all_s:
         return None
-    times = [kill["time"] for kill in kills]
-    repair_s = sum(down_s) / len(down_s)
-    all_s = num_regions * (max(times) - min(times)) * len(kills) / (len(kills) - 1)
-    # A region that was killed again before it was back was down once.
-    failures = len({each["time"] for each in back})
-    between_s = max((all_s - failures * repair_s) / failures, 1e-3)
-    return goodput.alone(goodput.Failures(between_s, repair_s), sync_s=0)
+    failures = goodput.Failures((all_s - down_s) / len(began), down_s / len(began))
+    return goodput.alone(failures, sync_s=0)
 
 
 def _until_back(kills: Sequence[dict], back: Sequence[dict]) -> list[float]:

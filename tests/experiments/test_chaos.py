@@ -29,7 +29,7 @@ def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6):
         write(folder, "syncs.jsonl", [sync])
         (folder / "summary.json").write_text(json.dumps({"eval_loss_outer": 2.0}))
     kill = {"region": 1, "was_in": True, "coordinated": False, "time": 12}
-    return chaos.judge(tmp_path, 2, 8, [kill])
+    return chaos.judge(tmp_path, 2, 8, [kill], seconds=20)
 
 
 def test_a_run_that_kept_what_is_promised(tmp_path):
@@ -37,6 +37,8 @@ def test_a_run_that_kept_what_is_promised(tmp_path):
     assert result["goodput"] == 13 / 16
     assert result["gaps_in_steps"] == result["merges_compared"] == 1
     assert result["seconds_from_kill_to_return"] == [8]
+    # 8 of the two regions' 40 seconds are an outage.
+    assert result["goodput_simulated"] == pytest.approx(0.8)
     assert chaos.is_good(result | {"unbroken_loss": 2.05}, 2, 0.1)
     assert not chaos.is_good(result | {"unbroken_loss": 2.2}, 2, 0.1)
     assert not chaos.is_good(result, 3, 0.1)
