@@ -9,9 +9,9 @@ chips; the data axis is as long as there are any. Prints for each program, of on
 device: memory, operations, collectives inside and between regions and which of them
 span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
 The window of each fragment (--fuse_syncs) holds the inner steps and compiles as long as
-they do; --fuse_syncs=no tells their memory and speed much sooner. Exits with 1 if the run
-does not fit, and proposes flags with which it would. Needs the extra `tpu` or `cuda`, and
-no accelerator.
+they do; --fuse_syncs=no tells their memory and speed much sooner. Exits with 1 if the
+run does not fit, and proposes flags with which it would. Needs the extra `tpu` or
+`cuda`, and no accelerator.
 """
 
 import pathlib

@@ -104,9 +104,8 @@ class Lab:
                 self.post(region)
                 present = tuple(member.view.seats)
                 for each in member.times.finished(present, self.clock(region)):
-                    if len(present) > 1:
-                        told = self.watches[region](each, present)
-                        member.shunned, member.detours = told
+                    told = self.watches[region](each, present)
+                    member.shunned, member.detours = told
 
     def faults(self, region=0):
         path = self.folder / str(region) / FAULTS_FILE
@@ -254,3 +253,16 @@ def test_the_matrix_of_a_cut_names_the_smaller_part(tmp_path):
     assert (line["kind"], line["where"]) == ("partition", [3, 4])
     assert line["start_step"] == 10
     assert line["seconds"] is None
+
+
+def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
+    watch = FaultWatch(tmp_path, "warn", 0.05)
+    nan = float("nan")
+    quiet = [[nan] * 3 for _ in range(3)]
+    watch(Measured((0, 0), quiet, [1.0, 1.0, 1.0]), (0, 1, 2))
+    for start in range(1, 8):
+        told = watch(Measured((0, start), quiet, [1.0, nan, nan]), (0,))
+        assert told == (frozenset(), frozenset())
+    lines = (tmp_path / FAULTS_FILE).read_text().splitlines()
+    named = [(x["kind"], x["where"]) for x in map(json.loads, lines)]
+    assert named == [("gone", [1]), ("gone", [2])]

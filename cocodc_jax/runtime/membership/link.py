@@ -294,7 +294,7 @@ class Link:
 
     def _look_at(self, measured: Sequence[Measured], present: tuple[int, ...]) -> None:
         """Have it watched what messages took."""
-        if self._watch is None or len(present) < 2:
+        if self._watch is None:
             return
         for each in measured:
             shunned, detours = self._watch(each, present)
