@@ -161,9 +161,10 @@ def processes() -> Processes:
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
-    return Processes.from_environment(
-        **{name: value(name) for name in PROCESSES if given(name)}
-    )
+    told = {name: value(name) for name in PROCESSES if given(name)}
+    if "region_id" in FLAGS and given("region_id"):
+        return Processes(**told)  # A job of its own, whatever its launcher has set.
+    return Processes.from_environment(**told)
 
 
 def jobs() -> Jobs:
