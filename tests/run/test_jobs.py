@@ -1,10 +1,15 @@
 """Where regions that are jobs of their own are: what is refused, and named."""
 
 import re
+import sys
 
 import pytest
+from absl.flags import FlagValues
 
+from cocodc_jax.run import flags
 from cocodc_jax.run.jobs import Jobs
+from cocodc_jax.run.processes import Processes
+from experiments import train
 
 ADDRESSES = "a:1,b:2"
 
@@ -54,3 +59,17 @@ def test_what_is_missing_is_named(key_file, fields, exchange, message):
 def test_times_that_cannot_be_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Jobs(**fields)
+
+
+def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
+    for name, value in [("NUM_PROCESSES", "4"), ("PROCESS_ID", "2")]:
+        monkeypatch.setenv(f"COCODC_{name}", value)
+    monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "region0:29400")
+    found = {}
+    for words in [(), ("--exchange=jobs", "--region_id=2")]:
+        monkeypatch.setattr(flags, "FLAGS", FlagValues())
+        monkeypatch.setattr(sys, "argv", ["train", *words])
+        train.define()
+        flags.parse(sys.argv)
+        found[words] = flags.processes().num_processes
+    assert list(found.values()) == [4, Processes().num_processes]
