@@ -3,7 +3,7 @@
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cocodc_jax.files import read_table
@@ -95,14 +95,8 @@ def _simulated(
       all_s: seconds of all regions together.
     """
     began: dict[tuple[int, float], float] = {}
-    for kill in kills:
-        later = [
-            (j["region"], j["time"])
-            for j in back
-            if j["region"] == kill["region"] and j["time"] > kill["time"]
-        ]
-        if later:
-            began[min(later)] = min(kill["time"], began.get(min(later), math.inf))
+    for region, at, back_at in _returns(kills, back):
+        began[region, back_at] = min(at, began.get((region, back_at), math.inf))
     down_s = sum(back_at - at for (_, back_at), at in began.items())
     if not began or down_s >= all_s:
         return None
@@ -112,16 +106,18 @@ def _simulated(
 
 def _until_back(kills: Sequence[dict], back: Sequence[dict]) -> list[float]:
     """Return the seconds from each kill to that region's next return."""
-    found = []
+    return sorted(round(then - at, 1) for _, at, then in _returns(kills, back))
+
+
+def _returns(
+    kills: Sequence[dict], back: Sequence[dict]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield region, time and time of the next return of each kill that has one."""
     for kill in kills:
-        later = [
-            j["time"] - kill["time"]
-            for j in back
-            if j["region"] == kill["region"] and j["time"] > kill["time"]
-        ]
+        region, at = kill["region"], kill["time"]
+        later = [j["time"] for j in back if j["region"] == region and j["time"] > at]
         if later:
-            found.append(round(min(later), 1))
-    return sorted(found)
+            yield region, at, min(later)
 
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:

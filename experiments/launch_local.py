@@ -14,7 +14,6 @@ WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it ag
 import os
 import pathlib
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -72,7 +71,7 @@ def launch(
     """
     command = [*commands.python_m("train"), *train_flags]
     told = {
-        processes.ADDRESS: f"127.0.0.1:{free_port()}",
+        processes.ADDRESS: independent.free_addresses(1)[0],
         processes.COUNT: str(count),
     }
     group = children.Group(grace_s)
@@ -122,13 +121,6 @@ def launch_jobs(
         for region in regions:
             region.start()
         return independent.wait(regions, restarts and not asked)
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main(argv: Sequence[str]) -> int:

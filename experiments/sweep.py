@@ -103,7 +103,6 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     """Train every row that is this process's; exits where one cannot be trained."""
     workdir.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(flags.value("grid"), workdir / GRID_FILE)
-    runs.use_cache(workdir / runs.COMPILED)
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
     progress = Progress(plan)
 

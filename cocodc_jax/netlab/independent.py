@@ -6,6 +6,7 @@ started again, by itself or when it is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import secrets
@@ -71,6 +72,15 @@ def make_key(workdir: pathlib.Path) -> pathlib.Path:
     return key
 
 
+def free_addresses(num: int) -> tuple[str, ...]:
+    """Return addresses of this machine that nobody listens on now, all different."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
+
+
 def commands(
     train: Sequence[str], workdir: pathlib.Path, num_regions: int
 ) -> list[list[str]]:
@@ -82,12 +92,7 @@ def commands(
       num_regions: M.
     """
     key = make_key(workdir)
-    probes = [socket.socket() for _ in range(num_regions)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    addresses = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
-    for probe in probes:
-        probe.close()
+    addresses = ",".join(free_addresses(num_regions))
     return [
         [
             *train,

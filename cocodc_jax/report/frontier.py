@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from cocodc_jax._extras import extra
-from cocodc_jax.report.plots import COLORS, MARKERS
-from cocodc_jax.report.units import format_bytes
+from cocodc_jax.report.plots import COLORS, MARKERS, scale_bytes
 
 with extra("report"):
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
 GREY, FAINT = "#b0b0b0", "#d8d8d8"
 
@@ -123,13 +121,7 @@ def _mark(
 
 
 def _scale(axes: Axes) -> None:
-    axes.set_xscale("log")
-    as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
-    axes.xaxis.set_major_formatter(as_bytes)
-    low, high = axes.get_xlim()
-    if high < 300 * low:  # The powers of ten alone would be too few labels.
-        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axes.xaxis.set_minor_formatter(as_bytes)
+    scale_bytes(axes, 300)
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("bytes that a region sends a step (log scale)")

@@ -71,19 +71,30 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
             axes, curve, np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan), index
         )
         axes.lines[-1].set_label(name)
-    axes.set_xscale("log")
-    as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
-    axes.xaxis.set_major_formatter(as_bytes)
-    low, high = axes.get_xlim()
-    if high < 1e3 * low:  # The powers of ten alone would be too few labels.
-        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axes.xaxis.set_minor_formatter(as_bytes)
+    scale_bytes(axes, 1e3)
     axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
     # Above the axes no legend can cover a curve.
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
+
+
+def scale_bytes(axes: Axes, narrow: float) -> None:
+    """Make the x axis one of bytes, logarithmic.
+
+    Args:
+      axes: drawn already.
+      narrow: ratio of the limits below which powers of ten alone would be too few
+        labels.
+    """
+    axes.set_xscale("log")
+    as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
+    axes.xaxis.set_major_formatter(as_bytes)
+    low, high = axes.get_xlim()
+    if high < narrow * low:
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.xaxis.set_minor_formatter(as_bytes)
 
 
 def save_png(figure: Figure, path: str) -> None:

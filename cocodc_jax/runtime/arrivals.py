@@ -22,7 +22,7 @@ from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
-from cocodc_jax.runtime.merge import make_merge
+from cocodc_jax.runtime.merge import make_merge, merge_arguments
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import InFlight, Observation
@@ -184,22 +184,21 @@ class Arrivals:
         outer = self._with_uncounted(outer, flight)
         age = turn.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
-        wants_state = any(needs.NEEDS[n].of_regions for n in merge_needs)
         wants_rate = "learning_rate" in merge_needs
         kept = {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES}
         merge = self._late_merge(k) if is_late else self.merges[k]
-        params, metrics = merge(
-            turn.region.params,
-            turn.region.opt_state if wants_state else None,
-            turn.region.key if needs.wants_key(merge_needs) else None,
+        arguments = merge_arguments(
+            merge_needs,
+            turn.region,
             kept,
             outer,
-            None if turn.batch is None else (turn.batch, turn.region.model_state),
+            turn.batch,
             self._setting.supplies.rate(turn.step) if wants_rate else None,
             participating,
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
-            np.int32(event.start_step) if "sync_key" in merge_needs else None,
+            np.int32(event.start_step),
         )
+        params, metrics = merge(*arguments)
         turn.region = turn.region._replace(params=params)
         return metrics
 

@@ -31,7 +31,7 @@ from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.fused import InnerSteps, Windows
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.merge import make_gap
+from cocodc_jax.runtime.merge import make_gap, merge_arguments
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
@@ -158,23 +158,21 @@ class SyncPrograms:
             (setting.regions.num,), bool, sharding=setting.shardings.region.key
         )
         rate = jax.ShapeDtypeStruct((), np.float32)
-        wants_state = any(needs.NEEDS[n].of_regions for n in rule)
         for k, merge in enumerate(self._arrivals.merges):
             copy = with_shardings(
                 jax.eval_shape(self._copy[k], region.params),
                 setting.shardings.staged[k],
             )
-            arguments = (
-                region.params,
-                region.opt_state if wants_state else None,
-                region.key if needs.wants_key(rule) else None,
+            arguments = merge_arguments(
+                rule,
+                region,
                 {n: copy for n in needs.REGIONAL_COPIES if n in setting.sync.copies},
                 self._outer.abstract_near(k),
-                (batch, region.model_state) if needs.wants_batch(rule) else None,
-                rate if "learning_rate" in rule else None,
+                batch,
+                rate,
                 everyone if self._schedule.is_by_region else None,
                 step if self._schedule.is_measured else None,
-                step if "sync_key" in rule else None,
+                step,
             )
             of_fragment = self._outer.listed(k, region, sync)
             of_fragment.append(Listed(f"merge fragment {k}", merge, arguments))

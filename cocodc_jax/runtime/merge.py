@@ -7,7 +7,7 @@ with whatever else it needs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from cocodc_jax.runtime.devices.local_regions import where_participating
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
@@ -127,6 +128,45 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
         setting.mesh,
         in_specs=(*(P(REGION),) * 4, of_outer, P(REGION), P(), P(REGION), P(), P()),
         out_specs=(P(REGION), P(REGION)),
+    )
+
+
+def merge_arguments(
+    rule: Collection[str],
+    region: RegionState,
+    kept: PyTree,
+    outer: PyTree,
+    batch: PyTree,
+    rate: Any,
+    participating: Any,
+    delay_steps: Any,
+    start_step: Any,
+) -> tuple:
+    """Return the arguments of a merge, without those that its rule does not need.
+
+    Args:
+      rule: needs of the merge rule.
+      region: of all regions, before the merge.
+      kept: as of `make_merge`, as all that follow are.
+      outer: the fragment.
+      batch: without the model's state.
+      rate: the learning rate.
+      participating: regions that merge.
+      delay_steps: where it is told.
+      start_step: of the sync.
+    """
+    wants_state = any(needs.NEEDS[name].of_regions for name in rule)
+    return (
+        region.params,
+        region.opt_state if wants_state else None,
+        region.key if needs.wants_key(rule) else None,
+        kept,
+        outer,
+        (batch, region.model_state) if needs.wants_batch(rule) else None,
+        rate if "learning_rate" in rule else None,
+        participating,
+        delay_steps,
+        start_step if "sync_key" in rule else None,
     )
 
 

@@ -10,9 +10,8 @@ import jax
 from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
 from cocodc_jax.runtime.exchange.shared import outer_step
-from cocodc_jax.runtime.merge import make_merge
+from cocodc_jax.runtime.merge import make_merge, merge_arguments
 from cocodc_jax.runtime.state import RegionState
-from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import STAGED
 
@@ -151,22 +150,18 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
         params, opt_state, norm = outer_step(
             place.outer.optimizer, params, opt_state, mean, None
         )
-        wants_state = any(needs.NEEDS[name].of_regions for name in rule)
-        batch = None
-        if needs.wants_batch(rule):
-            batch = jax.tree.map(lambda x: x[-1], batches), region.model_state
-        merged, metrics = merge(
-            region.params,
-            region.opt_state if wants_state else None,
-            region.key if needs.wants_key(rule) else None,
+        arguments = merge_arguments(
+            rule,
+            region,
             kept,
             place.near(fragment_id, params, opt_state),
-            batch,
+            jax.tree.map(lambda x: x[-1], batches),
             told.learning_rate,
-            None,
-            None,
-            told.start_step,
+            participating=None,
+            delay_steps=None,
+            start_step=told.start_step,
         )
+        merged, metrics = merge(*arguments)
         own = tuple(place.returned(fragment_id, tree) for tree in (params, opt_state))
         return region._replace(params=merged), own, Finished(norm, metrics)
 

@@ -22,7 +22,7 @@ from cocodc_jax.report.units import format_duration
 from cocodc_jax.run.config import TrainConfig
 
 from .cells import TUNED, Cell, Column, steps_to
-from .report import Report
+from .report import Report, markdown_table
 
 MBIT = (20.0, 100.0, 500.0, 2000.0, 10_000.0)
 LATENCY_MS = (10.0, 50.0, 200.0)
@@ -161,12 +161,10 @@ def markdown(
         ]
         line.append(format_duration(own[0].seconds) if own else "-")
         lines.append(line)
-    table = [heads, ["---"] * len(heads), *lines]
-    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     return (
         f"Seconds to the reference's last loss, simulated: inner steps of "
         f"{step_seconds:g} s, links alike between all regions, the bytes that the runs "
-        f"counted.\n\n{text}\n"
+        f"counted.\n\n{markdown_table(heads, lines)}\n"
     )
 
 

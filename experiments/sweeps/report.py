@@ -183,8 +183,7 @@ class Report:
     def markdown(self, command: str) -> str:
         """Return the report as text."""
         heads, lines = self.heads(), self.lines()
-        rows = [heads, ["---"] * len(heads), *lines]
-        table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        table = markdown_table(heads, lines)
         seeds = len(self.target.rows)
         steps = self.target.rows[0]["steps"] if self.target.rows else "?"
         which = f", {self.reference_column}" if TUNED in self._columns() else ""
@@ -215,6 +214,12 @@ class Report:
 
 
 _OWN = ("method", "compress", "sync_interval", "delay_steps")
+
+
+def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table as text, without a line's end."""
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _last(cell: Cell) -> Column:

@@ -2,7 +2,7 @@
 
 Rows whose programs are equal, the seeds of one setting, share one `RegionProgram`;
 rows whose programs are equal in part (the inner steps of two outer learning rates)
-share what XLA compiled, by the persistent cache.
+share what XLA compiled, by the cache that every command has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import gc
 import pathlib
 import shutil
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
 
 from .grid import Setting, digest
 
-RUNS, COMPILED = "runs", "compiled"
+RUNS = "runs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +68,6 @@ class Row:
 
 class StoppedError(Exception):
     """A run was asked to end before its last step."""
-
-
-def use_cache(folder: pathlib.Path) -> None:
-    """Keep what is compiled in a folder, unless the user keeps it somewhere already.
-
-    A folder for each machine: what is compiled for one may not run on another.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        own = folder.resolve() / socket.gethostname()
-        jax.config.update("jax_compilation_cache_dir", str(own))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def check(settings: Sequence[Setting]) -> None:

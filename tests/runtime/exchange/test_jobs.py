@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import socket
 import threading
 import time
 import types
@@ -14,6 +13,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.netlab.independent import free_addresses
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.exchange.jobs import _table
 from cocodc_jax.runtime.exchange.transport import Transport
@@ -36,12 +36,7 @@ TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
 
 def places(num, **options):
     """Places of as many regions at free ports of this machine."""
-    probes = [socket.socket() for _ in range(num)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    addresses = tuple(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
-    for probe in probes:
-        probe.close()
+    addresses = free_addresses(num)
     options = {"key": KEY, "timing": TIMING} | options
     return [Place(region, addresses, **options) for region in range(num)]
 

@@ -1,6 +1,5 @@
 """A region that comes back goes on from another one's memory."""
 
-import socket
 import threading
 import time
 
@@ -10,6 +9,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.netlab.independent import free_addresses
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop import joining
@@ -26,12 +26,7 @@ LEFT, AGAIN, END = 6, 13, 25
 
 
 def places():
-    probes = [socket.socket() for _ in range(2)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    addresses = tuple(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
-    for probe in probes:
-        probe.close()
+    addresses = free_addresses(2)
     return [Place(region, addresses, b"k" * 32, TIMING) for region in range(2)]
 
 

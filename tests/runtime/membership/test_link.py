@@ -7,6 +7,7 @@ import time
 import pytest
 import zmq
 
+from cocodc_jax.netlab.independent import free_addresses
 from cocodc_jax.runtime.membership import wire
 from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.link import LeftBehindError, Link
@@ -18,12 +19,7 @@ TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
 
 
 def places(num, **options):
-    probes = [socket.socket() for _ in range(num)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    addresses = tuple(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
-    for probe in probes:
-        probe.close()
+    addresses = free_addresses(num)
     options = {"key": KEY, "timing": TIMING} | options
     return [Place(region, addresses, **options) for region in range(num)]
 
