@@ -64,8 +64,9 @@ def progress_bar(
     """Return the bar of a run that begins at `step`; process 0 alone shows it."""
     if jax.process_index() > 0:  # Process 0 reports.
         console = Console(quiet=True)
-    run, method = config.run, config.method.method
-    return RunProgress(run.steps, step, f"{method} seed {run.seed}", console)
+    run, optimizer = config.run, config.optimizer.inner_optimizer
+    name = config.method.method + f"+{optimizer}" * bool(optimizer)
+    return RunProgress(run.steps, step, f"{name} seed {run.seed}", console)
 
 
 @contextlib.contextmanager

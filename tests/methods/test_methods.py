@@ -100,7 +100,11 @@ def test_the_outer_optimizer_is_nesterov(name):
         ("cocodc", {"num_fragments": 0}, "num_fragments=0 must be at least 1"),
         ("cocodc", {"syncs_per_interval": 3}, "syncs_per_interval=3 must be at least"),
         ("cocodc", {"delay_steps": 101}, "delay_steps=101 is longer than"),
-        ("cocodc", {"transmission_score": "x"}, "score='x' is unknown; use one of"),
+        (
+            "cocodc",
+            {"transmission_score": "x"},
+            "transmission_score='x' is unknown; use one of",
+        ),
         ("cocodc", {"curvature": "flat"}, "curvature='flat' is unknown; use one of"),
     ],
 )

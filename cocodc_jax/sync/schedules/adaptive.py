@@ -84,10 +84,10 @@ class Adaptive(Slotted):
     """Slots serve what changes fastest; see `adaptive`.
 
     Attributes:
-      score: one of `SCORES`.
+      transmission_score: one of `SCORES`.
     """
 
-    score: str = "pseudo_gradient"
+    transmission_score: str = "pseudo_gradient"
 
     def __post_init__(self):
         """Check the numbers and the score.
@@ -95,13 +95,13 @@ class Adaptive(Slotted):
         Raises:
           ValueError: naming the field, its value and what would be right.
         """
-        _check_score(self.score)
+        _check_score(self.transmission_score)
         super().__post_init__()
 
     @property
     def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What its score is made of."""
-        return _NEEDS[self.score]
+        return _NEEDS[self.transmission_score]
 
     def init(self) -> AdaptiveState:
         """Return the state before the first step."""
@@ -154,16 +154,16 @@ class Adaptive(Slotted):
     def _scores(self, state: AdaptiveState, step: int, observe: Observe) -> list[float]:
         age = [step - start for start in state.last_start]
         each = range(self.num_fragments)
-        if self.score == "round_robin":
+        if self.transmission_score == "round_robin":
             return [float(a) for a in age]
-        if self.score == "drift":
+        if self.transmission_score == "drift":
             return [d / a for d, a in zip(observe("drift"), age, strict=True)]
-        if self.score == "gain":
+        if self.transmission_score == "gain":
             return list(observe("distance"))
-        if self.score == "disagreement":
+        if self.transmission_score == "disagreement":
             gaps = observe("distance")
             return [gaps[p] - self._moved(state, p, age[p]) ** 2 for p in each]
-        steps = age if self.score == "aged" else [1] * len(age)
+        steps = age if self.transmission_score == "aged" else [1] * len(age)
         return [self._moved(state, p, steps[p]) for p in each]
 
     def _moved(self, state: AdaptiveState, p: int, steps: int) -> float:
@@ -171,7 +171,7 @@ class Adaptive(Slotted):
         if not state.size[p]:  # Sent once but not yet back: nothing is known.
             return 0.0
         interval = state.observed_interval[p]
-        if self.score == "pseudo_gradient":
+        if self.transmission_score == "pseudo_gradient":
             return state.norm[p] / state.size[p] / interval
         return state.norm[p] / math.sqrt(state.size[p]) * steps / interval
 
@@ -181,7 +181,7 @@ def adaptive(
     num_fragments: int,
     delay_steps: int,
     syncs_per_interval: int,
-    score: str = "pseudo_gradient",
+    transmission_score: str = "pseudo_gradient",
 ) -> Adaptive:
     """Start `syncs_per_interval` syncs in each interval, of what changes fastest.
 
@@ -190,14 +190,15 @@ def adaptive(
       num_fragments: K.
       delay_steps: tau.
       syncs_per_interval: N, at least K; see `syncs_that_fit`.
-      score: one of `SCORES`, as the module says: "pseudo_gradient" (the paper's rate),
-        "aged" (the authors' later score, which grows while a fragment waits), "rms",
-        "drift", "gain", "disagreement", or "round_robin", which chooses nothing.
+      transmission_score: one of `SCORES`, as the module says: "pseudo_gradient" (the
+        paper's rate), "aged" (the authors' later score, which grows while a fragment
+        waits), "rms", "drift", "gain", "disagreement", or "round_robin", which chooses
+        nothing.
 
     Raises:
       ValueError: naming the argument, its value and what would be right.
     """
-    _check_score(score)
+    _check_score(transmission_score)
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
     if not num_fragments <= syncs_per_interval <= sync_interval:
@@ -206,7 +207,13 @@ def adaptive(
             f"{num_fragments} and at most sync_interval={sync_interval}"
         )
     slot_steps = sync_interval // syncs_per_interval
-    return Adaptive(num_fragments, sync_interval, delay_steps, slot_steps, score=score)
+    return Adaptive(
+        num_fragments,
+        sync_interval,
+        delay_steps,
+        slot_steps,
+        transmission_score=transmission_score,
+    )
 
 
 def syncs_that_fit(
@@ -245,4 +252,6 @@ def _is_tight(due: Sequence[int]) -> bool:
 
 def _check_score(score: str) -> None:
     if score not in SCORES:
-        raise ValueError(f"score={score!r} is unknown; use one of {SCORES}")
+        raise ValueError(
+            f"transmission_score={score!r} is unknown; use one of {SCORES}"
+        )

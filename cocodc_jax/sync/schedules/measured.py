@@ -286,7 +286,7 @@ def adaptive(
     num_fragments: int,
     delay_steps: int | str,
     syncs_per_interval: int | str,
-    score: str = "pseudo_gradient",
+    transmission_score: str = "pseudo_gradient",
     max_delay_steps: int | None = None,
     network_share: float | None = None,
 ) -> Adaptive | Measured:
@@ -297,7 +297,7 @@ def adaptive(
       num_fragments: K.
       delay_steps: tau, or "auto".
       syncs_per_interval: N, or "auto", which begins with K.
-      score: see `schedules.adaptive`.
+      transmission_score: see `schedules.adaptive`.
       max_delay_steps: the longest that "auto" may choose; None is the longest there
         can be, about H.
       network_share: gamma in (0, 1] of an automatic N; None is 0.4.
@@ -316,7 +316,9 @@ def adaptive(
             f"{syncs_per_interval}; leave it out, or use syncs_per_interval={AUTO!r}"
         )
     first = num_fragments if share is not None else syncs_per_interval
-    base = plain_adaptive(sync_interval, num_fragments, 0, int(first), score)
+    base = plain_adaptive(
+        sync_interval, num_fragments, 0, int(first), transmission_score
+    )
     if isinstance(delay_steps, int):
         if share is None:
             return dataclasses.replace(base, delay_steps=delay_steps)

@@ -213,20 +213,23 @@ def test_syncs_that_fit(arguments, expected):
         (lambda: adaptive(10, 4, 0, 11), "syncs_per_interval=11 must be at least"),
         (
             lambda: adaptive(10, 2, 0, 2, "loudest"),
-            r"score='loudest' is unknown; use one of \('pseudo_gradient', ",
-        ),
-        (lambda: adaptive(10, 2, 0, 2, None), "score=None is unknown; use one of"),  # type: ignore
-        (
-            lambda: Adaptive(2, 10, 0, 5, score="loudest"),
-            r"score='loudest' is unknown; use one of \('pseudo_gradient', ",
+            r"transmission_score='loudest' is unknown; use one of \('pseudo_grad",
         ),
         (
-            lambda: Adaptive(3, 10, 0, 5, score="aged"),
+            lambda: adaptive(10, 2, 0, 2, None),
+            "transmission_score=None is unknown; use one of",
+        ),  # type: ignore
+        (
+            lambda: Adaptive(2, 10, 0, 5, transmission_score="loudest"),
+            r"transmission_score='loudest' is unknown; use one of \('pseudo_grad",
+        ),
+        (
+            lambda: Adaptive(3, 10, 0, 5, transmission_score="aged"),
             "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
             "num_fragments=3; lower slot_steps or raise sync_interval",
         ),
         (
-            lambda: Adaptive(3, 10, 0, 0, score="aged"),
+            lambda: Adaptive(3, 10, 0, 0, transmission_score="aged"),
             "slot_steps=0 must be at least 1",
         ),
         (
