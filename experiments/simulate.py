@@ -7,8 +7,10 @@ prints a summary and writes simulation.json, timeline.json (open it in ui.perfet
 and timeline.png. `--method` is any method of training, with its arguments' names; what
 it sends when is its own schedule's. `--plan` chooses K, H, N, tau and the collective
 (or takes the one given, such as "direct", this package's own between processes) for the
-network and says why; with `--stages` it first chooses which site runs which stage of a
-pipeline, and with `--swarm_s` simulates them for so long: batches wired by what sites
+network and says why; with `--frontier` it also recommends method, precision and
+interval by the losses that a sweep measured (experiments/sweeps/advice.py); with
+`--stages` it first chooses which site runs which stage of a pipeline, and with
+`--swarm_s` simulates them for so long: batches wired by what sites
 manage (SWARM), with `--failures`, and with moves between stages every `--rebalance_s`.
 Links that change (`--links`) are named by what their messages take (network/faults.py).
 `--hours_between_failures`, with `--repair_s`, predicts goodput, the share of time in
@@ -51,6 +53,9 @@ from cocodc_jax.run.messages import one_line
 
 from . import commands, loss_curve, simulate_flags
 from .simulate_flags import SECTIONS, named
+from .sweeps import advice
+
+ADVICE_LINES = 5
 
 
 def run_simulation(values: flags.FlagValues) -> None:
@@ -175,6 +180,27 @@ def run_plan(values: flags.FlagValues) -> None:
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
     if folder:
         _write_json(folder / "plan.json", dataclasses.asdict(chosen))
+    if values.frontier is not None:
+        _report_advice(values, topology, folder)
+
+
+def _report_advice(
+    values: flags.FlagValues, topology: Topology, folder: pathlib.Path | None
+) -> None:
+    """Say what a sweep's frontier recommends on these links, and what comes next."""
+    found = advice.advise(
+        named("frontier", values.frontier, advice.read),
+        topology,
+        values.params,
+        simulate_flags.step_times(values),
+        values.collective,
+    )
+    print("By losses that were measured, in the time of its steps without a network:")
+    for place, each in enumerate(found[:ADVICE_LINES], 1):
+        print(f"{place}. {each.explain()}.")
+    print(*(f"--{name}={value}" for name, value in found[0].choice.flags.items()))
+    if folder:
+        _write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
 
 
 def _job(values: flags.FlagValues) -> plan.Job:

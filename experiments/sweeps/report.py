@@ -104,6 +104,7 @@ class Report:
             "bytes_per_step": column.bytes_per_step,
             "fragment_bytes": first.get("fragment_bytes"),
             "curve": _mean_curve(column),
+            "config": first.get("config"),
         }
 
     def heads(self) -> list[str]:

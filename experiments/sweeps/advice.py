@@ -1,0 +1,234 @@
+"""What a sweep's frontier recommends on a given network.
+
+Every cell of a sweep is a method, a precision, an interval and a delay whose losses
+were measured. On other links its steps take longer where a message is not there in
+time, so that fewer of them are done in the time that is to be had:
+
+    T = S t_c                       time: what the runs' S steps take without a network
+    s = the steps done in T         simulated, by the method's own schedule
+    expected loss = curve(s)        measured, linear between two evaluations
+
+The one with the least expected loss is recommended. Messages grow with the model, by
+the share of float32 parameters that the runs counted. Losses are those of the model and
+the tokens that were run: of another model the order may be hoped for, not the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.links import Topology
+from cocodc_jax.network.timeline import Timeline
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.report.units import format_bytes
+from cocodc_jax.run.config import TrainConfig
+
+from .cells import PUBLISHED, TUNED, label
+from .networks import INTERVALS, LEAST_STEPS
+
+# Of a run's flags, those that are told: how to get what is recommended.
+TOLD = (
+    "sync_interval", "num_fragments", "delay_steps", "syncs_per_interval", "compress",
+    "transmission_score", "mixing_alpha", "compensation_strength", "outer_lr",
+    "outer_momentum",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A setting whose losses were measured.
+
+    Attributes:
+      label: the cell, in short.
+      config: of one of its runs.
+      curve: (step, loss in nats per token), means over the seeds, steps increasing.
+      seeds: how many.
+      parameters: of the model that was run.
+      fragment_bytes: a region's message for each fragment, as counted.
+      bytes_per_step: a region sends, the mean over the run.
+    """
+
+    label: str
+    config: TrainConfig
+    curve: Sequence[tuple[float, float]]
+    seeds: int
+    parameters: int
+    fragment_bytes: Sequence[float]
+    bytes_per_step: float
+
+    @property
+    def steps(self) -> float:
+        """S, of the whole run."""
+        return self.curve[-1][0]
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What to give to `experiments.train`."""
+        method = self.config.method
+        own = {name: method.values.get(name) for name in TOLD}
+        found = {name: value for name, value in own.items() if value is not None}
+        inner_lr = self.config.optimizer.inner_lr
+        return {"method": method.method} | found | {"inner_lr": inner_lr}
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A choice on a network.
+
+    Attributes:
+      choice: what.
+      loss: expected, nats per token.
+      steps: done in the time.
+      stall_share: of the time, that regions wait for messages.
+      bytes_per_step: a region sends, for the model that is planned.
+    """
+
+    choice: Choice
+    loss: float
+    steps: float
+    stall_share: float
+    bytes_per_step: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; the loss is None before the first evaluation."""
+        return {
+            "cell": self.choice.label,
+            "flags": self.choice.flags,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "steps": self.steps,
+            "stall_share": self.stall_share,
+            "bytes_per_step": self.bytes_per_step,
+            "seeds": self.choice.seeds,
+        }
+
+    def explain(self) -> str:
+        """Return its reasons in one line."""
+        waits = (
+            "nothing waits for the network"
+            if self.stall_share < 0.005
+            else f"{self.stall_share:.0%} of the time is spent waiting"
+        )
+        of = f"of {self.choice.seeds} seed{'s' * (self.choice.seeds > 1)}"
+        return (
+            f"{self.choice.label}: loss {self.loss:.3f} ({of}) after {self.steps:.0f} "
+            f"of {self.choice.steps:.0f} steps; {waits}; "
+            f"{format_bytes(self.bytes_per_step)} a step"
+        )
+
+
+def read(path: str | pathlib.Path) -> list[Choice]:
+    """Return what a sweep measured: of each cell the tuned column, or the only one.
+
+    Args:
+      path: cells.json of `experiments.sweep`.
+
+    Raises:
+      ValueError: naming the file, if it is none of those, or has nothing whole in it.
+      OSError: if it cannot be read.
+    """
+    text = pathlib.Path(path).read_text()
+    try:
+        found = [_choice(cell) for cell in json.loads(text)["cells"]]
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"frontier={path} is no cells.json of experiments.sweep ({error!r})"
+        ) from error
+    whole = [choice for choice in found if choice is not None]
+    if not whole:
+        raise ValueError(f"frontier={path} has no cell whose seeds all ended well")
+    return whole
+
+
+def _choice(cell: Mapping[str, Any]) -> Choice | None:
+    """Return a cell's choice; None where a seed diverged."""
+    columns = cell["columns"]
+    column = columns[TUNED] if TUNED in columns else columns[PUBLISHED]
+    if column["diverged"] or not column["curve"]:
+        return None
+    return Choice(
+        label(cell["flags"]),
+        TrainConfig.from_json(column["config"]),
+        [(step, loss) for step, loss, _ in column["curve"]],
+        len(column["seeds"]),
+        column["parameters"],
+        column["fragment_bytes"],
+        column["bytes_per_step"],
+    )
+
+
+def advise(
+    choices: Sequence[Choice],
+    topology: Topology,
+    num_params: float,
+    step_time_s: Sequence[float],
+    collective: str | None = None,
+) -> list[Advice]:
+    """Return what may be expected of each choice, the least loss first.
+
+    Args:
+      choices: from `read`.
+      topology: regions and links.
+      num_params: parameters of the model that is planned.
+      step_time_s: seconds of an inner step, one number or one per region.
+      collective: how messages cross; by default as each method has it.
+
+    Raises:
+      ValueError: as `exchanges.simulate_method`.
+    """
+    regions = topology.num_regions
+    times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
+    found = []
+    for choice in choices:
+        scale = num_params / choice.parameters
+        sizes = tuple(scale * size for size in choice.fragment_bytes) or (1.0,)
+        timeline = _simulated(choice, topology, Workload(sizes, times), collective)
+        steps = _steps_done(timeline, choice.steps, choice.steps * max(times))
+        loss = float(np.interp(steps, *np.transpose(choice.curve)))
+        found.append(
+            Advice(
+                choice,
+                loss if steps >= choice.curve[0][0] else math.inf,
+                steps,
+                1 - timeline.utilization() / _alone(times),
+                scale * choice.bytes_per_step,
+            )
+        )
+    return sorted(found, key=lambda advice: (advice.loss, advice.bytes_per_step))
+
+
+def _simulated(
+    choice: Choice, topology: Topology, work: Workload, collective: str | None
+) -> Timeline:
+    """Simulate enough steps to see the pace."""
+    method = choice.config.method.build()
+    schedule = exchanges.schedule_of(method)
+    interval = schedule.sync_interval if schedule else 1
+    steps = min(int(choice.steps), max(INTERVALS * interval, LEAST_STEPS))
+    return exchanges.simulate_method(topology, work, method, steps, collective)
+
+
+def _alone(step_time_s: Sequence[float]) -> float:
+    """Return the utilization if regions waited for nothing but the slowest of them."""
+    return float(np.mean(step_time_s)) / max(step_time_s)
+
+
+def _steps_done(timeline: Timeline, most: float, seconds: float) -> float:
+    """Return the steps, at most `most`, that all regions have done in `seconds`."""
+    if timeline.seconds_until(most) <= seconds:
+        return most
+    low, high = 0.0, most
+    while high - low > 1e-6 * most:  # Time never goes back: bisection.
+        middle = (low + high) / 2
+        if timeline.seconds_until(middle) <= seconds:
+            low = middle
+        else:
+            high = middle
+    return low

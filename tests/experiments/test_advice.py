@@ -1,0 +1,113 @@
+"""What a sweep's frontier recommends on a network, by hand."""
+
+import json
+import tomllib
+
+import pytest
+
+from cocodc_jax.network.links import Link, uniform
+from experiments import simulate
+from experiments.sweeps import advice, grid
+
+# 1,000 parameters in float32, or in four bits; a fragment is a quarter of the model.
+GRID = """
+[base]
+preset = "smoke"
+[groups.every_step]
+method = "data_parallel"
+[groups.streaming]
+method = "streaming_diloco"
+compress = "ef+int4"
+sync_interval = 16
+delay_steps = 3
+"""
+SIZES = ([4000.0], [125.0] * 4)
+CURVES = (
+    [[10, 3.0, 40_000], [20, 2.0, 80_000]],
+    [[10, 3.2, 310], [20, 2.4, 620]],
+)
+MBIT = 1e6 / 8  # Bytes a second.
+
+
+def cell(setting, sizes, curve):
+    config = setting.config.to_json()
+    method = config["method"]["method"]
+    column = {
+        "curve": curve, "seeds": [0, 1], "diverged": [], "parameters": 1000,
+        "fragment_bytes": sizes, "bytes_per_step": curve[-1][2] / 20, "config": config,
+    }  # fmt: skip
+    flags = {"method": method, "compress": "ef+int4" if len(sizes) > 1 else None}
+    return {"flags": flags, "columns": {"published": column}}
+
+
+@pytest.fixture
+def cells(tmp_path):
+    settings = grid.from_table(tomllib.loads(GRID)).settings
+    made = map(cell, settings, SIZES, CURVES)
+    path = tmp_path / "cells.json"
+    path.write_text(json.dumps({"cells": list(made)}))
+    return path
+
+
+def test_where_links_are_fast_the_least_loss_wins(cells):
+    links = uniform(4, Link(100, 0))
+    first, second = advice.advise(advice.read(cells), links, 1000, [1.0])
+    assert first.choice.label == "data_parallel float32"
+    assert first.loss == pytest.approx(2, abs=1e-4)
+    assert first.steps == pytest.approx(20, abs=1e-3)
+    assert second.loss == 2.4
+    assert first.stall_share == pytest.approx(0, abs=1e-5)
+
+
+def test_where_they_are_slow_who_waits_does_fewer_steps(cells):
+    """A ring of four: 6 messages of a quarter, each with its delay."""
+    links = uniform(4, Link(0.001, 0.05))
+    num = 100_000  # A hundred times the parameters that were run.
+    first, second = advice.advise(advice.read(cells), links, num, [2.0])
+    assert first.choice.flags["method"] == "streaming_diloco"
+    assert (first.loss, first.steps) == (2.4, 20)
+    sync_s = 6 * (4 * num / 4 / MBIT + 0.05)
+    steps = 20 * 2 / (2 + sync_s)
+    assert steps < 10
+    assert second.steps == pytest.approx(steps, abs=1e-4)
+    assert second.loss == float("inf")  # Never evaluated so early.
+    assert second.stall_share == pytest.approx(sync_s / (2 + sync_s))
+    assert second.bytes_per_step == 4 * num
+
+
+def test_between_them_the_loss_is_read_off_the_curve(cells):
+    links = uniform(4, Link(1, 0.05))
+    _, second = advice.advise(advice.read(cells), links, 1000, [1.0])
+    sync_s = 6 * (1000 / (1000 * MBIT) + 0.05)
+    assert second.steps == pytest.approx(20 / (1 + sync_s), abs=1e-4)
+    assert second.loss == pytest.approx(2 + (20 - second.steps) / 10, abs=1e-4)
+
+
+def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
+    words = ["--plan", f"--frontier={cells}", f"--workdir={tmp_path}"]
+    links = ["--params=1e5", "--bandwidth_gbps=0.001", "--step_time_s=2"]
+    assert simulate.main(["simulate", *words, *links]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "\n1. streaming_diloco ef+int4: loss 2.400 (of 2 seeds) after 20 of 20" in out
+    )
+    assert "--method=streaming_diloco --sync_interval=16" in out
+    assert "--compress=ef+int4" in out
+    found = json.loads((tmp_path / "advice.json").read_text())["choices"]
+    assert [each["loss"] for each in found] == [2.4, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
+        ('{"cells": []}', "has no cell whose seeds all ended well"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_that_is_none_is_named(text, message, tmp_path, capsys):
+    path = tmp_path / "cells.json"
+    if text is not None:
+        path.write_text(text)
+    assert simulate.main(["simulate", "--plan", f"--frontier={path}"]) == 2
+    assert message in capsys.readouterr().err
