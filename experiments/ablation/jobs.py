@@ -29,7 +29,7 @@ from cocodc_jax.transforms.second_moment import adam_second_moment
 from . import rules
 from .settings import Settings
 from .simulator import Plan, make_plan, simulate
-from .trials import Trainer
+from .trials import Trainer, Trials
 
 DILOCO, DATA_PARALLEL = "diloco", "data_parallel"
 REFERENCES = (DILOCO, DATA_PARALLEL)
@@ -140,25 +140,43 @@ def train(
 
 def _train_together(settings, name, delay_steps, trials):
     whole = name in REFERENCES
-    trainer = _trainer(settings, 1 if whole else settings.num_fragments)
+    trainer = make_trainer(settings, 1 if whole else settings.num_fragments)
     plan = None if name == DATA_PARALLEL else _plan(settings, name, delay_steps)
-    seeds = [trial.seed for trial in trials]
-    params = [_init_params(settings, seed) for seed in seeds]
-    tokens = np.stack([_tokens(settings, seed) for seed in seeds], axis=1)
+    begun, tokens = begin(settings, trainer, [trial.seed for trial in trials])
     return simulate(
         trainer,
-        trainer.init(jax.tree.map(lambda *x: jnp.stack(x), *params), settings.regions),
-        jnp.asarray(tokens),
+        begun,
+        tokens,
         [trial.outer_lr for trial in trials],
         [0.0 if trial.strength is None else trial.strength for trial in trials],
         plan,
-        eval_tokens=_eval_tokens(settings),
+        eval_tokens=eval_tokens(settings),
         eval_every=settings.eval_every,
     )
 
 
+def begin(
+    settings: Settings, trainer: Trainer, seeds: Sequence[int]
+) -> tuple[Trials, jax.Array]:
+    """Return trials before their first step, one a seed, and what they train on.
+
+    Args:
+      settings: of the ablation.
+      trainer: of `make_trainer`.
+      seeds: of the E trials: of their parameters and of their data.
+
+    Returns:
+      The trials, and their tokens, int32 `[T, E, R, B, L + 1]`.
+    """
+    params = [_init_params(settings, seed) for seed in seeds]
+    tokens = np.stack([_tokens(settings, seed) for seed in seeds], axis=1)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *params)
+    return trainer.init(stacked, settings.regions), jnp.asarray(tokens)
+
+
 @functools.cache
-def _trainer(settings: Settings, num_fragments: int) -> Trainer:
+def make_trainer(settings: Settings, num_fragments: int) -> Trainer:
+    """Return the compiled parts for so many fragments, the same at every call."""
     model, optimizer = settings.transformer, settings.optimizer
     shapes = jax.eval_shape(
         functools.partial(models.init_params, model), jax.random.key(0)
@@ -180,9 +198,9 @@ def _trainer(settings: Settings, num_fragments: int) -> Trainer:
 def _plan(settings: Settings, name: str, delay_steps: int) -> Plan:
     interval = settings.sync_interval
     if name == DILOCO:
-        trainer, whole = _trainer(settings, 1), staggered(interval)
+        trainer, whole = make_trainer(settings, 1), staggered(interval)
         return make_plan(trainer, whole, lambda *_: merge.replace(), settings.regions)
-    trainer = _trainer(settings, settings.num_fragments)
+    trainer = make_trainer(settings, settings.num_fragments)
     parts = staggered(interval, settings.num_fragments, delay_steps)
     rule = rules.table(interval)[name]
     return make_plan(trainer, parts, rule.make, settings.regions)
@@ -203,7 +221,8 @@ def _tokens(settings: Settings, seed: int) -> np.ndarray:
 
 
 @functools.cache
-def _eval_tokens(settings: Settings) -> jax.Array:
+def eval_tokens(settings: Settings) -> jax.Array:
+    """Return the validation text, int32 `[sequences, L + 1]`, the same at all times."""
     text = load(settings.data(0), settings.regions)
     num_batches = -(-settings.eval_sequences // settings.batch_per_region)
     return jnp.asarray(np.concatenate(list(text.eval_tokens(num_batches))))

@@ -1,0 +1,197 @@
+"""Tells what a delay costs at each sync, and which part every merge rule gets back.
+
+    python -m experiments.delay_cost --workdir=DIR
+
+Runs without delay are followed; at every sync their regions go two ways for tau steps,
+with the mean and without it, and each rule is judged by its distance to the way with
+the mean, and by its loss there (experiments/ablation/recovery.py). Writes
+DIR/delay_cost.json and delay_cost.png, and prints a table for every delay: means over
+the second half of the syncs, with intervals over the seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cocodc_jax.files import write_whole
+from cocodc_jax.report.page import describe_machine
+from cocodc_jax.report.plots import COLORS, save_png
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import dumps
+
+from . import commands
+from .ablation import recovery, rules
+from .ablation.settings import Settings
+from .sweeps.cells import Interval
+
+RULES = (
+    "mix_0", "mix_0.25", "mix_0.5", "mix_0.75", "replay", "paper", "isotropic",
+    "secant", "outer_product", "normalized_outer_product", "adam_second_moment",
+    "hessian_vector",
+)  # fmt: skip
+DRAWN = ("mix_0.5", "replay", "isotropic", "hessian_vector")
+
+
+def main() -> None:
+    """Read the flags, measure, write and print."""
+    console = Console(width=max(80, Console().width))
+    with flags.usage_errors():
+        settings, delays, names = _settings(), _delays(), _rules()
+        workdir = pathlib.Path(flags.value("workdir"))
+        workdir.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for delay in delays:
+        found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
+        rows += _rows(delay, found)
+        _print([row for row in rows if row["delay_steps"] == delay], settings, console)
+    summary = {
+        "command": commands.command_line("delay_cost", sys.argv[1:]),
+        "machine": describe_machine(jax.devices()),
+        "settings": dataclasses.asdict(settings),
+        "outer_lr": flags.value("outer_lr"),
+        "rows": rows,
+    }
+    write_whole(workdir / "delay_cost.json", dumps(summary))
+    save_png(_figure(rows, settings), str(workdir / "delay_cost.png"))
+
+
+def _settings() -> Settings:
+    names = ("steps", "batch_per_region", "sync_interval")
+    values = {name: flags.value(name) for name in names}
+    seeds = tuple(range(flags.value("seeds")))
+    if not seeds:
+        raise ValueError("seeds=0 must be at least 1")
+    if values["steps"] < 2 * values["sync_interval"]:
+        raise ValueError(
+            f"steps={values['steps']} must be at least two sync intervals of "
+            f"{values['sync_interval']}"
+        )
+    return Settings(test_seeds=seeds, eval_every=values["steps"], **values)
+
+
+def _delays() -> list[int]:
+    found = []
+    for text in flags.value("delays"):
+        if not text.isdecimal() or not 1 <= int(text) <= flags.value("sync_interval"):
+            raise ValueError(
+                f"delays={text} must be at least 1 and at most sync_interval="
+                f"{flags.value('sync_interval')}"
+            )
+        found.append(int(text))
+    return found
+
+
+def _rules() -> list[str]:
+    table = rules.table(flags.value("sync_interval"))
+    names: list[str] = flags.value("rules") or [*RULES]
+    for name in names:
+        if name not in table:
+            raise ValueError(f"rules={name!r} is unknown; use some of {sorted(table)}")
+    return names
+
+
+def _rows(delay: int, found: recovery.Recovery) -> list[dict[str, Any]]:
+    """Return a row for each rule and strength, and one for doing nothing."""
+    half = len(found.steps) // 2
+
+    def over_seeds(values: np.ndarray) -> dict[str, float | None]:
+        return dataclasses.asdict(Interval.of(values[half:].mean(0).tolist()))
+
+    shared = {
+        "delay_steps": delay,
+        "steps": found.steps,
+        "cost": over_seeds(found.cost),
+        "along": over_seeds(found.along),
+    }
+    zero = {(recovery.KEEP, None): np.zeros_like(found.cost)}
+    return [
+        shared
+        | {
+            "rule": name,
+            "strength": strength,
+            "recovered": over_seeds(values),
+            "recovered_at": values.mean(1).tolist(),
+            "loss": over_seeds(found.loss[name, strength]),
+        }
+        for (name, strength), values in (zero | found.recovered).items()
+    ]
+
+
+def _print(rows: list[dict[str, Any]], settings: Settings, console: Console) -> None:
+    first = rows[0]
+    cost, along = (_text(first[name], 2) for name in ("cost", "along"))
+    title = (
+        f"tau/H = {first['delay_steps'] / settings.sync_interval:g}: doing nothing is "
+        f"{cost} |D| away; {along} of what replay leaves lies along D"
+    )
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    table.add_column("rule", no_wrap=True)
+    for head in ("strength", "recovered", "loss less that without delay"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        strength = "-" if row["strength"] is None else f"{row['strength']:.3g}"
+        recovered, loss = _text(row["recovered"], 3), _text(row["loss"], 4)
+        table.add_row(row["rule"], strength, recovered, loss)
+    console.print(table)
+
+
+def _text(value: dict[str, float | None], digits: int) -> str:
+    half = "" if value["half"] is None else f" ± {value['half']:.{digits}f}"
+    return f"{value['mean']:.{digits}f}{half}"
+
+
+def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
+    """One panel a delay: what rules get back at each sync, at their best strengths."""
+    delays = list(dict.fromkeys(row["delay_steps"] for row in rows))
+    figure = Figure(figsize=(4.2 * len(delays), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(delays), squeeze=False, sharey=True)[0]
+    for axes, delay in zip(panels, delays, strict=True):
+        for color, name in zip(COLORS, DRAWN, strict=False):
+            own = [r for r in rows if (r["rule"], r["delay_steps"]) == (name, delay)]
+            if own:
+                best = max(own, key=lambda row: row["recovered"]["mean"])
+                axes.plot(best["steps"], best["recovered_at"], color=color, label=name)
+        axes.set_title(f"tau/H = {delay / settings.sync_interval:g}", fontsize="medium")
+        axes.set_xlabel("inner steps")
+        axes.axhline(1, color="#999999", linewidth=0.8)
+        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("recovered of the delay's cost (squared distance)")
+    panels[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def define() -> None:
+    """Define the program's flags."""
+    folder = "Folder of the results."
+    flags.define_one(str, "workdir", "runs/delay_cost", folder)
+    flags.define_one(
+        list, "rules", None, f"Rules to judge. Default: {', '.join(RULES)}."
+    )
+    flags.define_one(list, "delays", ["2", "10", "20"], "Delays tau, in inner steps.")
+    flags.define_one(int, "seeds", 5, "Runs, each with a seed of its own.")
+    flags.define_one(int, "steps", 400, "Inner steps of a run.")
+    flags.define_one(int, "sync_interval", 20, "H, steps between syncs.")
+    text = "Sequences of a region's step: the more, the less noise hides the delay."
+    flags.define_one(int, "batch_per_region", 4, text)
+    flags.define_one(float, "outer_lr", 0.7, "Of the outer Nesterov optimizer.")
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    define()
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()

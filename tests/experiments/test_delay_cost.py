@@ -1,0 +1,116 @@
+"""What a delay costs: by hand where gradients do not depend on the parameters."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax.sync import fragments
+from cocodc_jax.sync.needs import Supplies
+from experiments import delay_cost
+from experiments.ablation import jobs, recovery
+from experiments.ablation.settings import Settings
+from experiments.ablation.trials import Trainer
+
+REGIONS, SEEDS, STEPS, H, TAU = 4, 2, 14, 4, 2
+LR, OUTER_LR, MU = 0.1, 0.5, 0.9
+DRAWN = np.random.default_rng(0).normal(size=(STEPS, SEEDS, REGIONS, 5))
+SETTINGS = Settings(
+    steps=STEPS,
+    sync_interval=H,
+    num_fragments=1,
+    regions=REGIONS,
+    test_seeds=(0, 1),
+    tuning_seeds=(9,),
+    eval_every=STEPS,
+)
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """A loss whose gradient is the batch: what a region does depends on no other."""
+
+    def loss_fn(params, batch, key):
+        return jnp.sum(params["w"] * batch), {}
+
+    params = {"w": jnp.ones(5)}
+    cut = fragments.cut(jax.eval_shape(lambda: params), 1)
+    trainer = Trainer(loss_fn, Supplies(lambda step: LR), optax.sgd(LR, 0.0), cut, MU)
+
+    def begin(settings, trainer, seeds):
+        begun = {"w": jnp.ones((len(seeds), 5))}
+        return trainer.init(begun, settings.regions), jnp.asarray(DRAWN, jnp.float32)
+
+    monkeypatch.setattr(jobs, "make_trainer", lambda settings, num: trainer)
+    monkeypatch.setattr(jobs, "begin", begin)
+    monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0))
+
+
+def by_hand(alpha, strength):
+    """Distances at each sync, in NumPy: `[S, E]` of doing nothing, mix, isotropic."""
+    theta = np.ones((SEEDS, REGIONS, 5))
+    outer, velocity = np.ones((SEEDS, 5)), np.zeros((SEEDS, 5))
+    found, now = [], 0
+    for sync in (4, 8, 12):
+        staged = theta - LR * DRAWN[now:sync].sum(0)
+        delta = outer - staged.mean(1)
+        velocity = MU * velocity + delta
+        outer = outer - OUTER_LR * (delta + MU * velocity)
+        progress = -LR * DRAWN[sync : sync + TAU].sum(0)
+        late, target = staged + progress, outer[:, None] + progress
+        mixed = alpha * late + (1 - alpha) * outer[:, None]
+        pulled = outer[:, None] + progress - strength * (outer[:, None] - staged)
+        gap = ((outer[:, None] - staged) ** 2).sum((1, 2))
+        apart = [((x - target) ** 2).sum((1, 2)) for x in (late, mixed, pulled)]
+        found.append([*apart, gap])
+        theta, now = target, sync + TAU
+    return np.array(found).transpose(1, 0, 2)
+
+
+def test_distances_are_those_by_hand(linear):
+    found = recovery.measure(SETTINGS, TAU, ["mix_0.25", "isotropic"], OUTER_LR)
+    late, mixed, pulled, gap = by_hand(0.25, 0.3)
+    assert found.steps == [4, 8, 12]
+    np.testing.assert_allclose(found.cost, np.sqrt(late / gap), rtol=1e-5)
+    got = found.recovered
+    np.testing.assert_allclose(got["mix_0.25", None], 1 - mixed / late, rtol=1e-4)
+    np.testing.assert_allclose(got["isotropic", 0.3], 1 - pulled / late, rtol=1e-4)
+    # Nothing that a region does depends on where it is: replay gets all back.
+    np.testing.assert_allclose(found.cost, 1, rtol=1e-5)
+    np.testing.assert_allclose(got["replay", None], 1, atol=1e-6)
+    np.testing.assert_allclose(got["isotropic", 0.5], 1 - 0.5**2, rtol=1e-4)
+    np.testing.assert_allclose(found.loss["replay", None], 0, atol=1e-5)
+
+
+def test_the_command_writes_and_draws(linear, call, tmp_path):
+    flags = [f"--workdir={tmp_path}", "--delays=1,2", "--rules=mix_0.5", "--seeds=2"]
+    code, out, err = call(
+        delay_cost, *flags, f"--steps={STEPS}", f"--sync_interval={H}"
+    )
+    assert (code, err) == (0, "")
+    rows = json.loads((tmp_path / "delay_cost.json").read_text())["rows"]
+    assert [(row["delay_steps"], row["rule"]) for row in rows] == [
+        (delay, rule) for delay in (1, 2) for rule in ("keep", "replay", "mix_0.5")
+    ]
+    assert rows[1]["recovered"]["mean"] == pytest.approx(1)
+    assert "tau/H = 0.5" in out
+    assert (tmp_path / "delay_cost.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
+        ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
+        ("--seeds=0", "--seeds=0 must be at least 1"),
+        ("--steps=30", "--steps=30 must be at least two sync intervals of 20"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(call, tmp_path, flag, message):
+    code, _, err = call(delay_cost, f"--workdir={tmp_path}", flag)
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
