@@ -127,7 +127,8 @@ def program_key(config: TrainConfig) -> tuple:
         run.stage_compress,
     )
     others = (regions, pipeline, run.transport, run.step_seconds, run.accumulate_steps)
-    return (config.method, config.optimizer, run.steps, *others)
+    layout = (config.method, config.optimizer, run.steps, run.how_mapped)
+    return (*layout, *others)
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
@@ -195,6 +196,7 @@ def build_program(
             models.make_outputs(model, layout),
         ),
         transport=dataclasses.replace(config.run.transport, place=place),
+        local_regions=config.run.how_mapped,
     )
 
 

@@ -15,6 +15,7 @@ from cocodc_jax.models.config import ATTENTIONS, COMPUTE_DTYPES, REMAT_POLICIES
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.help import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
+from cocodc_jax.runtime.devices.local_regions import HOW_MAPPED
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.transport import EXCHANGES, FUSES
 from cocodc_jax.sync.fragments import STRATEGIES
@@ -39,6 +40,7 @@ CHOICES: dict[str, Collection[str]] = {
     "graph": GRAPHS,
     "inner_optimizer": OPTIMIZERS,
     "lion_vote": RULES,
+    "local_regions": HOW_MAPPED,
     "method": METHODS,
     "outer_placement": PLACEMENTS,
     "partition": get_args(Partition),

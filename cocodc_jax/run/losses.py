@@ -46,7 +46,8 @@ def make(
             f"step_seconds={run.step_seconds} paces inner steps, but the merges of "
             f"method={method.name!r} take gradients too; use another curvature"
         )
-    return paced(loss_fn, run.step_seconds, LocalRegions.of(mesh, run.regions))
+    block = LocalRegions.of(mesh, run.regions, run.how_mapped)
+    return paced(loss_fn, run.step_seconds, block)
 
 
 def judge(run: RunConfig, model: models.TransformerConfig, mesh: Mesh) -> models.LossFn:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cocodc_jax.models import StageCodec
 from cocodc_jax.run.stage_codec import build_codec
+from cocodc_jax.runtime.devices.local_regions import HOW_MAPPED
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.spikes import SpikeWatch
 from cocodc_jax.runtime.loop.trainer import Cadence
@@ -32,6 +33,9 @@ class RunConfig:
       batch_sizes: sequences per step of each region, as 8,8,4,4, each a divisor of
         batch_per_region; empty is batch_per_region for all.
       devices: devices to use for the regions; 0 takes all that help.
+      local_regions: how a device that has several regions computes them: batched, all
+        at once, in_turn, one after another; auto is batched on accelerators, and on a
+        CPU for small models.
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
       accumulate_steps: parts that each device cuts its share of a batch into, one after
@@ -80,6 +84,7 @@ class RunConfig:
     step_times: str = ""
     batch_sizes: str = ""
     devices: int = 0
+    local_regions: str = "auto"
     data_axis: int = 1
     model_axis: int = 1
     accumulate_steps: int = 1
@@ -153,6 +158,11 @@ class RunConfig:
                 f"accumulate_steps={self.accumulate_steps} is not for pipelines, which "
                 f"cut a batch into microbatches={self.microbatches}; use more of these"
             )
+        if self.local_regions not in HOW_MAPPED:
+            raise ValueError(
+                f"local_regions={self.local_regions!r} is unknown; use one of "
+                f"{HOW_MAPPED}"
+            )
         self._check_pace()
         self._check_stage_compress()
         self.cadence  # noqa: B018  (its own checks)
@@ -169,6 +179,11 @@ class RunConfig:
             raise ValueError(
                 f"step_seconds={self.step_seconds} goes with one device a region; "
                 "leave out stages, data_axis and model_axis"
+            )
+        if self.step_seconds and self.local_regions == "batched":
+            raise ValueError(
+                f"step_seconds={self.step_seconds} has regions sleep one after "
+                "another, and local_regions='batched'; leave one of them out"
             )
 
     def _check_stage_compress(self) -> None:
@@ -194,6 +209,11 @@ class RunConfig:
         return Regions(
             times or (1.0,) * self.regions, sizes or (batch_per_region,) * self.regions
         )
+
+    @property
+    def how_mapped(self) -> str:
+        """How a device computes several regions; where steps are paced, in turn."""
+        return "in_turn" if self.step_seconds else self.local_regions
 
     @property
     def devices_per_region(self) -> int:

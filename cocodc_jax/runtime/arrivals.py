@@ -25,11 +25,11 @@ from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.merge import make_merge, merge_arguments
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
-from cocodc_jax.runtime.state import InFlight, Observation
+from cocodc_jax.runtime.state import InFlight, Observation, SyncId, SyncState
 from cocodc_jax.runtime.turns import AppliedSync, Turn, Turns
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.robust import VERDICT, left_out
-from cocodc_jax.sync.schedules.base import Event, Pending
+from cocodc_jax.sync.schedules.base import FINISH, Event, Pending, nothing
 from cocodc_jax.sync.schedules.slotted import Slotted
 
 PyTree = Any
@@ -78,6 +78,39 @@ class Arrivals:
         )
         self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
         self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
+        self._may_step_ahead = (
+            setting.shardings.is_near
+            and isinstance(outer, SharedOuterModel)
+            and setting.sync.robust is None
+            and not self._schedule.is_by_region
+            and not self._schedule.init().in_flight
+        )
+
+    def step_ahead(
+        self, sync: SyncState, step: int
+    ) -> tuple[SyncState, dict[SyncId, jax.Array]]:
+        """Take the outer step of what arrives first at `step`, before the inner steps.
+
+        Nothing reads the outer fragment between them. Where it shares a device with
+        the regions, a program waits for those before it: so a schedule that asks for
+        norms has them while inner steps run, and what follows is handed out meanwhile.
+
+        Args:
+          sync: before the inner steps that lead to `step`; its outer state is donated.
+          step: at which syncs arrive.
+
+        Returns:
+          The state after it, and the norm by the sync that it is of, if any is.
+        """
+        due = [p.sync_id for p in sync.schedule.in_flight if p.apply_step == step]
+        if not due or not self._may_step_ahead:
+            return sync, {}
+        _, event = self._schedule.next_event(sync.schedule, step, nothing)
+        if event is None or event.kind != FINISH or event.sync_id not in due:
+            return sync, {}
+        flight = sync.in_flight[event.sync_id]
+        sync, norm = self._outer.receive(event.fragment_id, flight, sync)
+        return sync, {event.sync_id: norm}
 
     def finish(self, turn: Turn, event: Event) -> None:
         """Apply what arrived, or put it off to the next slot if it has not."""
@@ -102,7 +135,9 @@ class Arrivals:
         flight = flights.pop(event.sync_id)
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
         if done is None:
-            norm = self._receive(turn, k, flight)
+            norm = turn.stepped.get(event.sync_id)
+            if norm is None:
+                norm = self._receive(turn, k, flight)
             flight = self._restore_left_out(turn, event, flight)
             metrics = self._merge_in(turn, event, flight)
         else:

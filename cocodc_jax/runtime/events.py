@@ -112,6 +112,7 @@ class SyncPrograms:
         self._arrivals = Arrivals(
             setting, route, self._outer, self._departures, self._restore, self._turns
         )
+        self.step_ahead = self._arrivals.step_ahead
         shardings = setting.shardings
         self._copy = [
             jax.jit(
@@ -193,6 +194,7 @@ class SyncPrograms:
         batches: PyTree,
         times: Times = (0.0, 0.0),
         finished: dict[SyncId, Finished] | None = None,
+        stepped: dict[SyncId, jax.Array] | None = None,
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Carry out the events of `state.step`.
 
@@ -202,11 +204,12 @@ class SyncPrograms:
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
           finished: what a window that led here did of syncs that arrive now.
+          stepped: norms of those whose outer step is done, see `Arrivals.step_ahead`.
         """
         last = None
         if needs.wants_batch(self._setting.sync.merge.needs):
             last = jax.tree.map(lambda x: x[-1], batches)
-        turn = Turn(self, state, last, times, finished)
+        turn = Turn(self, state, last, times, finished, stepped)
         for schedule, event in events_at(
             self._schedule, turn.sync.schedule, state.step, turn.observe
         ):

@@ -22,10 +22,11 @@ from cocodc_jax import methods
 from cocodc_jax.runtime import checks, merge, step
 from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.devices.local_regions import for_all_regions
+from cocodc_jax.runtime.devices.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.runtime.devices.mesh import (
     DATA,
     REGION,
+    is_one_cpu,
     make_mesh,
     regional,
     wants_flat_buffer,
@@ -90,6 +91,7 @@ class RegionProgram:
         supplies: Supplies = NOTHING,
         transport: Transport = AUTO,
         model_state: ModelState | None = None,
+        local_regions: str = "auto",
     ):
         """Prepare the programs; nothing is compiled before the first call.
 
@@ -113,11 +115,14 @@ class RegionProgram:
           transport: how messages cross regions.
           model_state: what the model has that is not trained, such as BatchNorm's
             statistics, and whether regions average it.
+          local_regions: how a device computes several regions: "batched", "in_turn", or
+            "auto", which is batched where that is faster; see `LocalRegions.of`.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
             cut into the method's fragments, the merge needs what is not given, or the
-            method cannot be had with these regions or this transport.
+            method cannot be had with these regions or this transport; or for an
+            unknown `local_regions`.
         """
         if isinstance(regions, int):
             regions = Regions.alike(regions)
@@ -153,16 +158,20 @@ class RegionProgram:
             self._params,
             param_specs,
             transport.outer_channels,
+            # Nothing would run beside the steps of a CPU but what they wait for.
+            is_near=route == "program" and is_one_cpu(self.mesh),
         )
         # Every program is wrapped in one jit that lives as long as this object.
         where = self._where(self._params)
         self._new_region = jax.jit(self._make_region, out_shardings=where)
         self._correct = make_correct(method.sync, self.fragments, own.num)
+        num_params = sum(x.size for x in jax.tree.leaves(self._params))
+        local = LocalRegions.of(self.mesh, own.num, local_regions, num_params)
         steps = step.make_steps(
             loss_fn,
             optimizer,
             self.mesh,
-            own.num,
+            local,
             method.per_step,
             transport.all_reduce,
             self._correct,
@@ -196,6 +205,7 @@ class RegionProgram:
                 self._params,
                 loss_fn,
                 supplies,
+                local,
                 model_state,
                 is_fused,
             )
@@ -394,9 +404,11 @@ class RegionProgram:
         participating = None
         if not self.regions.are_even:
             participating = self.regions.participating(state.step, num_steps)
-        step, finished = state.step + num_steps, {}
+        step, finished, stepped = state.step + num_steps, {}, {}
         window = None
-        if self._syncs is not None:
+        if self._syncs is not None and state.sync is not None:
+            sync, stepped = self._syncs.step_ahead(state.sync, step)
+            state = dataclasses.replace(state, sync=sync)
             window = self._syncs.run_window(state, batches, participating, step)
         if window is not None:
             state, (losses, aux), finished = window
@@ -410,7 +422,9 @@ class RegionProgram:
         state = dataclasses.replace(state, step=step, bytes_sent=sent)
         syncs: tuple[AppliedSync, ...] = ()
         if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(state, batches, times, finished)
+            state, syncs = self._syncs.after_steps(
+                state, batches, times, finished, stepped
+            )
         return state, Output(losses, aux, syncs)
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:

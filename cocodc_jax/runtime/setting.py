@@ -34,6 +34,7 @@ class Setting:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a
         `model_state` see there.
       supplies: what only the user knows.
+      local: the regions that a device holds.
       model_state: of the model, None if it has none.
       is_fused: whether syncs and inner steps are one program, see `runtime/fused.py`.
     """
@@ -45,6 +46,7 @@ class Setting:
     params: PyTree
     loss_fn: AnyLossFn
     supplies: Supplies
+    local: LocalRegions
     model_state: ModelState | None = None
     is_fused: bool = False
 
@@ -52,11 +54,6 @@ class Setting:
     def mesh(self) -> Mesh:
         """The inner mesh."""
         return self.shardings.mesh
-
-    @property
-    def local(self) -> LocalRegions:
-        """The regions that a device holds."""
-        return LocalRegions.of(self.mesh, self.regions.num)
 
     @property
     def is_measured(self) -> bool:

@@ -44,7 +44,7 @@ def make_steps(
     loss_fn: AnyLossFn,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    num_regions: int,
+    local: LocalRegions,
     per_step: PerStep | None = None,
     all_reduce: str = "direct",
     correct: Callable | None = None,
@@ -57,7 +57,7 @@ def make_steps(
         `model_state` see there.
       optimizer: the inner optimizer; see `make_step` for what it is told.
       mesh: the inner mesh.
-      num_regions: M.
+      local: the regions that a device holds.
       per_step: what regions exchange at every step, if anything.
       all_reduce: how that crosses where it does as a flat buffer.
       correct: `correct(gradient, params, outer) -> gradient` of one region, where the
@@ -70,11 +70,10 @@ def make_steps(
       float32 `[T, R]`, and aux a dict of the same shape. With `correct` a fourth
       argument is the regions' outer state, which it is given.
     """
-    local = LocalRegions.of(mesh, num_regions)
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
     averages = bool(model_state and model_state.average and per_step)
-    averages = averages and num_regions > 1
+    averages = averages and local.size * mesh.shape[REGION] > 1
 
     def steps(
         state: RegionState,

@@ -76,8 +76,11 @@ def test_regions_come_to_the_exact_minimiser(graph, compress):
         local = np.asarray(state.region.params["w"])
         outer = np.asarray(program.outer_params(state)["w"])
     expected = np.array([OPTIMUM, 2 - OPTIMUM])
-    np.testing.assert_allclose(local, np.tile(expected, (4, 1)), atol=1e-9)
-    np.testing.assert_allclose(outer, expected, atol=1e-9)
+    # Scales of int8 are float32: what a region believes to have told and what the
+    # others heard may differ by its rounding, as the compiler fuses both.
+    atol = 1e-5 if compress == "int8" else 1e-9
+    np.testing.assert_allclose(local, np.tile(expected, (4, 1)), atol=atol)
+    np.testing.assert_allclose(outer, expected, atol=atol)
 
 
 def test_by_hand():

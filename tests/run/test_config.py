@@ -111,6 +111,11 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         (lambda: RunConfig(stage_subspace=-1), "stage_subspace=-1 must be at least 0"),
         (lambda: RunConfig(stage_compress="int8"), "stage_compress='int8' .* stages=1"),
         (lambda: RunConfig(stages=2, stage_compress="zip"), "stage_compress='zip': "),
+        (lambda: RunConfig(local_regions="one"), "local_regions='one' is unknown"),
+        (
+            lambda: RunConfig(local_regions="batched", step_seconds=1.0),
+            "step_seconds=1.0 has regions sleep one after another",
+        ),
         (lambda: RunConfig(outer_channels=0), "outer_channels=0 must be at least 1"),
         (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be a time"),
         (lambda: RunConfig(step_seconds=float("nan")), "step_seconds=nan must be"),

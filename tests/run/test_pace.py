@@ -25,10 +25,16 @@ def trained(method, num_devices, seconds):
     mesh = cc.make_mesh(REGIONS, devices=jax.devices()[:num_devices])
     loss_fn = models.make_loss_fn(MODEL)
     if seconds:
-        loss_fn = paced(loss_fn, seconds, LocalRegions.of(mesh, REGIONS))
+        loss_fn = paced(loss_fn, seconds, LocalRegions.of(mesh, REGIONS, "in_turn"))
     params = models.init_params(MODEL, jax.random.key(0))
     program = cc.RegionProgram(
-        loss_fn, optax.adam(1e-2), method, params, REGIONS, mesh=mesh
+        loss_fn,
+        optax.adam(1e-2),
+        method,
+        params,
+        REGIONS,
+        mesh=mesh,
+        local_regions="in_turn",
     )
     state = program.init(params, jax.random.key(1))
     rows = np.random.default_rng(0).integers(0, 7, (2 * STEPS, REGIONS, 2, 9))

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.devices import shardings
+from cocodc_jax.runtime import program as program_module
 from cocodc_jax.runtime.devices.mesh import make_mesh, outer_device
+from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS, run
 from cocodc_jax.runtime.state import TrainState
@@ -76,20 +77,17 @@ class TestArrays:
             old = new
 
     @pytest.mark.parametrize("outer_place", ["spare", "mesh"])
-    def test_the_callers_arrays_survive(self, tiny, monkeypatch, outer_place):
+    @pytest.mark.parametrize("name", ["streaming_diloco", "diloco"])
+    def test_the_callers_arrays_survive(self, tiny, monkeypatch, outer_place, name):
         """What goes into `init` and what `outer_params` gave, after later syncs.
 
-        Also where the outer state has to share a device with the regions: there a
-        copy between shardings would be none, and donation would delete it.
+        Also where the outer state shares a device with the regions: there a copy
+        between shardings would be none, and donation would delete it.
         """
         mesh = make_mesh(4, devices=jax.devices()[:1])
-        if outer_place == "mesh":
-            monkeypatch.setattr(
-                shardings,
-                "outer_sharding",
-                lambda mesh, channel: SingleDeviceSharding(mesh.devices.flat[0]),
-            )
-        program = tiny.make_program("streaming_diloco", mesh)
+        if outer_place == "spare":
+            monkeypatch.setattr(program_module, "is_one_cpu", lambda mesh: False)
+        program = tiny.make_program(name, mesh)
         params = [
             jax.device_put(tiny.make_params(), device)
             for device in (mesh.devices.flat[0], outer_device(mesh))
@@ -115,6 +113,27 @@ class TestArrays:
         assert where == {SingleDeviceSharding(spare)}
         outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.sync.outer.params))
         assert outer_bytes == sum(program.fragments.num_bytes)
+
+    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self, tiny):
+        mesh = make_mesh(4, devices=jax.devices()[:1])
+        for exchange, device in (("program", mesh.devices.flat[0]), ("outer", None)):
+            program = tiny.make_program(
+                "streaming_diloco", mesh, transport=Transport(exchange)
+            )
+            outer = jax.tree.leaves(tiny.start(program).sync.outer)
+            where = {place for x in outer for place in x.devices()}
+            assert where == {device or outer_device(mesh)}
+
+    @pytest.mark.parametrize("name", ["cocodc", "diloco"])
+    def test_where_the_outer_state_lies_changes_no_number(
+        self, tiny, monkeypatch, name
+    ):
+        """Nor that its step is handed out before the inner steps."""
+        mesh = make_mesh(4, devices=jax.devices()[:1])
+        beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
+        monkeypatch.setattr(program_module, "is_one_cpu", lambda mesh: False)
+        apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
+        tiny.assert_same(beside, apart)
 
     def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
         params = jax.tree.map(

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import make_mesh, regional
 from cocodc_jax.runtime.program import RegionProgram
 
@@ -84,16 +83,11 @@ def test_another_run_is_not_close(tiny):
         )
 
 
-def test_regions_mapped_all_at_once_make_the_same_run(tiny, monkeypatch):
-    """As accelerators map them; a CPU maps them in turn."""
-    monkeypatch.setattr(
-        LocalRegions,
-        "of",
-        lambda mesh, num_regions: LocalRegions(num_regions, one_by_one=False),
-    )
+@pytest.mark.parametrize("how", ["batched", "in_turn"])
+def test_regions_of_one_device_make_the_same_run(tiny, how):
     mesh = make_mesh(4, devices=jax.devices()[:1])
     for name in ("data_parallel", "cocodc_hessian"):
-        program = tiny.make_program(name, mesh)
+        program = tiny.make_program(name, mesh, local_regions=how)
         assert_close(result(tiny, program), four_devices(Hashable(tiny), name))
 
 

@@ -231,6 +231,30 @@ def test_regions_of_several_devices_keep_their_products():
     assert not LocalRegions.of(make_mesh(4, data=2), 4).in_batches_of_one
 
 
+def test_small_models_of_regions_on_one_cpu_are_one_batch():
+    one, small = make_mesh(4, devices=jax.devices()[:1]), 50_000
+    batched = LocalRegions(4, one_by_one=False)
+    assert LocalRegions.of(one, 4, num_params=small) == batched
+    assert LocalRegions.of(one, 4, "batched") == batched
+    in_turn = LocalRegions(4, one_by_one=True, in_batches_of_one=True)
+    assert LocalRegions.of(one, 4, num_params=100 * small) == in_turn
+    assert LocalRegions.of(one, 4) == in_turn
+    assert LocalRegions.of(one, 4, "in_turn", small) == in_turn
+    two = make_mesh(4, data=2, devices=jax.devices()[:4])
+    assert LocalRegions.of(two, 4, num_params=small).one_by_one
+
+
+@pytest.mark.parametrize("how", ["auto", "batched", "in_turn"])
+def test_one_region_of_a_device_is_computed_as_ever(how):
+    local = LocalRegions.of(make_mesh(4), 4, how, 1000)
+    assert (local.size, local.in_batches_of_one) == (1, True)
+
+
+def test_another_way_to_map_is_refused():
+    with pytest.raises(ValueError, match="local_regions='together' is unknown"):
+        LocalRegions.of(make_mesh(4), 4, "together")
+
+
 def test_a_forgotten_mean_of_gradients_does_not_trace():
     """`check_vma` stays on: a region's own value cannot pass for all regions'."""
     mapped = jax.shard_map(
@@ -255,7 +279,11 @@ def test_a_forgotten_mean_of_gradients_does_not_trace():
 def test_mean_gradients_are_those_of_the_joined_batch(tiny):
     """One SGD step of four regions is one step on their batches laid end to end."""
     steps = step.make_steps(
-        tiny.loss_fn, optax.sgd(0.1), make_mesh(2), 4, mean_gradients()
+        tiny.loss_fn,
+        optax.sgd(0.1),
+        make_mesh(2),
+        LocalRegions.of(make_mesh(2), 4),
+        mean_gradients(),
     )
     params, batch = tiny.make_params(), tiny.make_batch(0)
     spread = jax.tree.map(lambda x: np.stack([x] * 4), params)

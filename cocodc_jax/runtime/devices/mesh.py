@@ -9,10 +9,13 @@ whole processes.
 
 The outer state has one copy in each process, whatever the number of regions. It lives
 on a host device that no region computes on: the process's own CPU where regions are on
-accelerators, a spare virtual device where regions are on the CPU. With several
-processes these devices form the *outer mesh*, over which messages can cross while the
-inner mesh computes. Its axes are `(process, member)`: where a region is several
-processes these are the members, and each sends its share of the region's message.
+accelerators, a spare virtual device where regions are on the CPU. Where all regions
+share one CPU device and messages are averaged there, it lies beside them: nothing is
+left to run meanwhile, and moving arrays took more time than the outer step. With
+several processes these devices form the *outer mesh*, over which messages can cross
+while the inner mesh computes. Its axes are `(process, member)`: where a region is
+several processes these are the members, and each sends its share of the region's
+message.
 A device runs one program after another. So that several messages can cross at once
 there may be several outer meshes of the same shape, the *channels*: another spare
 device of every process each, with connections of its own.
@@ -242,6 +245,11 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
 def _processes(devices: np.ndarray) -> list[int]:
     """List of which processes `devices` are, in their order."""
     return list(dict.fromkeys(d.process_index for d in devices.flat))
+
+
+def is_one_cpu(mesh: Mesh) -> bool:
+    """Tell whether all regions are computed by one CPU device."""
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def wants_flat_buffer(mesh: Mesh) -> bool:

@@ -49,6 +49,7 @@ class Shardings:
       fragments: of each fragment on the mesh, the same for all regions.
       staged: of each fragment with its region axis.
       channels: the outer meshes; fragments are dealt to them in turn.
+      is_near: whether outer state lies on the one device that regions compute on.
     """
 
     mesh: Mesh
@@ -57,6 +58,7 @@ class Shardings:
     fragments: tuple[ByPath, ...]
     staged: tuple[ByPath, ...]
     channels: tuple[Channel, ...]
+    is_near: bool = False
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class Shardings:
         shapes: PyTree,
         specs: PyTree | None,
         outer_channels: int = 1,
+        is_near: bool = False,
     ) -> Shardings:
         """Derive everything from how one region's parameters are laid out.
 
@@ -79,11 +82,18 @@ class Shardings:
           specs: for each parameter, or for all below a node of their tree, a
             `PartitionSpec` over the axes inside a region; None for all replicated.
           outer_channels: how many outer meshes.
+          is_near: keep outer state on the mesh, of one device, as fragments lie there.
 
         Raises:
           ValueError: if there are too few devices for them.
         """
         check_channels(mesh, outer_channels)
+        channels = tuple(
+            Channel(outer_sharding(mesh, i), outer_rows(mesh, i))
+            for i in range(outer_channels)
+        )
+        if is_near:
+            channels = (Channel(NamedSharding(mesh, P()), regional(mesh)),)
         specs = P() if specs is None else specs
         # Of boxed parameters too, whose specs have no boxes (Flax Linen).
         listed = jax.tree.leaves(jax.tree.broadcast(specs, shapes))
@@ -121,10 +131,8 @@ class Shardings:
                 {each.path: regional(mesh, _spec(mesh, each, listed)) for each in part}
                 for part in fragments.slices
             ),
-            channels=tuple(
-                Channel(outer_sharding(mesh, i), outer_rows(mesh, i))
-                for i in range(outer_channels)
-            ),
+            channels=channels,
+            is_near=is_near,
         )
 
     def channel(self, fragment_id: int) -> Channel:
@@ -133,6 +141,8 @@ class Shardings:
 
     def on_host(self, fragment_id: int, tree: PyTree) -> PyTree:
         """Keep all of `tree` on the fragment's outer device."""
+        if self.is_near:
+            return self.of_all(fragment_id, tree)
         host = self.channel(fragment_id).host
         return jax.tree.map(lambda _: host, tree)
 

@@ -65,9 +65,7 @@ class SharedOuterModel:
         else:
             step = functools.partial(outer_step, outer.optimizer)
             self._step = [jax.jit(step, donate_argnums=(0, 1))] * len(each)
-        self._copy = jax.jit(
-            lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
-        )
+        self._copy = jax.jit(_copies)
         self._take = jax.jit(_take, donate_argnums=0)
         self._start = jax.jit(outer.start) if outer.start else None
         self._join = self._make_join()
@@ -266,7 +264,8 @@ class SharedOuterModel:
     def _make_join(self) -> Callable:
         fragments, place = self._setting.fragments, self.place
         if not self._setting.is_fused:
-            return jax.jit(fragments.join)
+            # A copy: what a program hands on as it is would be donated later.
+            return jax.jit(lambda parts: _copies(fragments.join(parts)))
 
         def join(parts):
             return fragments.join(tuple(map(place.taken, range(len(parts)), parts)))
@@ -397,6 +396,10 @@ def outer_step(
     )
     norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
     return optax.apply_updates(params, updates), opt_state, norm
+
+
+def _copies(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
 def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.runtime import step
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import make_mesh, regional
 from cocodc_jax.runtime.devices.shardings import Shardings
 from cocodc_jax.runtime.exchange.crossings import (
@@ -89,7 +90,10 @@ def make_setting(mesh, sync):
     shapes = jax.eval_shape(lambda x: x, PARAMS)
     shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, None)
     regions = Regions.alike(NUM_REGIONS)
-    return Setting(sync, regions, fragments, shardings, shapes, loss_fn, Supplies())
+    local = LocalRegions.of(mesh, NUM_REGIONS)
+    return Setting(
+        sync, regions, fragments, shardings, shapes, loss_fn, Supplies(), local
+    )
 
 
 def sent(mesh, compressor):
@@ -209,7 +213,8 @@ def test_every_step(mesh, name, options, kind):
         state = jax.eval_shape(lambda: memory)
         message, _ = made.send(PARAMS, memory, jax.random.key(0))
         num_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
-    steps = step.make_steps(loss_fn, optax.sgd(0.1), mesh, NUM_REGIONS, made)
+    local = LocalRegions.of(mesh, NUM_REGIONS)
+    steps = step.make_steps(loss_fn, optax.sgd(0.1), mesh, local, made)
     region = RegionState(PARAMS, optax.sgd(0.1).init(PARAMS), None, state)
     region = of_regions(mesh, region._replace(key=np.ones(2, np.uint32)))
     batches = jax.ShapeDtypeStruct(
