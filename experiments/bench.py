@@ -9,7 +9,8 @@ One model, its batches and its inner optimizer in the hands of each contender:
   all regions on one;
 - `drjax`: a DiLoCo round of DrJAX, if it is installed (the extra `bench`);
 - `scan alone`: a `shard_map` of a scan that never syncs, the limit of the inner step;
-- `plain loops`: so many Optax scans, one after the other on one device.
+- `plain loops`: so many Optax scans, one after the other on one device;
+- `torch`: a plain DiLoCo loop of PyTorch, if that is installed, for the case gpt.
 
 All are timed in turn within one process, because machines are noisy: the ratios are
 the figures to read. A ratio is the median of those of single rounds.
@@ -25,6 +26,7 @@ from cocodc_jax.run import flags
 from . import commands
 from .benchmarks import contenders, growth, tables
 from .benchmarks.cases import Case, make_case
+from .benchmarks.torch_loop import torch_diloco
 from .benchmarks.turns import take_turns
 
 METHODS = {
@@ -84,6 +86,10 @@ def compare(case: Case, num_devices: int, rounds: int, console: Console) -> None
     makers["plain loops"] = contenders.plain_loops(case)
     if importlib.util.find_spec("drjax"):
         makers["drjax"] = contenders.drjax_diloco(case, num_devices)
+    if case.gpt and importlib.util.find_spec("torch"):
+        makers["torch"] = torch_diloco(case)
+    elif case.gpt:
+        console.print("PyTorch is not installed: no row of it.", highlight=False)
     timings = take_turns(makers, rounds)
     where = "one device" if num_devices == 1 else f"{num_devices} devices"
     title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"

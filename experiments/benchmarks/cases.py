@@ -31,6 +31,7 @@ class Case:
       optimizer: the inner optimizer.
       params: one region's first parameters.
       batches: of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
+      gpt: the model, where it is the GPT, for those that write it anew.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     optimizer: optax.GradientTransformation
     params: PyTree
     batches: np.ndarray
+    gpt: Gpt | None = None
 
     @property
     def interval(self) -> int:
@@ -75,7 +77,7 @@ def make_case(
         sizes = (interval, regions, 8, gpt.length + 1)
         params = gpt.init(jax.random.key(0))
         batches = _tokens(gpt.vocab_size, sizes)
-        return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches)
+        return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches, gpt)
     if name not in PRESETS:
         raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
     config = PRESETS[name]

@@ -72,7 +72,7 @@ class Gpt:
 
         def loss_fn(params: Params, tokens: jax.Array, key: jax.Array):
             del key
-            x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"]
+            x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"][None]
             for layer in range(self.num_layers):
                 block = params["blocks"][str(layer)]
                 x_BLD = x_BLD + self._attention(block, x_BLD)

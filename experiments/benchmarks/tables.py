@@ -11,7 +11,7 @@ from rich.table import Table
 from .turns import Timing
 
 # What others are held against, where it is there.
-AGAINST = ("drjax", "scan alone", "plain loops")
+AGAINST = ("drjax", "scan alone", "plain loops", "torch")
 
 
 def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:

@@ -1,5 +1,6 @@
 """The benchmark's contenders train the same, and its figures are what they say."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,14 @@ from rich.console import Console
 
 from cocodc_jax.run import flags
 from experiments import bench
-from experiments.benchmarks import cases, contenders, growth, tables, turns
+from experiments.benchmarks import (
+    cases,
+    contenders,
+    growth,
+    tables,
+    torch_loop,
+    turns,
+)
 from experiments.benchmarks.gpt import Gpt
 
 
@@ -55,6 +63,36 @@ def test_drjax_trains_what_diloco_here_trains(case, num_devices):
     ours = trained(contenders.region_program(case, "diloco", num_devices))
     for region in ours["w"]:
         np.testing.assert_allclose(region, theirs["w"], rtol=1e-5)
+
+
+def test_the_loop_of_pytorch_trains_what_diloco_here_trains():
+    pytest.importorskip("torch")
+    gpt = Gpt(vocab_size=16, length=8, width=16, num_layers=2, num_heads=2)
+    batches = np.random.default_rng(0).integers(0, 16, (8, 2, 4, 9), np.int32)
+    params = gpt.init(jax.random.key(0))
+    adamw = optax.adamw(1e-3)
+    case = cases.Case("gpt", gpt.loss_fn(), adamw, params, batches, gpt)
+    theirs = trained(torch_loop.torch_diloco(case))
+    ours = trained(contenders.region_program(case, "diloco", 1))
+    # Adam divides by a gradient's size, so that rounding of small ones shows.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x[0], y, atol=1e-4), ours, theirs
+    )
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_there):
+    gpt = dataclasses.replace(case, gpt=Gpt())
+    monkeypatch.setattr(bench, "METHODS", {})
+    monkeypatch.setattr(
+        bench.importlib.util, "find_spec", lambda name: is_there and name == "torch"
+    )
+    monkeypatch.setattr(bench, "torch_diloco", contenders.plain_loops)
+    console = Console(width=150)
+    with console.capture() as shown:
+        bench.compare(gpt, 1, 1, console)
+    assert ("over torch" in shown.get()) == is_there
+    assert ("PyTorch is not installed" in shown.get()) != is_there
 
 
 def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
