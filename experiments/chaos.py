@@ -21,6 +21,7 @@ With `--scenario` nobody is killed: the network between the regions has a fault 
 while, and the regions must name it within five syncs (`scenarios.py`).
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -39,7 +40,7 @@ from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.jobs import JOINS_FILE, SYNCS_FILE
+from cocodc_jax.run.jobs import JOINS_FILE, NO_JOBS, SYNCS_FILE, Jobs
 
 from . import commands, scenarios
 from .killed import is_good, judge, lines
@@ -202,11 +203,19 @@ class Chaos:
         print(f"killed region {region} {line}", file=sys.stderr, flush=True)
 
 
+def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
+    """Return the flags of the same training in one process, as fast as it goes."""
+    # The last of a flag counts, and what is said of jobs has no meaning there.
+    fields = dataclasses.fields(Jobs)
+    unset = [f"--{field.name}={getattr(NO_JOBS, field.name)}" for field in fields]
+    return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
+
+
 def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
     """Train in one process with all regions; return the outer parameters' loss."""
-    command = [*commands.python_m("train"), *train_flags]
-    more = [f"--workdir={workdir}", "--exchange=outer", "--step_seconds=0"]
-    done = subprocess.run([*command, *more], capture_output=True, text=True)
+    command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
+    command += [f"--workdir={workdir}"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the unbroken run failed: {done.stderr.strip()}")
     return read_table(workdir / "summary.json")["eval_loss_outer"]

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from experiments import chaos
+from cocodc_jax.run import flags
+from experiments import chaos, train
 
 
 def write(folder, name, lines):
@@ -65,6 +66,16 @@ def test_a_cut_line_is_passed_over(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"a": 1}\n{"a": \n{"a": 2}\n{"a"')
     assert chaos.lines(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
+    told = ["--regions=4", "--exchange=jobs", "--dead_after_s=8", "--outer_digests"]
+    flags.define()
+    flags.parse(["chaos", *chaos.unbroken_flags([*told, "--step_seconds=0.2"])])
+    config, _ = train.read_flags()
+    assert config.run.exchange == "outer"
+    assert config.run.step_seconds == 0
+    assert flags.jobs().place(config.run.exchange) is None
 
 
 @pytest.mark.slow
