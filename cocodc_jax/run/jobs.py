@@ -61,6 +61,9 @@ class Jobs:
         for.
       quorum_regions: messages of a sync that are waited for however long it takes, or
         all where fewer regions take part.
+      max_behind_syncs: decided syncs, more than are on their way at once, that a region
+        may not have come to: who is further behind begins anew at the others' step, so
+        that they need not keep ever more messages for it.
       late_mean: "wait" for a mean that is not there when it is due, or train on and
         "merge" it at the next slot, for its true age.
       late_message: what becomes of the work of a message that came too late for its
@@ -80,6 +83,7 @@ class Jobs:
     dead_after_s: float = 10.0
     grace_s: float = 120.0
     quorum_regions: int = 1
+    max_behind_syncs: int = 32
     late_mean: str = "wait"
     late_message: str = "keep"
     on_fault: str = "warn"
@@ -95,6 +99,10 @@ class Jobs:
         for name in ("beat_s", "grace_s", "start_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.max_behind_syncs < 1:
+            raise ValueError(
+                f"max_behind_syncs={self.max_behind_syncs} must be 1 or more"
+            )
         if self.on_fault not in ON_FAULT:
             raise ValueError(
                 f"on_fault={self.on_fault!r} is unknown; use one of {ON_FAULT}"
@@ -131,6 +139,7 @@ class Jobs:
                 self.grace_s,
                 self.start_s,
                 self.quorum_regions,
+                self.max_behind_syncs,
             ),
             self.min_regions,
             self.late_mean,

@@ -40,6 +40,7 @@ class Lab:
         self.steps, self.ready = [0.0] * NUM, [0.0] * NUM
         self.waits = [set() for _ in range(NUM)]
         self.means = [{} for _ in range(NUM)]
+        self.offered, self.took = ([{} for _ in range(NUM)] for _ in range(2))
         self.watches = []
         for r in range(NUM):
             (tmp_path / str(r)).mkdir()
@@ -69,7 +70,9 @@ class Lab:
         member.outbox.clear()
         for decision in member.delivered:
             self.waits[region].discard(decision.sync)
-            self.means[region][decision.sync] = tuple(sorted(decision.rows))
+            sync = decision.sync
+            self.means[region][sync] = tuple(sorted(decision.rows))
+            self.took[region][sync] = self.now - self.offered[region][sync]
         member.delivered.clear()
         steps = int(self.steps[region])
         member.oldest_step = min((s for _, s in self.waits[region]), default=steps)
@@ -86,6 +89,7 @@ class Lab:
             sync = (at % 3, at * SYNC_STEPS)
             member.times.step_s = float(self.step_s[region] * noise)
             self.waits[region].add(sync)
+            self.offered[region][sync] = self.now
             member.offer(sync, b"%d" % region, self.clock(region))
 
     def run(self, seconds):
@@ -237,6 +241,30 @@ def test_messages_go_around_a_link(tmp_path):
     assert (sender, receiver) in lab.members[leader].detours
     newest = max(lab.means[receiver], key=lambda s: s[1])
     assert lab.means[receiver][newest] == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("is_from_it", [True, False])
+def test_the_list_goes_around_a_link_of_the_coordinator(tmp_path, is_from_it):
+    """Another region coordinates, by whose lists the means are there in time."""
+    lab = Lab(tmp_path, on_fault="route", grace_s=20, dead_after_s=60)
+    lab.run(FAULT_AT_S)
+    leader = lab.members[0].coordinator
+    other = (leader + 1) % NUM
+    link = (leader, other) if is_from_it else (other, leader)
+    lab.row_s[link] = 0.8 * SYNC_STEPS
+    lab.run(FIVE_SYNCS_S)
+    assert max(lab.took[other].values()) > 6
+    assert all(lab.named(r) == [("link", link)] for r in range(NUM))
+    lab.run(60)  # No sooner does another one coordinate.
+    assert {member.coordinator for member in lab.members} == {min({0, 1, 2} - {*link})}
+    assert all(set(member.view.seats) == set(range(NUM)) for member in lab.members)
+    since = lab.steps[0]
+    lab.run(100)
+    for region in range(NUM):
+        new = [sync for sync in lab.means[region] if sync[1] > since]
+        assert len(new) >= 8
+        assert max(lab.took[region][sync] for sync in new) < 5
+        assert {lab.means[region][sync] for sync in new} == {(0, 1, 2, 3)}
 
 
 def test_the_matrix_of_a_cut_names_the_smaller_part(tmp_path):

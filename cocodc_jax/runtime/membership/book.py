@@ -13,6 +13,7 @@ class Book:
     Attributes:
       floor: every region has applied all syncs that started before this step; nothing
         is kept of them, and what still arrives of them is nothing.
+      reached: the last step that this region has waited for a sync of.
       own: this region's messages that nothing is decided of.
       waiting: the syncs that this region waits for, and since when.
       rows: messages that nothing is decided of, by sync and sender.
@@ -25,7 +26,7 @@ class Book:
 
     def __init__(self):
         """Know nothing."""
-        self.floor = 0
+        self.floor = self.reached = 0
         self.own: dict[SyncId, bytes] = {}
         self.waiting: dict[SyncId, float] = {}
         self.rows: dict[SyncId, dict[Life, bytes]] = {}
@@ -39,6 +40,7 @@ class Book:
         """Wait for a decision, with this region's message or without one."""
         if row is not None:
             self.own[sync] = row
+        self.reached = max(self.reached, sync[1])
         self.waiting[sync] = now
         self._settle(sync)
 
@@ -100,6 +102,15 @@ class Book:
     def known(self) -> tuple[SyncId, ...]:
         """List the syncs with a decision."""
         return tuple(self.decided)
+
+    def behind(self, since_step: int) -> int:
+        """Count the decided syncs that this region has not come to.
+
+        Args:
+          since_step: from which it takes part.
+        """
+        reached = max(self.reached, since_step)
+        return sum(start > reached for _, start in self.decided)
 
     def beyond(self, known: Iterable[SyncId]) -> tuple[Decision, ...]:
         """List the decisions that somebody does not know."""

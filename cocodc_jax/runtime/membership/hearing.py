@@ -20,6 +20,8 @@ class Timing:
       start_s: that a region which is alone waits for others before it begins.
       quorum: messages of a sync that are waited for however long it takes, or all
         where fewer regions take part.
+      max_behind: syncs decided without a region after which it begins anew, at the
+        step of the others.
     """
 
     beat_s: float = 0.5
@@ -27,6 +29,7 @@ class Timing:
     grace_s: float = 120.0
     start_s: float = 60.0
     quorum: int = 1
+    max_behind: int = 32
 
 
 class Heard(NamedTuple):

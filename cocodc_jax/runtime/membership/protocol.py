@@ -11,12 +11,19 @@ mean of the same messages. The rules:
 - A region that says nothing for `dead_after_s`, says that it does not hear, or comes
   back in another life, is dead.
   Then the coordinator, or if it is dead the lowest region that lives, proposes the next
-  view. Who promises tells every decision it has, and takes none of an earlier view from
-  then on. When all have promised the view holds; every decision that one of them has
-  taken holds in it, and only syncs without one are decided anew.
+  view. Where the coordinator is shunned, or at a faulty link that is to be routed
+  around, the lowest region that is well does: its lists go over good links, and what
+  a faulty one delays is sent on by it. Who promises tells every decision it has, and
+  takes none of an earlier view from then on. When all have promised the view holds;
+  every decision that one of them has taken holds in it, and only syncs without one are
+  decided anew.
 - So no two regions of a view ever take different means of a sync, whoever died between
   two messages. A region that was only silent finds that the others have gone on
   without it, takes part no more (`is_over`), and begins anew.
+- What is decided is kept until every region of the view has applied it. Where the
+  others do not wait, a straggler would have them keep ever more: who has not come to
+  `max_behind` syncs that are decided leaves by itself, and begins anew at the step of
+  the others. So nobody ever keeps more than these and those that are on their way.
 - Of two views, after a network was cut in two, the larger goes on, of equal ones that
   with the lowest region; the regions of the other begin anew from it, and what they did
   since is lost. With `min_regions` above half
@@ -65,10 +72,6 @@ class Member(Views):
     Attributes:
       oldest_step: all syncs that started before it are applied here.
       is_announced: whether it asks to take part, and the others shall hear of it.
-      shunned: regions that are not waited for, and whose messages are in no mean as
-        long as there are others, where this region coordinates.
-      detours: `(sender, receiver)` whose messages this region sends on, where it
-        coordinates.
       times: of messages.
     """
 
@@ -98,8 +101,6 @@ class Member(Views):
         self.oldest_step = 0
         self.is_announced = True
         self._asked: dict[SyncId, int] = {}
-        self.shunned: frozenset[int] = frozenset()
-        self.detours: frozenset[tuple[int, int]] = frozenset()
         self.times = Times(region, num_regions, 2 * _ASK_BEATS * timing.beat_s)
 
     @property
@@ -161,6 +162,8 @@ class Member(Views):
         """Do what time has made due."""
         if self.is_over or not self.is_announced:
             return
+        if self._is_far_behind():
+            return
         if now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
             self._beat(now)
@@ -221,6 +224,21 @@ class Member(Views):
                     self._enter(view, decisions, now)
 
     # Signs of life, and views that have gone on.
+
+    def _is_far_behind(self) -> bool:
+        """Leave if the others are so far ahead that they keep too much for this one."""
+        seat = self.view.seats.get(self.region)
+        if not self.is_in or seat is None:
+            return False
+        behind = self._book.behind(seat.since_step)
+        if behind <= self._timing.max_behind:
+            return False
+        self.leave()
+        self.is_over = (
+            f"it is {behind} syncs behind the others, more than "
+            f"max_behind_syncs={self._timing.max_behind}"
+        )
+        return True
 
     def _beat(self, now: float) -> None:
         hears = self._hearing.of_late(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Collection
 
 from cocodc_jax.runtime.membership.book import Book
 from cocodc_jax.runtime.membership.hearing import Hearing, Timing
@@ -23,6 +24,10 @@ class Views(abc.ABC):
     Attributes:
       view: that holds, as far as this region knows.
       is_over: why this region takes part no more, "" while it does or may.
+      shunned: regions that are not waited for, and whose messages are in no mean as
+        long as there are others, where this region coordinates.
+      detours: `(sender, receiver)` whose messages this region sends on, where it
+        coordinates.
       outbox: `(region, message)` to be sent.
     """
 
@@ -41,6 +46,9 @@ class Views(abc.ABC):
         self._step, self._timing, self._min = step, timing, min_regions
         self._born = now
         self.view, self.is_over = View(), ""
+        self.shunned: frozenset[int] = frozenset()
+        self.detours: frozenset[tuple[int, int]] = frozenset()
+        self._entered_at = now
         self._promised, self._promised_at = 0, now
         self._vows: set[int] = set()
         self._proposal: View | None = None
@@ -94,7 +102,7 @@ class Views(abc.ABC):
             for r, seat in self.view.seats.items()
             if self._is_alive(r, seat.boot, now)
         }
-        leader = self.coordinator if self.coordinator in alive else min(alive)
+        leader = self._leader_of(alive, now)
         self._admitted = {
             r: (seat, oldest)
             for r, (seat, oldest) in self._admitted.items()
@@ -102,9 +110,20 @@ class Views(abc.ABC):
         }
         seats = alive | {r: seat for r, (seat, _) in self._admitted.items()}
         is_same = seats == dict(self.view.seats) and self._promised == self.view.epoch
+        is_same &= leader == self.coordinator
         if leader != self.region or is_same or len(seats) < self._min:
             return None
         return seats
+
+    def _leader_of(self, alive: Collection[int], now: float) -> int:
+        """Return who is to coordinate: who does, unless it is dead or badly reached."""
+        faulty = self.shunned | {region for pair in self.detours for region in pair}
+        well = [r for r in alive if r not in faulty] or list(alive)
+        # Regions may differ for a while in what they take for faulty.
+        is_new = now - self._entered_at <= self._timing.dead_after_s
+        if self.coordinator in (alive if is_new else well):
+            return self.coordinator
+        return min(well)
 
     @property
     def _pause(self) -> float:
@@ -180,7 +199,7 @@ class Views(abc.ABC):
 
     def _enter(self, view: View, decisions, now: float) -> None:
         is_led_by_another = view.epoch % self._num != self.coordinator
-        self.view, self._proposal = view, None
+        self.view, self._proposal, self._entered_at = view, None, now
         self._promised = view.epoch
         if is_led_by_another:
             self._book.forget_rows_but([(r, x.boot) for r, x in view.seats.items()])

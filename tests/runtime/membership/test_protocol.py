@@ -4,8 +4,10 @@ Regions here are the state machines alone, and the network is a list of messages
 are delivered in any order, twice, or never.
 """
 
+import dataclasses
 import random
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +21,9 @@ TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
 class World:
     """Some regions, and the messages between them."""
 
-    def __init__(self, num, seed=0, min_regions=1):
+    def __init__(self, num, seed=0, min_regions=1, timing=TIMING):
         self.random, self.num, self.now = random.Random(seed), num, 0.0
-        self.min_regions, self.boots = min_regions, 0
+        self.min_regions, self.boots, self.timing = min_regions, 0, timing
         self.members, self.logs, self.steps, self.waits = {}, {}, {}, {}
         self.network, self.copies = [], {}
         for region in range(num):
@@ -30,7 +32,7 @@ class World:
     def boot(self, region):
         self.boots += 1
         self.members[region] = Member(
-            region, self.num, self.boots, 0, TIMING, self.now, self.min_regions
+            region, self.num, self.boots, 0, self.timing, self.now, self.min_regions
         )
         self.logs[region], self.steps[region] = {}, None
         self.waits[region] = set()
@@ -123,8 +125,8 @@ class World:
         self.check()
 
 
-def run(seed, num, num_events, dies=True, loses=True, min_regions=1):
-    world = World(num, seed, min_regions)
+def run(seed, num, num_events, dies=True, loses=True, min_regions=1, timing=TIMING):
+    world = World(num, seed, min_regions, timing)
     rng = world.random
     for _ in range(num_events):
         chance = rng.random()
@@ -153,6 +155,15 @@ def run(seed, num, num_events, dies=True, loses=True, min_regions=1):
 @example(3, 3)
 def test_no_two_regions_of_a_view_take_different_means(seed, num):
     run(seed, num, 400)
+
+
+IMPATIENT = dataclasses.replace(TIMING, grace_s=1, max_behind=2)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_nor_where_who_is_behind_begins_anew(seed):
+    run(seed, 4, 400, timing=IMPATIENT)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -315,6 +326,33 @@ def test_what_was_decided_is_forgotten_when_all_have_applied_it():
     assert world.steps[0] > 30
     for member in world.members.values():
         assert len(member._book.decided) < 8
+
+
+@pytest.mark.parametrize("straggler", [0, 2])
+def test_what_is_kept_for_a_straggler_has_an_end(straggler):
+    """Whether it coordinates or not; and it comes back to where the others are."""
+    world = World(3, timing=dataclasses.replace(TIMING, grace_s=1, max_behind=8))
+    world.settle(12)
+    others, kept = {0, 1, 2} - {straggler}, []
+    for _ in range(120):
+        for region in others:
+            world.train(region)
+        while world.network:
+            world.deliver(0)
+        world.tick()
+        tables = [(b.decided, b.rows, b.own, b.choices, b.quorum_s) for b in
+                  (world.members[r]._book for r in range(3))]  # fmt: skip
+        kept.append(max(len(table) for each in tables for table in each))
+    assert max(kept) == max(kept[:60]) <= 8 + 3
+    assert "behind the others" in world.members[straggler].is_over
+    assert {frozenset(world.members[r].view.seats) for r in others} == {
+        frozenset(others)
+    }
+    assert min(world.steps[r] for r in others) > world.steps[straggler] + 50
+    world.boot(straggler)
+    world.settle(20)
+    assert max(world.steps.values()) - min(world.steps.values()) <= 1
+    assert set(world.members[1].view.seats) == {0, 1, 2}
 
 
 def test_a_view_that_was_promised_and_never_came_is_proposed_again():
