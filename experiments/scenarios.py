@@ -48,7 +48,8 @@ def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
         return {("link", (1, 2))}, everyone
     apart = _apart(scenario, num_regions)
     lone = tuple(sorted(apart))
-    kinds = {("gone", (r,)) for r in apart} | {("region", lone), ("partition", lone)}
+    kinds = {(kind, (r,)) for kind in ("silent", "gone") for r in apart}
+    kinds |= {("region", lone), ("partition", lone)}
     return kinds, everyone - apart
 
 

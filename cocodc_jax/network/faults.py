@@ -46,7 +46,7 @@ class Finding:
     Attributes:
       kind: "link", "sender", "receiver", "region", "partition" or "network" of
         messages; "slow" or "unusual" of numbers; "gone" of a region that takes part no
-        more.
+        more, "silent" of one that is not heard and may be soon.
       where: the regions by number: two of a link, none of the network, those of the
         smaller part of a partition, else one.
       seconds: the median of the bad values now.
@@ -73,6 +73,11 @@ class Finding:
         names = [regions[i] if regions else f"region {i}" for i in self.where]
         if self.kind == "gone":
             return f"{names[0]} is gone: it has ended, is silent or cut off"
+        if self.kind == "silent":
+            return (
+                f"{names[0]} is silent for {self.seconds:.3g} {unit}, before for at "
+                f"most {self.usual:.3g} {unit}"
+            )
         what = {
             "link": "link from {} to {}",
             "network": "the network",

@@ -6,12 +6,14 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from cocodc_jax.network.faults import Finding, Messages, Regions
 from cocodc_jax.runtime.membership.link import Faulty
+from cocodc_jax.runtime.membership.messages import SyncId
+from cocodc_jax.runtime.membership.silence import Silence
 from cocodc_jax.runtime.membership.times import Measured
 
 FAULTS_FILE = "faults.jsonl"
@@ -42,10 +44,13 @@ class FaultWatch:
         self._messages = Messages(least=least_s)
         self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
         self._named: dict[tuple, Finding] = {}
+        self._silent: dict[int, Finding] = {}
         self._seen: set[int] = set()
+        self._last: SyncId = (0, 0)
 
     def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
         """Take in one sync; see `membership.link.Watch`."""
+        self._last = measured.sync
         found = self._messages.observe(np.array(measured.seconds))
         found += self._steps.observe(np.array(measured.step_s))
         self._seen |= set(present)
@@ -56,11 +61,23 @@ class FaultWatch:
         ]
         named = {(x.kind, x.where): x for x in found}
         for key in sorted(named.keys() - self._named.keys()):
-            self._tell("begins", measured, named[key])
+            self._tell("begins", named[key])
         for key in sorted(self._named.keys() - named.keys()):
-            self._tell("ends", measured, self._named[key])
+            self._tell("ends", self._named[key])
         self._named = named
         return self._to_do(named)
+
+    def silent(self, silences: Mapping[int, Silence]) -> None:
+        """Take in who is silent; see `membership.link.Watch`."""
+        before, self._silent = self._silent, {}
+        for region, (seconds, usual) in silences.items():
+            ratio = seconds / usual if usual else np.inf
+            finding = Finding("silent", (region,), seconds, usual, ratio)
+            self._silent[region] = finding
+            if region not in before:
+                self._tell("begins", finding)
+        for region in before.keys() - silences.keys():
+            self._tell("ends", before[region])
 
     def _to_do(self, named: dict[tuple, Finding]) -> Faulty:
         shunned, detours = frozenset(), frozenset()
@@ -70,10 +87,11 @@ class FaultWatch:
             detours = {where for kind, where in named if kind == "link"}
         return frozenset(shunned), frozenset(detours)
 
-    def _tell(self, what: str, measured: Measured, finding: Finding) -> None:
+    def _tell(self, what: str, finding: Finding) -> None:
         is_step = finding.kind == "slow"
-        text = finding.explain(unit="s a step" if is_step else "s a message")
-        fragment, start_step = measured.sync
+        unit = "s a step" if is_step else "s a message"
+        text = finding.explain(unit="s" if finding.kind == "silent" else unit)
+        fragment, start_step = self._last
         print(
             f"fault {what} at the sync of step {start_step}: {text}",
             file=sys.stderr,

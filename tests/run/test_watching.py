@@ -17,6 +17,7 @@ from cocodc_jax.run.watching import FAULTS_FILE, FaultWatch
 from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.messages import Choice, Decision, Row
 from cocodc_jax.runtime.membership.protocol import Member
+from cocodc_jax.runtime.membership.silence import Silence, Silences
 from cocodc_jax.runtime.membership.times import Measured
 
 NUM, TICK_S, SYNC_STEPS = 4, 0.5, 10
@@ -107,6 +108,8 @@ class Lab:
                 member.tick(self.clock(region))
                 self.post(region)
                 present = tuple(member.view.seats)
+                silences = member.silent(self.clock(region))
+                self.watches[region].silent(silences)
                 for each in member.times.finished(present, self.clock(region)):
                     told = self.watches[region](each, present)
                     member.shunned, member.detours = told
@@ -207,7 +210,11 @@ def test_a_partition_among_the_patient_is_named(tmp_path):
     rest = set(range(NUM)) - part
     cut(lab, part)
     lab.run(FIVE_SYNCS_S + 20)  # Who is silent is waited for a while.
-    assert lab.named(leader) == [("partition", tuple(part if 0 in rest else rest))]
+    named = lab.named(leader)
+    assert [x for x in named if x[0] != "silent"] == [
+        ("partition", tuple(part if 0 in rest else rest))
+    ]
+    assert sorted(named)[1:] == [("silent", (r,)) for r in sorted(rest)]
 
 
 def test_an_hour_of_noise_is_not_named(tmp_path):
@@ -281,6 +288,39 @@ def test_the_matrix_of_a_cut_names_the_smaller_part(tmp_path):
     assert (line["kind"], line["where"]) == ("partition", [3, 4])
     assert line["start_step"] == 10
     assert line["seconds"] is None
+
+
+def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
+    """Signs of life twice a second, some late; a sync every 0.8 s."""
+    found, due = [], dict.fromkeys(regions, now)
+    for tick in range(int(seconds * 10)):
+        at = now + tick / 10
+        for region in regions:
+            if at >= due[region]:
+                silences.heard((region, 7), at)
+                late = rng.random() < 0.01
+                due[region] = at + rng.uniform(0.3, 0.8) + late * rng.uniform(0, 1)
+        if tick % 8 == 0 and len(regions) == 2:
+            silences.decided(at)
+        found += [(at, r) for r in silences.overdue({(1, 7), (2, 7)}, at)]
+    return found
+
+
+def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not(tmp_path):
+    silences, rng = Silences(0.5), random.Random(0)
+    assert hear(silences, rng, 3600) == []
+    at, region = hear(silences, rng, 10, now=3600, regions=(1,))[0]
+    assert region == 2
+    assert at - 3600 < 5 * 0.8
+    assert hear(silences, rng, 60, now=3610) == []
+    # This process slept, not the others.
+    assert silences.overdue({(1, 7), (2, 7)}, 4000) == {}
+    watch = FaultWatch(tmp_path, "warn", 0.05)
+    for now in ({2: Silence(2.5, 0.7)}, {2: Silence(3.0, 0.7)}, {}):
+        watch.silent(now)
+    lines = map(json.loads, (tmp_path / FAULTS_FILE).read_text().splitlines())
+    told = [(x["fault"], x["kind"], x["where"], x["seconds"]) for x in lines]
+    assert told == [("begins", "silent", [2], 2.5), ("ends", "silent", [2], 3.0)]
 
 
 def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):

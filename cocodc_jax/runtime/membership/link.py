@@ -15,9 +15,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from cocodc_jax.runtime.membership import wire
 from cocodc_jax.runtime.membership.messages import (
@@ -29,13 +29,24 @@ from cocodc_jax.runtime.membership.messages import (
 )
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.membership.protocol import Member
+from cocodc_jax.runtime.membership.silence import Silence
 from cocodc_jax.runtime.membership.sockets import Sockets
 from cocodc_jax.runtime.membership.times import Measured
 
 # Regions to leave out, and pairs to send messages on for: `(sender, receiver)`.
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
-# What messages took, and the regions that take part.
-Watch = Callable[[Measured, tuple[int, ...]], Faulty]
+
+
+class Watch(Protocol):
+    """Who is told what messages took."""
+
+    def __call__(self, measured: Measured, present: tuple[int, ...]) -> Faulty:
+        """Take in one sync; `present` are the regions that take part."""
+        ...
+
+    def silent(self, silences: Mapping[int, Silence]) -> None:
+        """Take in which regions are silent now."""
+        ...
 
 
 class LeftBehindError(RuntimeError):
@@ -282,7 +293,8 @@ class Link:
                 ended = self._ended
                 present = tuple(self._member.view.seats)
                 measured = self._member.times.finished(present, now)
-            self._look_at(measured, present)
+                silences = self._member.silent(now)
+            self._look_at(measured, present, silences)
             while not self._letters.empty():
                 out.append(self._letters.get())
             for region, message in out:
@@ -292,10 +304,16 @@ class Link:
                 self._sockets.close()
                 return
 
-    def _look_at(self, measured: Sequence[Measured], present: tuple[int, ...]) -> None:
-        """Have it watched what messages took."""
+    def _look_at(
+        self,
+        measured: Sequence[Measured],
+        present: tuple[int, ...],
+        silences: Mapping[int, Silence],
+    ) -> None:
+        """Have it watched what messages took, and who is silent."""
         if self._watch is None:
             return
+        self._watch.silent(silences)
         for each in measured:
             shunned, detours = self._watch(each, present)
             with self._lock:

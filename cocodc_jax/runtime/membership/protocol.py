@@ -59,6 +59,7 @@ from cocodc_jax.runtime.membership.messages import (
     View,
     Want,
 )
+from cocodc_jax.runtime.membership.silence import Silence, Silences
 from cocodc_jax.runtime.membership.times import Times
 from cocodc_jax.runtime.membership.views import Views
 
@@ -101,6 +102,7 @@ class Member(Views):
         self.oldest_step = 0
         self.is_announced = True
         self._asked: dict[SyncId, int] = {}
+        self._silences = Silences(timing.beat_s)
         self.times = Times(region, num_regions, 2 * _ASK_BEATS * timing.beat_s)
 
     @property
@@ -148,6 +150,12 @@ class Member(Views):
         """
         self._admitted[region] = Seat(boot, since_step), oldest_step
 
+    def silent(self, now: float) -> dict[int, Silence]:
+        """Return who of those that take part is silent, and not yet taken for dead."""
+        seats = self.view.seats.items()
+        others = {(r, x.boot) for r, x in seats if r != self.region}
+        return self._silences.overdue(others, now)
+
     def announce(self, now: float) -> None:
         """Ask to take part."""
         self.is_announced, self._born = True, now
@@ -190,6 +198,7 @@ class Member(Views):
             return
         if not self._hearing.hear(sender, boot, message, now, self.is_announced):
             return
+        self._silences.heard((sender, boot), now)
         if isinstance(message, Beat):
             view, mine = message.view, self.view
             self._highest = max(self._highest, message.promised, view.epoch)
@@ -338,6 +347,7 @@ class Member(Views):
         """Have told what messages took, of what this region took part in."""
         seat = self.view.seats.get(self.region)
         for decision in self._book.news:
+            self._silences.decided(now)
             if seat is not None and seat.since_step < decision.sync[1]:
                 self.times.decided(decision.sync, decision.rows, now)
         self._book.news.clear()
