@@ -7,16 +7,22 @@ namespace; for a while the lab's links are as the scenario says, then as before:
     loss        region 1 loses a third of the packets that it sends to region 2
     cut         the last region hears nobody, and nobody it
     partition   the first half of the regions and the second one do not hear each other
+    straggler   the last region's process is stopped for three quarters of the time
 
 What each region wrote to faults.jsonl is held against that: who was named, how many
-seconds and syncs after the fault began, and whether anybody was named before. Who was
-cut off must be back at the end.
+seconds and syncs after the fault began, and whether anybody was named before. Syncs are
+those of the time before, but with a straggler, for whom all wait, the ones that there
+were. Who was cut off must be back at the end.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,14 +32,19 @@ from cocodc_jax.netlab import independent
 from cocodc_jax.netlab.shaper import Conditions
 from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.jobs import SYNCS_FILE
 from cocodc_jax.run.watching import FAULTS_FILE
 from cocodc_jax.sync.schedules.slotted import Slotted
 
 from . import commands
+from .killed import lines
 
-SCENARIOS = ("link", "loss", "cut", "partition")
+SCENARIOS = ("link", "loss", "cut", "partition", "straggler")
 _PORT = 29500
 _SLOW, _LOSS = 50, 0.33
+# A straggler's process is stopped for so long and then runs for so long: its signs of
+# life come late, its steps take four times as long.
+_STOPPED_S, _RUNNING_S = 1.2, 0.4
 
 
 def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
@@ -46,6 +57,8 @@ def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
     everyone = set(range(num_regions))
     if scenario in ("link", "loss"):
         return {("link", (1, 2))}, everyone
+    if scenario == "straggler":
+        return {("slow", (num_regions - 1,))}, everyone
     apart = _apart(scenario, num_regions)
     lone = tuple(sorted(apart))
     kinds = {(kind, (r,)) for kind in ("silent", "gone") for r in apart}
@@ -67,6 +80,8 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
       at_s: when it begins.
       fault_s: how long it lasts.
     """
+    if scenario == "straggler":
+        return (usual,)
     rate, loss = [list(row) for row in usual.rate_bps], [list(x) for x in usual.loss]
     if scenario == "link":
         rate[1][2] /= _SLOW
@@ -120,11 +135,53 @@ def run(
     topology = uniform(num_regions, Link(bandwidth_gbps=0.1, latency_s=0.02))
     plan = netlab.make_plan(topology, command, workdir / "lab", seed=own.seed)
     over_time = disturbed(scenario, plan.conditions[0], own.at_s, own.fault_s)
-    began_s = time.time()
+    began_s, ended = time.time(), threading.Event()
+    if scenario == "straggler":
+        straggler = threading.Thread(
+            target=_straggle,
+            args=(workdir, num_regions - 1, own.at_s, own.fault_s, ended),
+            daemon=True,
+        )
+        straggler.start()
     code = netlab.run(dataclasses.replace(plan, conditions=over_time))
+    ended.set()
     found = judge(scenario, workdir, num_regions, began_s + own.at_s, sync_s)
     result = {"scenario": scenario, "exit_code": code, **found}
     return {**result, "named": is_good(result)}
+
+
+def _straggle(
+    workdir: pathlib.Path,
+    region: int,
+    at_s: float,
+    fault_s: float,
+    ended: threading.Event,
+) -> None:
+    """Stop and go on a region's process, again and again.
+
+    Args:
+      workdir: of the run.
+      region: which.
+      at_s: seconds until then.
+      fault_s: how long.
+      ended: set when the run is over.
+    """
+    ended.wait(at_s)
+    wanted = {f"--workdir={workdir}", f"--region_id={region}"}
+    end = time.monotonic() + fault_s
+    while time.monotonic() < end and not ended.is_set():
+        _send_all(wanted, signal.SIGSTOP)
+        ended.wait(_STOPPED_S)
+        _send_all(wanted, signal.SIGCONT)
+        ended.wait(_RUNNING_S)
+
+
+def _send_all(arguments: set[str], number: signal.Signals) -> None:
+    """Send a signal to the processes of this machine that have these arguments."""
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if arguments <= set(path.read_text().split("\0")):
+                os.kill(int(path.parent.name), number)
 
 
 def judge(
@@ -140,7 +197,7 @@ def judge(
       sync_s: seconds between two syncs.
     """
     wanted, seeing = expected(scenario, num_regions)
-    after_s, before = {}, []
+    after_s, syncs, before = {}, {}, []
     for region in range(num_regions):
         path = workdir / f"region_{region}" / FAULTS_FILE
         text = path.read_text() if path.exists() else ""
@@ -149,13 +206,24 @@ def judge(
             if line["fault"] == "begins" and line["time"] < at:
                 before.append([region, *what])
             elif line["fault"] == "begins" and what in wanted and region in seeing:
-                after_s.setdefault(region, round(line["time"] - at, 1))
+                if region in after_s:
+                    continue
+                after_s[region] = round(line["time"] - at, 1)
+                syncs[region] = round(after_s[region] / sync_s, 1)
+                if scenario == "straggler":
+                    syncs[region] = _merged(path.parent, at, line["time"])
     return {
         "seconds_to_name": after_s,
-        "syncs_to_name": {r: round(s / sync_s, 1) for r, s in after_s.items()},
+        "syncs_to_name": syncs,
         "named_before": before,
         "unseen_by": sorted(seeing - after_s.keys()),
     }
+
+
+def _merged(folder: pathlib.Path, since: float, until: float) -> int:
+    """Count the syncs that a region merged between two times."""
+    merged = lines(folder / SYNCS_FILE)
+    return sum(since < sync["time"] <= until for sync in merged)
 
 
 def is_good(result: dict[str, Any]) -> bool:

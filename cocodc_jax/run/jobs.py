@@ -192,6 +192,7 @@ class Attendance:
                 "apply_step": sync.apply_step,
                 "epoch": self._link.view.epoch,
                 "regions": self._route.in_mean.pop((k, sync.start_step), None),
+                "time": time.time(),
             }
             if self._digests:
                 line["digest"] = _digest(state.sync.outer.params[k])

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -71,9 +73,34 @@ def test_what_was_named_is_held_against_the_fault(tmp_path):
     assert result["unseen_by"] == [1]
 
 
+def test_a_stragglers_syncs_are_those_that_there_were(tmp_path):
+    for region in range(2):
+        write(tmp_path, region, ("slow", [1], 130.0))
+        text = "".join(json.dumps({"time": 90 + 8 * i}) + "\n" for i in range(9))
+        (tmp_path / f"region_{region}" / "syncs.jsonl").write_text(text)
+    found = scenarios.judge("straggler", tmp_path, 2, 100.0, 0.8)
+    assert found["syncs_to_name"] == {0: 4, 1: 4}
+    assert found["seconds_to_name"] == {0: 30.0, 1: 30.0}
+    before = usual(tmp_path)
+    assert scenarios.disturbed("straggler", before, 30.0, 60.0) == (before,)
+
+
+def test_signals_go_to_a_regions_process(tmp_path):
+    told = ["--workdir=here", "--region_id=1"]
+    command = [sys.executable, "-c", "import time; time.sleep(60)", *told]
+    process = subprocess.Popen(command)
+    scenarios._send_all({*told, "--region_id=2"}, signal.SIGKILL)
+    assert process.poll() is None
+    end = time.monotonic() + 20  # Until it is another program than this one.
+    while process.poll() is None and time.monotonic() < end:
+        scenarios._send_all(set(told), signal.SIGKILL)
+        time.sleep(0.05)
+    assert process.wait(1) == -signal.SIGKILL
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(netlab.missing()), reason="no network lab here")
-@pytest.mark.parametrize("scenario", ["link", "cut"])
+@pytest.mark.parametrize("scenario", ["link", "cut", "straggler"])
 def test_a_real_fault_is_named(tmp_path, scenario):
     command = [
         sys.executable, "-m", "experiments.chaos", f"--scenario={scenario}",
