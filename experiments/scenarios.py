@@ -3,7 +3,7 @@
 `chaos --scenario` runs one of them. Every region is a job of its own in a network
 namespace; for a while the lab's links are as the scenario says, then as before:
 
-    link        region 1 sends to region 2 at a fiftieth of the rate
+    link        region 1 sends to region 2 at a 150th of the rate
     loss        region 1 loses a third of the packets that it sends to region 2
     cut         the last region hears nobody, and nobody it
     partition   the first half of the regions and the second one do not hear each other
@@ -41,7 +41,8 @@ from .killed import lines
 
 SCENARIOS = ("link", "loss", "cut", "partition", "straggler")
 _PORT = 29500
-_SLOW, _LOSS = 50, 0.33
+# By which a message is late for more than what noise is taken for, 0.3 s.
+_SLOW, _LOSS = 150, 0.33
 # A straggler's process is stopped for so long and then runs for so long: its signs of
 # life come late, its steps take four times as long.
 _STOPPED_S, _RUNNING_S = 1.2, 0.4
