@@ -7,7 +7,7 @@ namespace; for a while the lab's links are as the scenario says, then as before:
     loss        region 1 loses a third of the packets that it sends to region 2
     cut         the last region hears nobody, and nobody it
     partition   the first half of the regions and the second one do not hear each other
-    straggler   the last region's process is stopped for three quarters of the time
+    straggler   the last region's process is stopped for nine tenths of the time
 
 What each region wrote to faults.jsonl is held against that: who was named, how many
 seconds and syncs after the fault began, and whether anybody was named before. Syncs are
@@ -44,8 +44,8 @@ _PORT = 29500
 # By which a message is late for more than what noise is taken for, 0.3 s.
 _SLOW, _LOSS = 150, 0.33
 # A straggler's process is stopped for so long and then runs for so long: its signs of
-# life come late, its steps take four times as long.
-_STOPPED_S, _RUNNING_S = 1.2, 0.4
+# life come late, its steps take several times as long.
+_STOPPED_S, _RUNNING_S = 1.7, 0.2
 
 
 def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
