@@ -11,8 +11,10 @@ namespace; for a while the lab's links are as the scenario says, then as before:
 
 What each region wrote to faults.jsonl is held against that: who was named, how many
 seconds and syncs after the fault began, and whether anybody was named before. Syncs are
-those of the time before, but with a straggler, for whom all wait, the ones that there
-were. Who was cut off must be back at the end.
+those that there were, but for a cut, where there are none for a while: those that there
+would have been. Who was cut off must be back at the end. The fault has to begin when
+the regions have trained for some syncs already; set --at_s by how long they take to
+start.
 """
 
 import contextlib
@@ -211,7 +213,7 @@ def judge(
                     continue
                 after_s[region] = round(line["time"] - at, 1)
                 syncs[region] = round(after_s[region] / sync_s, 1)
-                if scenario == "straggler":
+                if scenario not in ("cut", "partition"):
                     syncs[region] = _merged(path.parent, at, line["time"])
     return {
         "seconds_to_name": after_s,
