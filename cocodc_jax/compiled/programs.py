@@ -16,6 +16,7 @@ from cocodc_jax.compiled.collectives import BETWEEN_SLICES
 from cocodc_jax.compiled.targets import GPUS_PER_HOST, Chip, Target
 from cocodc_jax.run.build import build_program, check_model, list_evaluation
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.losses import gather_steps
 from cocodc_jax.runtime.devices.mesh import DATA, REGION, make_mesh
 from cocodc_jax.runtime.devices.transfer import PINNED
 from cocodc_jax.runtime.listed import Listed
@@ -229,9 +230,12 @@ def device_of(target: Target, mesh: Mesh) -> Chip:
     """Return what a device of the mesh can do, with the links that its region has.
 
     A region of several GPU hosts has the network between its devices; regions of one
-    TPU slice have the slice's links between them.
+    TPU slice have the slice's links between them. Weights that are gathered axis by
+    axis of a torus have the links of one axis at a time.
     """
     chip = target.per_device(mesh.size)
+    if gather_steps(mesh.devices[0, 0, :, 0]):
+        chip = dataclasses.replace(chip, link_bps=chip.link_bps / chip.axes)
     if chip.platform == "cuda" and mesh.size // mesh.shape[REGION] > GPUS_PER_HOST:
         return dataclasses.replace(chip, link_bps=chip.network_bps)
     if chip.platform == "tpu" and target.slices == 1:

@@ -15,16 +15,23 @@ written down:
 
 Each function has its derivative by hand, since nothing tells a transposition which
 values are alike on all devices of an axis.
+
+A TPU's compiler (libtpu 0.0.42) has no gather and no scatter over three axes of a torus
+at once, and for some sizes none over two: it makes them sums of whole arrays, of twice
+the bytes. So they go in `Layout.steps`, one after another along the torus: bytes are
+those of one, since all steps but the last gather parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 # What no policy of rematerialisation keeps: it would be the whole model on each device.
@@ -38,10 +45,29 @@ class Layout:
     Attributes:
       data: over which the batch lies, and the width of weights.
       model: over which heads, features and vocabulary lie.
+      steps: in which weights are gathered over data, and their gradients scattered in
+        turn: first among that many neighbours, then among as many such groups; their
+        product is data's length. Empty is at once.
     """
 
     data: str = "data"
     model: str = "model"
+    steps: tuple[int, ...] = ()
+
+    def groups(self) -> list[list[list[int]] | None]:
+        """Return who gathers together in each step; None is everybody on data."""
+        size, stride = jax.lax.axis_size(self.data), 1
+        if size != math.prod(self.steps or (size,)):
+            raise ValueError(
+                f"steps={self.steps} do not make up the {size} devices of "
+                f"{self.data!r}; use sizes whose product that is"
+            )
+        found = []
+        for step in self.steps:
+            places = np.arange(size).reshape(-1, step, stride)
+            found.append(places.swapaxes(1, 2).reshape(-1, step).tolist())
+            stride *= step
+        return found or [None]
 
 
 def read(x_BLD: jax.Array, w_DF: jax.Array, layout: Layout | None) -> jax.Array:
@@ -98,15 +124,27 @@ def gather(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
     cast = w.astype(dtype)
     if jax.lax.axis_size(layout.data) == 1:
         return cast
-    whole = jax.lax.all_gather(cast, layout.data, axis=side, tiled=True)
-    return checkpoint_name(whole, WEIGHTS)
+    for groups in layout.groups():
+        cast = jax.lax.all_gather(
+            cast, layout.data, axis=side, tiled=True, axis_index_groups=groups
+        )
+        cast = checkpoint_name(cast, WEIGHTS)
+    return cast
 
 
 def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
     """Sum a gradient over the data axis, and keep the own part of a side."""
     if jax.lax.axis_size(layout.data) == 1:
         return grad
-    return jax.lax.psum_scatter(grad, layout.data, scatter_dimension=side, tiled=True)
+    for groups in reversed(layout.groups()):
+        grad = jax.lax.psum_scatter(
+            grad,
+            layout.data,
+            scatter_dimension=side,
+            tiled=True,
+            axis_index_groups=groups,
+        )
+    return grad
 
 
 def sum_over(x: jax.Array, axis: str) -> jax.Array:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
@@ -71,7 +75,39 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     if run.is_pipelined or (is_cpu and run.data_axis * run.model_axis == 1):
         return None
-    return models.Layout(DATA, MODEL)
+    return models.Layout(DATA, MODEL, gather_steps(mesh.devices[0, 0, :, 0]))
+
+
+# Devices over whose two axes at once gathers were seen to stay gathers.
+_AT_ONCE = 16
+
+
+def gather_steps(devices: np.ndarray) -> tuple[int, ...]:
+    """Cut a data axis into steps along a TPU's torus, as `models.Layout` takes them.
+
+    Args:
+      devices: along the data axis.
+
+    Returns:
+      A length for each axis of the torus that they lie on, that of neighbours first;
+      empty where all at once will do: on other platforms, few chips on two axes, and
+      chips that fill no box.
+    """
+    if not hasattr(devices[0], "coords"):
+        return ()
+    places = np.array([(getattr(x, "core_on_chip", 0), *x.coords) for x in devices])
+    # Where each axis first changes, and how long it is.
+    axes = sorted(
+        (int(np.argmax(line != line[0])), len(np.unique(line)))
+        for line in places.T
+        if (line != line[0]).any()
+    )
+    sizes = [size for _, size in axes]
+    if len(sizes) < 2 or (len(sizes) == 2 and len(devices) <= _AT_ONCE):
+        return ()
+    strides = [math.prod(sizes[:i]) for i in range(len(sizes) + 1)]
+    is_box = [*(first for first, _ in axes), len(devices)] == strides
+    return tuple(sizes) if is_box else ()
 
 
 def with_attention(

@@ -47,6 +47,9 @@ ONE = [
      "collective-permute", ("region",), 8),
     ("(f32[2], f32[4]) all-gather-start(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}",
      "all-gather", ("model",), 16 / 2),
+    ("((f32[8], f32[4]), (f32[4], f32[2])) reduce-scatter-start(%a, %a), "
+     "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
+     "reduce-scatter", ("model",), 48 / 2),
     ("(f32[2], f32[3]) all-reduce(%a, %a), replica_groups={}",
      "all-reduce", ("region", "data", "model"), 2 * 20 * 7 / 8),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.compiled import hlo
 from cocodc_jax.compiled.collectives import collectives
 from cocodc_jax.models import (
+    Layout,
     TransformerConfig,
     check_divisible,
     init_params,
@@ -175,6 +176,27 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
     gathered = [x for x in found if x.kind == "all-gather"]
     assert gathered
     assert all(x.axes == ("data",) for x in gathered)
+
+
+def test_weights_gathered_in_steps_change_no_number():
+    """As over a torus, whose axes take turns: four devices as two times two."""
+    params, tokens, expected = _example(_TIED)
+    params, tokens, expected = _region((params, tokens, expected), 0)
+    mesh = _mesh(data=4, model=1)
+    specs = partition_specs(_shapes(_TIED), divides_embedding=True)
+    layout = Layout(steps=(2, 2))
+    step = _step(_TIED, functools.partial(make_divided_loss_fn, layout=layout))
+    batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(_place(mesh, params, specs), batch).compile()
+        _assert_close(compiled(_place(mesh, params, specs), batch), expected)
+    found = collectives(hlo.parse(compiled.as_text()), {"data": 4, "model": 1})
+    # Of each weight a half, then the whole.
+    gathered = sorted(x.array.dims for x in found if x.kind == "all-gather")
+    assert len(gathered) % 2 == 0
+    loss_fn = make_divided_loss_fn(_TIED, Layout(steps=(2,)))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"steps=\(2,\) do not"):
+        jax.eval_shape(loss_fn, params, tokens, jax.random.key(0))
 
 
 def test_gradients_of_a_divided_loss_have_derivatives():
