@@ -5,7 +5,7 @@ scheduled program, its memory, or its refusal. From that text follow bytes, oper
 collectives and which of them cross while the inner steps run (`experiments.compile`).
 
 - `targets`: the machines, what a chip of each can do, and what must be installed;
-- `hlo`: scheduled HLO as values; `collectives`, `costs`: what can be read from it;
+- `hlo`: scheduled HLO as values; `collectives`, `groups`, `costs`: what it tells;
 - `roofline`: what a step takes at least; `programs`: what a run compiles;
 - `child`: the process that compiles, with an environment of its own; `job` starts it.
 """

@@ -15,12 +15,12 @@ asynchronous collective spans lies between its start and its end in the schedule
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 
 import numpy as np
 
 from cocodc_jax.compiled.costs import flops
+from cocodc_jax.compiled.groups import replica_groups
 from cocodc_jax.compiled.hlo import (
     Array,
     Computation,
@@ -235,37 +235,6 @@ def _busy_loops(module: Module) -> frozenset[str]:
             for body in each.called.get("body", ())
         )
     )
-
-
-def replica_groups(attributes: str) -> np.ndarray | None:
-    """Read which devices take part together, int `[groups, size]`.
-
-    >>> replica_groups("replica_groups={{0,1},{2,3}}").tolist()
-    [[0, 1], [2, 3]]
-    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)").tolist()
-    [[0, 2], [1, 3]]
-
-    Returns:
-      None if all devices do, or nothing is said.
-    """
-    iota = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    )
-    if iota:
-        shape, source, order = (_numbers(part or "") for part in iota.groups())
-        ids = np.arange(math.prod(source)).reshape(source)
-        return (ids.transpose(order) if order else ids).reshape(shape)
-    found = re.search(
-        r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}\s]*\})\}", attributes
-    )
-    if not found:
-        return None
-    groups = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", found[1])]
-    return np.array(groups) if groups else None
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number.strip()]
 
 
 def _group_size(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> int:

@@ -3,8 +3,8 @@
 Where regions share a fabric (slices of a TPU, GPUs) programs follow one another on a
 device, and a message that is sent by a program of its own has it wait. In one program
 with the scan of inner steps the compiler can begin the crossing before the scan and end
-it after: the message crosses while the device computes. It does so for slices of a TPU,
-which a test asserts; for GPUs nothing has shown it yet. Such a program is a *window*:
+it after: the message crosses while the device computes. It does so for slices of a TPU
+and for GPUs, as tests assert. Such a program is a *window*:
 
     encode, send                    of each fragment that starts at step s
     inner steps s .. s + T          T steps to the next event, or to where a run looks
@@ -66,9 +66,9 @@ from cocodc_jax.sync.schedules.base import (
 
 PyTree = Any
 
-# How many collectives may be on their way at once on a GPU. With 1, as is XLA's own,
-# those of the inner steps keep one between regions from spanning the steps.
-_GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# How many collectives may be on their way at once on a GPU; XLA's own is 1. Those of a
+# loop's body all count: one between regions spans it only if the limit is above them.
+_GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 256}
 
 
 class InnerSteps(NamedTuple):

@@ -67,3 +67,17 @@ def test_messages_between_slices_of_a_tpu_cross_while_it_computes():
         assert message <= num_bytes <= message + 16
     assert any(row for rows in control.values() for row in rows)
     assert not any(spans for rows in control.values() for _, spans, *_ in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="the compiler for GPUs is not installed",
+)
+def test_messages_between_gpus_cross_while_they_compute():
+    plain, encoded, control = (windows(rows) for rows in compiled("h100:1", 1))
+    for kind, cases in (("all-reduce", plain), ("all-gather", encoded)):
+        for rows in cases.values():
+            assert [row[:2] for row in rows] == [[kind, True]]
+    assert any(row for rows in control.values() for row in rows)
+    assert not any(spans for rows in control.values() for _, spans, *_ in rows)
