@@ -151,7 +151,7 @@ def _text(value: dict[str, float | None], digits: int) -> str:
 
 
 def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
-    """One panel a delay: what rules get back at each sync, at their best strengths."""
+    """One panel a delay: what rules leave at each sync, at their best strengths."""
     delays = list(dict.fromkeys(row["delay_steps"] for row in rows))
     figure = Figure(figsize=(4.2 * len(delays), 3.6), layout="constrained")
     panels = figure.subplots(1, len(delays), squeeze=False, sharey=True)[0]
@@ -160,14 +160,16 @@ def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
             own = [r for r in rows if (r["rule"], r["delay_steps"]) == (name, delay)]
             if own:
                 best = max(own, key=lambda row: row["recovered"]["mean"])
-                axes.plot(best["steps"], best["recovered_at"], color=color, label=name)
+                left = 1 - np.array(best["recovered_at"])
+                axes.plot(best["steps"], left, color=color, label=name)
         axes.set_title(f"tau/H = {delay / settings.sync_interval:g}", fontsize="medium")
         axes.set_xlabel("inner steps")
+        axes.set_yscale("log")
         axes.axhline(1, color="#999999", linewidth=0.8)
         axes.grid(visible=True, color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("recovered of the delay's cost (squared distance)")
-    panels[0].legend(frameon=False, fontsize="small")
+    panels[0].set_ylabel("left of the delay's cost")
+    panels[-1].legend(frameon=False, fontsize="small")
     return figure
 
 

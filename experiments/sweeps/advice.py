@@ -11,6 +11,8 @@ time, so that fewer of them are done in the time that is to be had:
 The one with the least expected loss is recommended. Messages grow with the model, by
 the share of float32 parameters that the runs counted. Losses are those of the model and
 the tokens that were run: of another model the order may be hoped for, not the numbers.
+A run that is known to be shorter would also bring its learning rate to an end earlier,
+and end with less loss than its curve has at that step.
 """
 
 from __future__ import annotations
