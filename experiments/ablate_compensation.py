@@ -34,11 +34,8 @@ from cocodc_jax.run.leaves import attribute_notes
 
 from . import commands
 from .ablation import plots, results, rules
-from .ablation.jobs import (
-    REFERENCES,
-    Settings,
-    run_job,
-)
+from .ablation.jobs import REFERENCES, run_job
+from .ablation.settings import Settings, numbers
 
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
@@ -83,34 +80,18 @@ def _settings() -> Settings:
             continue
         value = flags.value(field.name)
         if isinstance(field.default, tuple):
-            value = _numbers(field.name, value, type(field.default[0]))
+            value = numbers(field.name, value, type(field.default[0]))
         values[field.name] = value
     return Settings(**values)
-
-
-def _numbers(name: str, texts: list[str], kind: type) -> tuple:
-    try:
-        return tuple(kind(text) for text in texts)
-    except ValueError:
-        raise ValueError(
-            f"{name}={','.join(texts)} must be numbers separated by commas"
-        ) from None
 
 
 def _jobs(settings: Settings) -> list[Job]:
     """Return reference first: every other row is a ratio to them."""
     table = rules.table(settings.sync_interval)
     names = flags.value("rules") or list(table)
-    for name in names:
-        if name not in table:
-            raise ValueError(f"rules={name!r} is unknown; use some of {sorted(table)}")
-    delays = _numbers("delays", flags.value("delays"), int)
-    for delay in delays:
-        if not 1 <= delay <= settings.sync_interval:
-            raise ValueError(
-                f"delays={delay} must be at least 1 and at most sync_interval="
-                f"{settings.sync_interval}"
-            )
+    rules.check_names(names, settings.sync_interval)
+    delays = numbers("delays", flags.value("delays"), int)
+    rules.check_delays(delays, settings.sync_interval)
     if results.STREAMING not in names:
         names = [results.STREAMING, *names]
     return [(name, 0) for name in REFERENCES] + [

@@ -31,7 +31,7 @@ from cocodc_jax.run.config import dumps
 
 from . import commands
 from .ablation import recovery, rules
-from .ablation.settings import Settings
+from .ablation.settings import Settings, numbers
 from .sweeps.cells import Interval
 
 RULES = (
@@ -46,7 +46,8 @@ def main() -> None:
     """Read the flags, measure, write and print."""
     console = Console(width=max(80, Console().width))
     with flags.usage_errors():
-        settings, delays, names = _settings(), _delays(), _rules()
+        settings = _settings()
+        delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
         workdir = pathlib.Path(flags.value("workdir"))
         workdir.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -79,24 +80,15 @@ def _settings() -> Settings:
     return Settings(test_seeds=seeds, eval_every=values["steps"], **values)
 
 
-def _delays() -> list[int]:
-    found = []
-    for text in flags.value("delays"):
-        if not text.isdecimal() or not 1 <= int(text) <= flags.value("sync_interval"):
-            raise ValueError(
-                f"delays={text} must be at least 1 and at most sync_interval="
-                f"{flags.value('sync_interval')}"
-            )
-        found.append(int(text))
+def _delays(interval: int) -> tuple[int, ...]:
+    found = numbers("delays", flags.value("delays"), int)
+    rules.check_delays(found, interval)
     return found
 
 
-def _rules() -> list[str]:
-    table = rules.table(flags.value("sync_interval"))
+def _rules(interval: int) -> list[str]:
     names: list[str] = flags.value("rules") or [*RULES]
-    for name in names:
-        if name not in table:
-            raise ValueError(f"rules={name!r} is unknown; use some of {sorted(table)}")
+    rules.check_names(names, interval)
     return names
 
 
@@ -145,9 +137,8 @@ def _print(rows: list[dict[str, Any]], settings: Settings, console: Console) -> 
     console.print(table)
 
 
-def _text(value: dict[str, float | None], digits: int) -> str:
-    half = "" if value["half"] is None else f" ± {value['half']:.{digits}f}"
-    return f"{value['mean']:.{digits}f}{half}"
+def _text(value: dict[str, Any], digits: int) -> str:
+    return format(Interval(**value), f".{digits}f")
 
 
 def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:

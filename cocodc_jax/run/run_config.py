@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from cocodc_jax.models import StageCodec
 from cocodc_jax.run.stage_codec import build_codec
-from cocodc_jax.runtime.devices.local_regions import HOW_MAPPED
+from cocodc_jax.runtime.devices.local_regions import check_how
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.spikes import SpikeWatch
 from cocodc_jax.runtime.loop.trainer import Cadence
@@ -158,11 +158,7 @@ class RunConfig:
                 f"accumulate_steps={self.accumulate_steps} is not for pipelines, which "
                 f"cut a batch into microbatches={self.microbatches}; use more of these"
             )
-        if self.local_regions not in HOW_MAPPED:
-            raise ValueError(
-                f"local_regions={self.local_regions!r} is unknown; use one of "
-                f"{HOW_MAPPED}"
-            )
+        check_how(self.local_regions)
         self._check_pace()
         self._check_stage_compress()
         self.cadence  # noqa: B018  (its own checks)

@@ -60,24 +60,25 @@ class FaultWatch:
             for r in sorted(self._seen - set(present))
         ]
         named = {(x.kind, x.where): x for x in found}
-        for key in sorted(named.keys() - self._named.keys()):
-            self._tell("begins", named[key])
-        for key in sorted(self._named.keys() - named.keys()):
-            self._tell("ends", self._named[key])
+        self._tell_changes(self._named, named)
         self._named = named
         return self._to_do(named)
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
         """Take in who is silent; see `membership.link.Watch`."""
-        before, self._silent = self._silent, {}
+        found = {}
         for region, (seconds, usual) in silences.items():
             ratio = seconds / usual if usual else np.inf
-            finding = Finding("silent", (region,), seconds, usual, ratio)
-            self._silent[region] = finding
-            if region not in before:
-                self._tell("begins", finding)
-        for region in before.keys() - silences.keys():
-            self._tell("ends", before[region])
+            found[region] = Finding("silent", (region,), seconds, usual, ratio)
+        self._tell_changes(self._silent, found)
+        self._silent = found
+
+    def _tell_changes(self, before: dict, now: dict) -> None:
+        """Tell which findings are new, and which are there no more."""
+        for key in sorted(now.keys() - before.keys()):
+            self._tell("begins", now[key])
+        for key in sorted(before.keys() - now.keys()):
+            self._tell("ends", before[key])
 
     def _to_do(self, named: dict[tuple, Finding]) -> Faulty:
         shunned, detours = frozenset(), frozenset()

@@ -8,7 +8,7 @@ delay, so that a sensible strength falls as 1 / tau, the table says so.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cocodc_jax.sync import merge
@@ -188,6 +188,32 @@ def _all(sync_interval: int) -> list[Rule]:
             "exact product, lambda 1, clipped",
         ),
     ]
+
+
+def check_names(names: Sequence[str], sync_interval: int) -> None:
+    """Refuse a rule that is unknown.
+
+    Raises:
+      ValueError: naming it, and those that there are.
+    """
+    known = table(sync_interval)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"rules={name!r} is unknown; use some of {sorted(known)}")
+
+
+def check_delays(delays: Sequence[int], sync_interval: int) -> None:
+    """Refuse a delay that does not fit between two syncs.
+
+    Raises:
+      ValueError: naming it, and what would be right.
+    """
+    for delay in delays:
+        if not 1 <= delay <= sync_interval:
+            raise ValueError(
+                f"delays={delay} must be at least 1 and at most sync_interval="
+                f"{sync_interval}"
+            )
 
 
 def table(sync_interval: int) -> dict[str, Rule]:

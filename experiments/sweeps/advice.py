@@ -26,15 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from cocodc_jax.network import exchanges
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
-from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
 
 from .cells import PUBLISHED, TUNED, label
-from .networks import INTERVALS, LEAST_STEPS
+from .networks import simulated
 
 # Of a run's flags, those that are told: how to get what is recommended.
 TOLD = (
@@ -60,14 +58,14 @@ class Choice:
 
     label: str
     config: TrainConfig
-    curve: Sequence[tuple[float, float]]
+    curve: Sequence[tuple[int, float]]
     seeds: int
     parameters: int
     fragment_bytes: Sequence[float]
     bytes_per_step: float
 
     @property
-    def steps(self) -> float:
+    def steps(self) -> int:
         """S, of the whole run."""
         return self.curve[-1][0]
 
@@ -190,8 +188,14 @@ def advise(
     found = []
     for choice in choices:
         scale = num_params / choice.parameters
-        sizes = tuple(scale * size for size in choice.fragment_bytes) or (1.0,)
-        timeline = _simulated(choice, topology, Workload(sizes, times), collective)
+        timeline = simulated(
+            choice.config.method.build(),
+            topology,
+            [scale * size for size in choice.fragment_bytes],
+            times,
+            choice.steps,
+            collective,
+        )
         steps = _steps_done(timeline, choice.steps, choice.steps * max(times))
         loss = float(np.interp(steps, *np.transpose(choice.curve)))
         found.append(
@@ -206,31 +210,12 @@ def advise(
     return sorted(found, key=lambda advice: (advice.loss, advice.bytes_per_step))
 
 
-def _simulated(
-    choice: Choice, topology: Topology, work: Workload, collective: str | None
-) -> Timeline:
-    """Simulate enough steps to see the pace."""
-    method = choice.config.method.build()
-    schedule = exchanges.schedule_of(method)
-    interval = schedule.sync_interval if schedule else 1
-    steps = min(int(choice.steps), max(INTERVALS * interval, LEAST_STEPS))
-    return exchanges.simulate_method(topology, work, method, steps, collective)
-
-
 def _alone(step_time_s: Sequence[float]) -> float:
     """Return the utilization if regions waited for nothing but the slowest of them."""
     return float(np.mean(step_time_s)) / max(step_time_s)
 
 
-def _steps_done(timeline: Timeline, most: float, seconds: float) -> float:
+def _steps_done(timeline: Timeline, most: int, seconds: float) -> float:
     """Return the steps, at most `most`, that all regions have done in `seconds`."""
-    if timeline.seconds_until(most) <= seconds:
-        return most
-    low, high = 0.0, most
-    while high - low > 1e-6 * most:  # Time never goes back: bisection.
-        middle = (low + high) / 2
-        if timeline.seconds_until(middle) <= seconds:
-            low = middle
-        else:
-            high = middle
-    return low
+    steps = range(most + 1)
+    return float(np.interp(seconds, [timeline.seconds_until(x) for x in steps], steps))

@@ -35,6 +35,15 @@ class Interval:
     mean: float
     half: float | None
 
+    def __format__(self, form: str) -> str:
+        """Return both in one form, a sign for the mean alone.
+
+        >>> f"{Interval(1.5, 0.25):+.2f}, {Interval(1.5, None):.1f}"
+        '+1.50 ± 0.25, 1.5'
+        """
+        half = "" if self.half is None else f" ± {format(self.half, form.strip('+'))}"
+        return format(self.mean, form) + half
+
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
         """Return Student's interval of a mean.

@@ -15,13 +15,13 @@ from typing import Any
 
 from cocodc_jax.methods import Method
 from cocodc_jax.network import exchanges
-from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.units import format_duration
 from cocodc_jax.run.config import TrainConfig
 
-from .cells import TUNED, Cell, Column, steps_to
+from .cells import TUNED, Cell, steps_to
 from .report import Report, markdown_table
 
 MBIT = (20.0, 100.0, 500.0, 2000.0, 10_000.0)
@@ -113,24 +113,45 @@ def arrivals(
                 continue
             method = TrainConfig.from_json(column.rows[0]["config"]).method.build()
             for network in on:
-                timeline = _simulated(column, method, network, step_seconds)
+                row = column.rows[0]
+                regions = row["config"]["run"]["regions"]
+                link = Link(network.mbit / 1000, network.latency_ms / 1000)
+                timeline = simulated(
+                    method,
+                    uniform(regions, link),
+                    row["fragment_bytes"],
+                    (step_seconds,) * regions,
+                    row["steps"],
+                )
                 seconds = timeline.seconds_until(needed.mean)
                 lost = 1 - timeline.utilization()
                 yield Arrival(network, cell, name, seconds, lost)
 
 
-def _simulated(
-    column: Column, method: Method, network: Network, step_seconds: float
+def simulated(
+    method: Method,
+    topology: Topology,
+    fragment_bytes: Sequence[float],
+    step_time_s: Sequence[float],
+    num_steps: int,
+    collective: str | None = None,
 ) -> Timeline:
-    row = column.rows[0]
-    regions = row["config"]["run"]["regions"]
+    """Simulate as much of a run as shows its pace.
+
+    Args:
+      method: with its schedule.
+      topology: regions and links.
+      fragment_bytes: a region's message for each fragment; empty if it sends none.
+      step_time_s: seconds of an inner step, one number per region.
+      num_steps: of the run.
+      collective: how messages cross; by default as the method has it.
+    """
     schedule = exchanges.schedule_of(method)
     interval = schedule.sync_interval if schedule else 1
-    steps = min(row["steps"], max(INTERVALS * interval, LEAST_STEPS))
-    sizes = row["fragment_bytes"] or [1.0]  # A method that sends nothing.
-    link = Link(network.mbit / 1000, network.latency_ms / 1000)
-    work = Workload(tuple(map(float, sizes)), (step_seconds,) * regions)
-    return exchanges.simulate_method(uniform(regions, link), work, method, steps)
+    steps = min(num_steps, max(INTERVALS * interval, LEAST_STEPS))
+    sizes = tuple(map(float, fragment_bytes)) or (1.0,)
+    work = Workload(sizes, tuple(step_time_s))
+    return exchanges.simulate_method(topology, work, method, steps, collective)
 
 
 def best(found: Sequence[Arrival]) -> dict[Network, list[Arrival]]:

@@ -266,12 +266,7 @@ def _plain(interval: Interval | None) -> dict[str, Any] | None:
 
 
 def _interval(interval: Interval | None, form: str) -> str:
-    if interval is None:
-        return "-"
-    half = (
-        "" if interval.half is None else f" ± {format(interval.half, form.strip('+'))}"
-    )
-    return format(interval.mean, form) + half
+    return "-" if interval is None else format(interval, form)
 
 
 def _values(values: Mapping[str, Any]) -> str:

@@ -60,8 +60,7 @@ class LocalRegions:
         Raises:
           ValueError: for another `how`.
         """
-        if how not in HOW_MAPPED:
-            raise ValueError(f"local_regions={how!r} is unknown; use {HOW_MAPPED}")
+        check_how(how)
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         # Inside a region of several devices the compiler lays out its products.
         is_whole = mesh.size == mesh.shape[REGION]
@@ -117,6 +116,16 @@ class LocalRegions:
         if self.size == 1:
             return jax.vmap(fn)
         return lambda *args: jax.lax.map(lambda each: fn(*each), args, batch_size=1)
+
+
+def check_how(how: str) -> None:
+    """Refuse what is none of `HOW_MAPPED`.
+
+    Raises:
+      ValueError: naming it, and what would be right.
+    """
+    if how not in HOW_MAPPED:
+        raise ValueError(f"local_regions={how!r} is unknown; use one of {HOW_MAPPED}")
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
