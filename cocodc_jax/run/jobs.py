@@ -151,7 +151,11 @@ NO_JOBS = Jobs()
 
 
 class Attendance:
-    """One region's part in a run, from its start to its end."""
+    """One region's part in a run, from its start to its end.
+
+    Attributes:
+      step: the last that the others were told of.
+    """
 
     def __init__(
         self, program: RegionProgram, link: Link, folder: pathlib.Path, digests: bool
@@ -167,14 +171,18 @@ class Attendance:
         assert isinstance(program.route, BetweenJobs)
         self._program, self._route, self._link = program, program.route, link
         self._folder, self._digests = folder, digests
-        self._view = link.view
+        self._view, self.step = link.view, 0
         self._shared: Any = None
+
+    def finish(self) -> None:
+        """Stay until the other regions have what they need of this one to end too."""
+        self._link.finish(self._link.place.timing.grace_s)
 
     def handed_out(self, state: TrainState, output: Output) -> None:
         """Tell the others how far this region is; let in who waits for it."""
         assert state.sync is not None
         starts = [start for _, start in state.sync.in_flight]
-        oldest = min(starts, default=state.step)
+        self.step, oldest = state.step, min(starts, default=state.step)
         self._note_shared(state)
         try:
             waiting = self._link.at(oldest)

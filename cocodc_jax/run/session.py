@@ -265,6 +265,8 @@ class Session:
             if carried is not None:  # It may have been further than the others.
                 saved.forget_after(begun[0].step)
             yield begun, attendance.handed_out
+            if attendance.step == self.config.run.steps:
+                attendance.finish()
 
     def _first_params(self) -> tuple[models.Params, jax.Array]:
         """Return one region's first parameters, and the key that regions' come of."""

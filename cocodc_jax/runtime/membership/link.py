@@ -201,6 +201,19 @@ class Link:
             self._member.oldest_step = oldest_step
             return self._member.joiners(time.monotonic())
 
+    def finish(self, timeout_s: float) -> None:
+        """Wait, at the end of a run, until the others have all that is known here.
+
+        Args:
+          timeout_s: at most.
+        """
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            self._member.finish(time.monotonic())
+            self._nudge()
+            while self._member.is_needed(now := time.monotonic()) and now < end:
+                self._changed.wait(min(end - now, self.place.timing.beat_s))
+
     def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
         """Send a region a copy to go on from, and propose a view with it."""
         with self._lock:

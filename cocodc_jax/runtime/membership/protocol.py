@@ -20,6 +20,9 @@ mean of the same messages. The rules:
 - So no two regions of a view ever take different means of a sync, whoever died between
   two messages. A region that was only silent finds that the others have gone on
   without it, takes part no more (`is_over`), and begins anew.
+- Who is at its end stays until all that live have applied what it knows decided
+  (`is_needed`): a region that leaves takes its word on decisions with it, as the dead
+  do, and the last of a run would be decided anew by who is left.
 - What is decided is kept until every region of the view has applied it. Where the
   others do not wait, a straggler would have them keep ever more: who has not come to
   `max_behind` syncs that are decided leaves by itself, and begins anew at the step of
@@ -39,6 +42,8 @@ neither crosses regions.
 """
 
 from __future__ import annotations
+
+import sys
 
 from cocodc_jax.runtime.membership.book import members_of
 from cocodc_jax.runtime.membership.hearing import Timing
@@ -159,6 +164,32 @@ class Member(Views):
     def announce(self, now: float) -> None:
         """Ask to take part."""
         self.is_announced, self._born = True, now
+
+    def finish(self, now: float) -> None:
+        """Have applied all that there is, and say so at once.
+
+        Args:
+          now: seconds.
+        """
+        self.oldest_step = sys.maxsize
+        if self.is_in:
+            self._beat(now)
+
+    def is_needed(self, now: float) -> bool:
+        """Tell whether others may still ask for what this region knows decided."""
+        if not self.is_in:
+            return False
+        last = self._hearing.last
+        oldest = min(
+            (
+                last[r].oldest_step
+                for r, seat in self.view.seats.items()
+                if r != self.region and self._is_alive(r, seat.boot, now)
+            ),
+            default=sys.maxsize,
+        )
+        newest = max((start for _, start in self._book.decided), default=-1)
+        return bool(self._book.waiting) or oldest <= newest
 
     def leave(self) -> None:
         """Take part no more; the others need not wait for the silence."""

@@ -71,6 +71,7 @@ def as_jobs(tiny, method, num, num_steps):
                     flying = [s for _, s in state.sync.in_flight]
                     link.at(min(flying, default=state.step))
                 results[place.region] = tiny.numbers(state)
+                link.finish(60)
         except BaseException as error:
             errors.append(error)
 

@@ -139,3 +139,21 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     assert read_key(path) == KEY
     with pytest.raises(ValueError, match="cannot be read"):
         read_key(tmp_path / "none")
+
+
+def test_who_is_at_its_end_waits_for_the_others():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
+        first.join(30)
+        second.join(30)
+        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
+        for future in futures:
+            future.result(30)
+        first.at(4)
+        began = time.monotonic()
+        first.finish(0.4)  # The second has not told that it has applied it.
+        assert time.monotonic() - began > 0.39
+        second.at(5)
+        first.finish(30)
+        second.finish(30)
+        assert time.monotonic() - began < 10

@@ -16,6 +16,8 @@ from cocodc_jax.runtime.membership.messages import Choice, Install, Propose, Row
 from cocodc_jax.runtime.membership.protocol import Member
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
+# Of `parted`: who left takes along what another one then decides anew.
+AT_ONCE = 18
 
 
 class World:
@@ -318,6 +320,55 @@ def test_who_leaves_is_not_waited_for():
             world.deliver(0)
         world.tick(0.5)
     assert set(world.members[1].view.seats) == {1}
+
+
+def part(world, last, stays):
+    """Train up to a sync and leave, while messages overtake one another.
+
+    Those of one region to another stay in order, as on a connection.
+
+    Returns:
+      The regions whose messages the mean of that sync is of, as each region took it.
+    """
+    finished, logs = set(), world.logs.copy()
+    for _ in range(2000):
+        for region, member in list(world.members.items()):
+            if world.steps[region] < last:
+                world.train(region)
+            elif not world.waits[region] and region not in finished:
+                finished.add(region)
+                member.finish(world.now)
+                world.post(region)
+            elif region in finished and not (stays and member.is_needed(world.now)):
+                member.leave()
+                world.post(region)
+                del world.members[region]
+        for _ in range(world.random.randrange(8)):
+            ways = {}
+            for i, (dest, sender, *_) in enumerate(world.network):
+                ways.setdefault((dest, sender), i)
+            if ways:
+                world.deliver(ways[world.random.choice(sorted(ways))])
+        world.tick(0.02)
+    assert not world.members
+    return {frozenset(log[0, last]) for log in logs.values()}
+
+
+def parted(seed, num, stays):
+    world = World(num, seed)
+    world.settle(12)
+    return part(world, max(world.steps.values()) + 1, stays)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+@settings(max_examples=60, deadline=None)
+@example(AT_ONCE, 3)
+def test_who_stays_until_it_is_not_needed_takes_no_decision_along(seed, num):
+    assert parted(seed, num, stays=True) == {frozenset(range(num))}
+
+
+def test_who_leaves_at_once_takes_its_decision_along():
+    assert len(parted(AT_ONCE, 3, stays=False)) > 1
 
 
 def test_what_was_decided_is_forgotten_when_all_have_applied_it():
