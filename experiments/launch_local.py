@@ -23,8 +23,7 @@ from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.help import options, render
 
-from . import commands
-from .train import read_flags
+from . import commands, planned, train
 
 
 def define_flags() -> absl_flags.FlagValues:
@@ -126,8 +125,7 @@ def launch_jobs(
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     own = define_flags()
-    flags.define()
-    flags.define_tracking()
+    train.define()
     with flags.usage_errors():
         train_flags = own(argv)[1:]
         if own.help:
@@ -137,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
             train_flags.append(f"--regions={own.regions}")
         # Read here too, so that what is wrong is said once, before anything starts.
         flags.parse([argv[0], *train_flags])
-        config, workdir = read_flags()
+        config, workdir = train.read_flags(planned.unsaid)
         if own.restart and not own.jobs:
             raise ValueError("restart=True goes with --jobs; processes end together")
         if own.jobs:

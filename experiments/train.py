@@ -9,6 +9,7 @@ summary.json.
 
 import pathlib
 import sys
+from collections.abc import Callable
 
 import jax
 
@@ -17,13 +18,13 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.processes import failing_alone
 from cocodc_jax.run.session import RUN_ERRORS, prepare
 
-from . import commands
+from . import commands, planned
 
 
 def main() -> None:
     """Read the flags, train, print the summary."""
     with flags.usage_errors():
-        config, workdir = read_flags()
+        config, workdir = read_flags(planned.planned)
         processes = flags.processes()
         processes.start(config.run.regions, config.run.devices_per_region)
         tracking = flags.tracking()
@@ -44,13 +45,20 @@ def main() -> None:
     print(dumps(summary), end="")
 
 
-def read_flags() -> tuple[TrainConfig, pathlib.Path]:
+def read_flags(
+    plan: Callable[[TrainConfig], TrainConfig] | None = None,
+) -> tuple[TrainConfig, pathlib.Path]:
     """Return what to train, and the folder of the run.
+
+    Args:
+      plan: chooses what the flags leave open, see `planned`.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
     config = flags.config()
+    if plan is not None:
+        config = plan(config)
     default = pathlib.Path("runs") / f"{config.preset}_{config.method.method}"
     return config, pathlib.Path(flags.value("workdir") or default)
 
@@ -58,6 +66,7 @@ def read_flags() -> tuple[TrainConfig, pathlib.Path]:
 def define() -> None:
     """Define the program's flags."""
     flags.define()
+    planned.define()
     flags.define_tracking()
 
 

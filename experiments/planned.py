@@ -1,0 +1,146 @@
+"""A run whose method, precision and interval are what a sweep recommends on its links.
+
+    python -m experiments.train --plan=auto --plan_frontier=cells.json --plan_gbps=0.1 \
+        --plan_latency_ms=50 --plan_step_s=0.5 --workdir=DIR
+
+It is what `simulate --plan --frontier` says of the same links (`sweeps/advice.py`), for
+the run's own regions and model. The same flags give the same plan, so that the command
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from cocodc_jax import models
+from cocodc_jax.network import world
+from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import TrainConfig
+
+from .simulate_flags import named
+from .sweeps import advice
+
+AUTO, NONE = "auto", "none"
+_CHOSEN = ("method", *advice.TOLD, "inner_lr")
+_GBPS, _LATENCY_MS = 1.0, 50.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+    kind: type
+    default: object
+    text: str
+
+
+_FLAGS = {
+    "plan_frontier": _Flag(
+        str, None, "cells.json of experiments.sweep, the losses that were measured."
+    ),
+    "plan_step_s": _Flag(float, None, "Seconds of an inner step."),
+    "plan_links": _Flag(str, None, "YAML file with regions and links."),
+    "plan_gbps": _Flag(
+        float, _GBPS, "Gbit/s of each ordered pair of regions, without plan_links."
+    ),
+    "plan_latency_ms": _Flag(
+        float, _LATENCY_MS, "Milliseconds one way, without plan_links."
+    ),
+}
+
+
+def define() -> None:
+    """Define `--plan` and what it needs to know."""
+    text = "'auto': choose method, precision and interval by measured losses."
+    flags.define_one(str, "plan", NONE, text)
+    for name, flag in _FLAGS.items():
+        flags.define_one(flag.kind, name, flag.default, f"With plan=auto: {flag.text}")
+
+
+def planned(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with what the flags have chosen for it, and say why.
+
+    Args:
+      config: by all other flags.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    best = _best(config)
+    if best is not None and max(flags.processes().process_id, _region()) <= 0:
+        told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
+        print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
+    return config if best is None else config.replace(**best.choice.flags)
+
+
+def _region() -> int:
+    return flags.value("region_id") or 0
+
+
+def unsaid(config: TrainConfig) -> TrainConfig:
+    """Do as `planned`, for a program that starts those that say it."""
+    best = _best(config)
+    return config if best is None else config.replace(**best.choice.flags)
+
+
+def _best(config: TrainConfig) -> advice.Advice | None:
+    given = [name for name in _FLAGS if flags.given(name)]
+    plan = flags.value("plan")
+    if plan not in (AUTO, NONE):
+        raise ValueError(f"plan={plan!r} is unknown; use {AUTO!r} or {NONE!r}")
+    if plan == NONE:
+        if given:
+            name = given[0]
+            raise ValueError(
+                f"{name}={flags.value(name)} has no meaning without --plan=auto"
+            )
+        return None
+    _check(given)
+    found = advice.advise(
+        named("plan_frontier", flags.value("plan_frontier"), advice.read),
+        _topology(config.run.regions),
+        models.num_params(config.model),
+        [flags.value("plan_step_s")],
+    )
+    return found[0]
+
+
+def _check(given: list[str]) -> None:
+    for name in ("plan_frontier", "plan_step_s"):
+        if name not in given:
+            raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name].text}")
+    if flags.value("plan_step_s") <= 0:
+        raise ValueError(
+            f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"
+        )
+    for name in _CHOSEN:
+        if flags.given(name):
+            raise ValueError(
+                f"{name}={flags.value(name)} is what --plan=auto chooses; leave out one"
+                " of the two"
+            )
+    if "plan_links" in given:
+        for name in ("plan_gbps", "plan_latency_ms"):
+            if name in given:
+                raise ValueError(
+                    f"{name}={flags.value(name)} and --plan_links exclude each other"
+                )
+
+
+def _topology(num_regions: int) -> Topology:
+    path = flags.value("plan_links")
+    if path is None:
+        gbps, ms = flags.value("plan_gbps"), flags.value("plan_latency_ms")
+        try:
+            return uniform(num_regions, Link(gbps, ms / 1000))
+        except ValueError as error:
+            raise ValueError(f"plan_gbps={gbps}, plan_latency_ms={ms}: {error}") from (
+                error
+            )
+    topology = named("plan_links", path, world.load_topology)
+    if topology.num_regions != num_regions:
+        raise ValueError(
+            f"plan_links={path} has {topology.num_regions} regions, the run has "
+            f"{num_regions}"
+        )
+    return topology

@@ -1,0 +1,99 @@
+"""`train --plan=auto`: what the plan chooses is what is trained."""
+
+import json
+import re
+import sys
+
+import pytest
+from absl.flags import FlagValues
+
+from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.run import flags
+from experiments import planned, train
+from experiments.sweeps import advice
+
+from .test_advice import cells as cells  # a fixture
+
+LINKS = """
+regions: [here, there]
+default: {bandwidth_gbps: 1, latency_ms: 1}
+"""
+
+
+@pytest.fixture
+def read(monkeypatch):
+    def read(*words):
+        monkeypatch.setattr(flags, "FLAGS", FlagValues())
+        monkeypatch.setattr(sys, "argv", ["train", "--preset=smoke", *words])
+        train.define()
+        flags.parse(sys.argv)
+        return train.read_flags(planned.planned)[0]
+
+    return read
+
+
+def test_fast_links_and_slow_ones_have_other_plans(read, cells, capsys):
+    plan = ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
+    fast = read(*plan, "--plan_gbps=1000", "--plan_latency_ms=0")
+    slow = read(*plan, "--plan_gbps=0.0001", "--seed=3")
+    assert fast.method.method == "data_parallel"
+    assert slow.method.method == "streaming_diloco"
+    wanted = {"sync_interval": 16, "delay_steps": 3, "compress": "ef+int4"}
+    assert wanted.items() <= slow.method.values.items()
+    assert slow.run.seed == 3
+    told = capsys.readouterr().err
+    assert "plan: streaming_diloco ef+int4: loss 2.400 (of 2 seeds)" in told
+    assert "--method=streaming_diloco --sync_interval=16" in told
+
+
+def test_without_a_plan_nothing_is_chosen(read):
+    config = read("--method=diloco")
+    assert config.method.method == "diloco"
+
+
+def test_the_plan_is_that_of_the_simulator(read, cells):
+    found = advice.advise(
+        advice.read(cells), uniform(4, Link(0.01, 0.2)), 12_345.0, [0.5]
+    )
+    assert {"method", "inner_lr"} <= found[0].choice.flags.keys()
+    assert found[0].choice.flags.keys() <= set(planned._CHOSEN)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plan=always"], "plan='always' is unknown; use 'auto' or 'none'"),
+        (["--plan_step_s=1"], "plan_step_s=1.0 has no meaning without --plan=auto"),
+        (["--plan=auto"], "plan=auto needs --plan_frontier: cells.json"),
+        (["--plan=auto", "--plan_frontier=x"], "plan=auto needs --plan_step_s: Sec"),
+        (
+            ["--plan=auto", "--plan_frontier=x", "--plan_step_s=1", "--method=co2"],
+            "method=co2 is what --plan=auto chooses",
+        ),
+        (
+            ["--plan=auto", "--plan_frontier=x", "--plan_step_s=0"],
+            "plan_step_s=0.0 must be positive",
+        ),
+        (
+            ["--plan=auto", "--plan_frontier=/no/x", "--plan_step_s=1"],
+            "--plan_frontier=/no/x: No such file",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(*words)
+
+
+def test_links_that_are_not_the_runs_are_refused(read, cells, tmp_path):
+    plan = ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
+    with pytest.raises(ValueError, match="plan_gbps=0.0, .*bandwidth"):
+        read(*plan, "--plan_gbps=0")
+    path = tmp_path / "links.yaml"
+    path.write_text(LINKS)
+    with pytest.raises(ValueError, match="has 2 regions, the run has 4"):
+        read(*plan, f"--plan_links={path}", "--regions=4")
+    with pytest.raises(ValueError, match="plan_gbps=2.0 and --plan_links exclude"):
+        read(*plan, f"--plan_links={path}", "--plan_gbps=2")
+    two = read(*plan, f"--plan_links={path}", "--regions=2")
+    assert json.dumps(two.to_json())
