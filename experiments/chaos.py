@@ -185,9 +185,7 @@ class Chaos:
         told = lines(folder / JOINS_FILE)[-1:] + lines(folder / SYNCS_FILE)[-1:]
         epoch = max((each["epoch"] for each in told), default=0)
         self.regions[region].send(signal.SIGKILL)
-        process = self.regions[region].process
-        assert process is not None
-        process.wait()
+        self.regions[region].wait()
         self.kills.append(
             {
                 "region": region,

@@ -90,7 +90,11 @@ def launch(
 
 
 def launch_jobs(
-    train_flags: Sequence[str], workdir: pathlib.Path, count: int, restarts: bool
+    train_flags: Sequence[str],
+    workdir: pathlib.Path,
+    count: int,
+    restarts: bool,
+    num_processes: int = 1,
 ) -> int:
     """Start every region as a job of its own, and wait for their end.
 
@@ -99,6 +103,7 @@ def launch_jobs(
       workdir: folder of the run.
       count: regions.
       restarts: whether to start again who died.
+      num_processes: of each region.
 
     Returns:
       0, or the exit code of the region that ended badly first.
@@ -107,7 +112,10 @@ def launch_jobs(
         [*commands.python_m("train"), *train_flags], workdir, count
     )
     logs = independent.logs(workdir, count)
-    regions = [independent.Region(*each) for each in zip(told, logs, strict=True)]
+    regions = [
+        independent.Region(*each, num_processes)
+        for each in zip(told, logs, strict=True)
+    ]
     asked: list[int] = []
 
     def stop(code: int) -> None:
@@ -139,12 +147,15 @@ def main(argv: Sequence[str]) -> int:
         if own.restart and not own.jobs:
             raise ValueError("restart=True goes with --jobs; processes end together")
         if own.jobs:
-            if own.processes:
+            each, rest = divmod(own.processes or config.run.regions, config.run.regions)
+            if rest:
                 raise ValueError(
-                    f"processes={own.processes} has no meaning with --jobs, where "
-                    "every region is one; leave it out"
+                    f"processes={own.processes} with --jobs must be a multiple of "
+                    f"regions={config.run.regions}, each of so many processes"
                 )
-            return launch_jobs(train_flags, workdir, config.run.regions, own.restart)
+            return launch_jobs(
+                train_flags, workdir, config.run.regions, own.restart, each
+            )
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)
     return launch(train_flags, workdir, count, own.grace_s)

@@ -26,7 +26,7 @@ def main() -> None:
     with flags.usage_errors():
         config, workdir = read_flags(planned.planned)
         processes = flags.processes()
-        processes.start(config.run.regions, config.run.devices_per_region)
+        processes.start(config.run.own_regions, config.run.devices_per_region)
         tracking = flags.tracking()
         session = prepare(
             config, workdir, processes=processes, tracking=tracking, jobs=flags.jobs()

@@ -24,17 +24,21 @@ _USAGE_ERROR = 2
 
 
 class Region:
-    """One region's process, and those it has been before."""
+    """One region's processes, and those it has been before."""
 
-    def __init__(self, command: Sequence[str], log: pathlib.Path | None):
+    def __init__(
+        self, command: Sequence[str], log: pathlib.Path | None, num_processes: int = 1
+    ):
         """Start nothing yet.
 
         Args:
           command: program and arguments.
-          log: where its output goes, one life after another; None is the terminal.
+          log: where its output goes, one life after another; None is the terminal. That
+            of further processes goes beside it.
+          num_processes: of the region, which meet at a free port of this machine.
         """
-        self._command, self._log = list(command), log
-        self.process: subprocess.Popen | None = None
+        self._command, self._log, self._num = list(command), log, num_processes
+        self.processes: list[subprocess.Popen] = []
         self.lives = 0
 
     def start(self) -> None:
@@ -42,24 +46,49 @@ class Region:
         self.lives += 1
         if self._log:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        self.process = start_child(self._command, log=self._log, mode="ab")
+        self.processes = []
+        (coordinator,) = free_addresses(1)
+        for number in range(self._num):
+            command, log = self._command, self._log
+            if self._num > 1:
+                command = [
+                    *command,
+                    f"--coordinator_address={coordinator}",
+                    f"--num_processes={self._num}",
+                    f"--process_id={number}",
+                ]
+            if log and number:
+                log = log.with_stem(f"{log.stem}_{number}")
+            self.processes.append(start_child(command, log=log, mode="ab"))
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
-        return self.process is not None and self.process.poll() is None
+        """Whether one of its processes lives."""
+        return any(process.poll() is None for process in self.processes)
 
     @property
     def code(self) -> int | None:
-        """How its last life ended, None while it lives."""
-        if self.process is None or self.process.poll() is None:
+        """How its last life ended, None while it lives.
+
+        A process that has ended badly takes the others with it.
+        """
+        codes = [process.poll() for process in self.processes]
+        if any(codes):
+            self.send(signal.SIGKILL)
+        if not codes or None in codes:
             return None
-        return exit_code(self.process.returncode)
+        return exit_code(next((code for code in codes if code), 0))
+
+    def wait(self) -> None:
+        """Wait until all of its processes have ended."""
+        for process in self.processes:
+            process.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send its process a signal."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+        """Send its processes a signal."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
 
 
 def make_key(workdir: pathlib.Path) -> pathlib.Path:

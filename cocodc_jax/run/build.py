@@ -207,19 +207,18 @@ def open_for(
     place: Place | None = None,
 ) -> TextData:
     """Open the corpus for the regions of this process; process 0 prepares it."""
-    regions = config.run.regions
+    regions, own = config.run.regions, None
     if place is not None:
-        return open_text(config.data, regions, [place.region])
-    if jax.process_count() == 1:
-        return open_text(config.data, regions)
-    size = regions // mesh.shape[REGION]
-    places = [{d.process_index for d in place.flat} for place in mesh.devices]
-    own = [
-        place * size + i
-        for place, processes in enumerate(places)
-        if jax.process_index() in processes
-        for i in range(size)
-    ]
+        own = [place.region]
+    elif jax.process_count() > 1:
+        size = regions // mesh.shape[REGION]
+        rows = [{d.process_index for d in row.flat} for row in mesh.devices]
+        own = [
+            row * size + i
+            for row, processes in enumerate(rows)
+            if jax.process_index() in processes
+            for i in range(size)
+        ]
     if jax.process_index() != 0:
         gather("process 0 has prepared it")
         return open_text(config.data, regions, own)

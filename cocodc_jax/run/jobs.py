@@ -25,11 +25,12 @@ import jax
 import numpy as np
 
 from cocodc_jax.data.streams import TrainStream
-from cocodc_jax.run.agreement import code_digest
+from cocodc_jax.run.agreement import code_digest, gather
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.watching import ON_FAULT, FaultWatch
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.loop import joining
+from cocodc_jax.runtime.membership import inside
 from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.link import LeftBehindError, Link
 from cocodc_jax.runtime.membership.messages import Snapshot
@@ -146,6 +147,19 @@ class Jobs:
             self.late_message,
         )
 
+    def check_several(self, num_processes: int) -> None:
+        """Refuse what a region of several processes cannot do.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        if self.late_mean == "merge":
+            raise ValueError(
+                "late_mean='merge' lets each process see by its own clock that a mean "
+                f"is late, and a region of num_processes={num_processes} has several; "
+                "use 'wait'"
+            )
+
 
 NO_JOBS = Jobs()
 
@@ -158,7 +172,11 @@ class Attendance:
     """
 
     def __init__(
-        self, program: RegionProgram, link: Link, folder: pathlib.Path, digests: bool
+        self,
+        program: RegionProgram,
+        link: Link | inside.Speaker | inside.Listener,
+        folder: pathlib.Path,
+        digests: bool,
     ):
         """Write to the region's own folder.
 
@@ -282,7 +300,13 @@ def taking_part(
     own, _, position = begun
     began_s = time.monotonic()
     largest = joining.max_frame_bytes(program)
-    link = Link(place, run, largest, own.step, is_announced=False, watch=watch)
+    link = inside.of_process(
+        place,
+        jax.process_index(),
+        jax.process_count(),
+        lambda: Link(place, run, largest, own.step, is_announced=False, watch=watch),
+        gather,
+    )
     with link:
         listen_s = _LISTEN_BEATS * place.timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}

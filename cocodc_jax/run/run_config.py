@@ -212,6 +212,11 @@ class RunConfig:
         return "in_turn" if self.step_seconds else self.local_regions
 
     @property
+    def own_regions(self) -> int:
+        """Regions that are one JAX job: all, or one where each is a job of its own."""
+        return 1 if self.exchange == "jobs" else self.regions
+
+    @property
     def devices_per_region(self) -> int:
         """Devices that share one region."""
         return self.stages * self.data_axis * self.model_axis

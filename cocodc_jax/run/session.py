@@ -363,10 +363,7 @@ def prepare(
     check_model(config, config.model)  # Before so many devices are made.
     place = jobs.place(config.run.exchange)
     if place is not None and processes.num_processes != 1:
-        raise ValueError(
-            f"num_processes={processes.num_processes} has no meaning for exchange="
-            "'jobs', where every region is one process of its own; leave it out"
-        )
+        jobs.check_several(processes.num_processes)
     run = own_part(config, place)
     devices = use_devices(run, processes.num_processes)
     mesh = cc.make_mesh(

@@ -100,6 +100,27 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     return treedef.unflatten([one(*pair) for pair in pairs])
 
 
+def declare(tree: PyTree, sharding: Sharding) -> PyTree:
+    """Declare what every process has alike on a device of its own to be one array.
+
+    Args:
+      tree: arrays of one device.
+      sharding: whole on such a device of every process.
+    """
+    if sharding.is_fully_addressable:
+        return tree
+    return jax.tree.map(
+        lambda x: jax.make_array_from_single_device_arrays(x.shape, sharding, [x]), tree
+    )
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """Read an array; all processes that hold a part of it have to."""
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        x = _replicate(NamedSharding(x.sharding.mesh, P()))(x)
+    return np.asarray(x)
+
+
 def out_of_host_memory(tree: PyTree) -> PyTree:
     """Take arrays that lie in the memory of accelerators' hosts onto the accelerators.
 

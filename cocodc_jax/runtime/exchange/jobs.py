@@ -24,8 +24,10 @@ import jax
 import numpy as np
 
 from cocodc_jax.runtime.arriving import Arriving, Landed
+from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
 from cocodc_jax.runtime.exchange.outgoing import Departure
+from cocodc_jax.runtime.membership.inside import Listener, Speaker
 from cocodc_jax.runtime.membership.link import Link
 from cocodc_jax.runtime.membership.messages import Decision, SyncId
 from cocodc_jax.runtime.membership.place import Place
@@ -58,8 +60,8 @@ class BetweenJobs:
           place: of this region among all.
         """
         self._setting, self._place = setting, place
-        self._programs = OnOuterMesh(setting, "direct")
-        self.link: Link | None = None
+        self._programs = OnOuterMesh(setting, "direct", is_alone=True)
+        self.link: Link | Speaker | Listener | None = None
         self.in_mean: dict[SyncId, tuple[int, ...]] = {}
 
     @property
@@ -91,7 +93,7 @@ class BetweenJobs:
         sync, link = departure.event.sync_id, self.link
 
         def decide() -> tuple[bytes | None, Decision]:
-            row = np.asarray(buffer)[0].tobytes()  # Waits for the steps.
+            row = transfer.local_rows(buffer)[0].tobytes()  # Waits for the steps.
             if link is None:
                 return row, Decision(0, sync, {self.region: row})
             return row, link.send(sync, row, departure.times[0]).result()
@@ -149,14 +151,15 @@ class BetweenJobs:
           arriving: as of `OnOuterMesh.encoded`.
           like: shape and dtype of a message, `[1, n]`.
         """
-        host = self._setting.shardings.channel(sync[0]).host
+        # Of each process; the same in all of a region.
+        here, host = self._programs.places(sync[0])
 
         def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
             table, weights = _table(
                 rows, self.num_regions, like.shape[1], like.dtype, own
             )
-            mean, _, told = arriving(jax.device_put(table, host), weights)
-            return mean, told
+            mean, _, told = arriving(jax.device_put(table, here), weights)
+            return transfer.declare((mean, told), host)
 
         mean, told = mean_of(rows)
         uncounted = None

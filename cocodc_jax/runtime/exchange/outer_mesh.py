@@ -14,10 +14,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.devices.mesh import regional
+from cocodc_jax.runtime.devices.mesh import outer_device, regional
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange import flat_buffer
 from cocodc_jax.runtime.exchange.combine import make_buffer
@@ -50,15 +50,18 @@ class OnOuterMesh:
         """Regions whose messages there are."""
         return self._setting.regions.num
 
-    def __init__(self, setting: Setting, all_reduce: str):
+    def __init__(self, setting: Setting, all_reduce: str, is_alone: bool = False):
         """Compile nothing yet.
 
         Args:
           setting: of the run.
           all_reduce: one of `collectives.ALL_REDUCES`.
+          is_alone: each process has all rows, and takes the mean by itself: nothing
+            crosses, so that threads may do it in any order.
         """
         self._setting = setting
         self.all_reduce = all_reduce
+        self._is_alone = is_alone
         self._num_times = setting.regions.num if setting.is_measured else 0
         self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
 
@@ -97,7 +100,7 @@ class OnOuterMesh:
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
         encode, combine = self._programs[k, rank]
-        host = self._setting.shardings.channel(k).host
+        host = self.places(k)[0]
         told = self._of_own_regions(departure.times) if self._num_times else None
         inside = self._weights(departure.weights, regional(self._setting.mesh))
         start_step = start_step_of(self._setting, departure.event)
@@ -139,7 +142,7 @@ class OnOuterMesh:
         """Return what makes the mean of a sync, and the shape of what regions send."""
         k, start_step = sync_id
         draws = self._setting.sync.message.average.draws
-        host = self._setting.shardings.channel(k).host
+        host = self.places(k)[0]
         encoded = self._setting.sync.message.encoded(
             self._setting.outer_shapes[k], rank
         )
@@ -168,7 +171,7 @@ class OnOuterMesh:
     def _make_combine(self, k: int, rank: int) -> Callable:
         setting = self._setting
         message = setting.sync.message
-        host = setting.shardings.channel(k).host
+        host = self.places(k)[0]
         combine = make_judged_combine(
             setting,
             rank,
@@ -184,6 +187,13 @@ class OnOuterMesh:
             return restore(mean, start_step), times, told
 
         return jax.jit(arriving, out_shardings=host)
+
+    def places(self, k: int) -> tuple[Sharding, Sharding]:
+        """Tell where a fragment's mean is taken, and where it then is."""
+        host = self._setting.shardings.channel(k).host
+        if self._is_alone and not host.is_fully_addressable:
+            return SingleDeviceSharding(outer_device(self._setting.mesh)), host
+        return host, host
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from cocodc_jax.runtime.arriving import Arriving
+from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.fit import at_step
 from cocodc_jax.runtime.membership.messages import Snapshot, SyncId
@@ -57,7 +58,8 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
     """Copy to the host what a region that joins needs; waits for the outer steps.
 
     Args:
-      program: whose messages cross between jobs.
+      program: whose messages cross between jobs; of a region of several processes in
+        all of them.
       state: after the events of its step; is not changed.
     """
     told = program.synchronize(state)
@@ -74,7 +76,7 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
         "has_mean": flights,
     }
     # Bytes of their own: the next outer step is given the buffers.
-    frames = tuple(np.asarray(x).tobytes() for x in jax.tree.leaves(arrays))
+    frames = tuple(transfer.whole(x).tobytes() for x in jax.tree.leaves(arrays))
     return Snapshot(told.step, header, frames)
 
 
@@ -189,7 +191,11 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
                 f"{shape.dtype}{list(shape.shape)}: another model or method"
             )
         value = np.frombuffer(frame, shape.dtype).reshape(shape.shape)
-        return jax.device_put(value, shape.sharding, may_alias=False)
+        if shape.sharding.is_fully_addressable:
+            return jax.device_put(value, shape.sharding, may_alias=False)
+        return jax.make_array_from_callback(
+            shape.shape, shape.sharding, lambda index: np.array(value[index])
+        )
 
     return jax.tree.map(one, like)
 

@@ -25,6 +25,16 @@ _GIVE_UP_S = 1.5
 _PING_MS, _PONG_MS = 2000, 10000
 
 
+def key_pair(key: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the secret key, for CURVE, of those who share `key`."""
+    with extra("jobs"):
+        import zmq
+        import zmq.utils.z85
+    digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
+    secret = zmq.utils.z85.encode(digest)
+    return zmq.curve_public(secret), secret
+
+
 class Sockets:
     """The sockets of one region; one thread alone may use them."""
 
@@ -33,9 +43,7 @@ class Sockets:
             import zmq
             import zmq.utils.z85
         self._zmq, self._waked = zmq, waked
-        secret = hashlib.sha256(b"cocodc_jax regions" + place.key).digest()
-        self._secret = zmq.utils.z85.encode(secret)
-        self._public = zmq.curve_public(self._secret)
+        self._public, self._secret = key_pair(place.key)
         self._raw = zmq.utils.z85.decode(self._public)
         self._context = zmq.Context()
         self._context.max_sockets = 1023
