@@ -48,8 +48,8 @@ class Jobs:
     """Where the regions of a run are, if each is a job of its own.
 
     Attributes:
-      region_addresses: host:port of every region, with commas, in their order; as many
-        as there may ever be.
+      region_addresses: host:port of every region (of its process 0), with commas, in
+        their order; as many as there may ever be.
       region_id: which of them this is.
       key_file: file with the key that all share, at least 32 bytes, for nobody else to
         read.

@@ -23,14 +23,14 @@ FLAGS = [
 class Run:
     """Three regions of a run."""
 
-    def __init__(self, workdir, corpus):
-        train = [sys.executable, "-m", "experiments.train", *FLAGS, *corpus]
-        self.workdir = workdir
+    def __init__(self, workdir, flags, num=3, num_processes=1):
+        train = [sys.executable, "-m", "experiments.train", *flags]
+        self.workdir, self.num = workdir, num
         self.regions = [
-            independent.Region(*each)
+            independent.Region(*each, num_processes)
             for each in zip(
-                independent.commands(train, workdir, 3),
-                independent.logs(workdir, 3),
+                independent.commands(train, workdir, num),
+                independent.logs(workdir, num),
                 strict=True,
             )
         ]
@@ -51,26 +51,29 @@ class Run:
             time.sleep(0.1)
 
     def tail(self):
-        paths = independent.logs(self.workdir, 3)
+        paths = independent.logs(self.workdir, self.num)
         return "\n".join(p.read_text()[-1000:] for p in paths if p.exists())
 
-    def finish(self):
-        self.until(lambda: all(r.code is not None for r in self.regions))
-        assert [r.code for r in self.regions] == [0, 0, 0], self.tail()
+    def finish(self, steps=STEPS):
+        self.until(lambda: all([r.code is not None for r in self.regions]), 600)
+        assert [r.code for r in self.regions] == [0] * self.num, self.tail()
         losses = [
             json.loads((self.workdir / f"region_{r}" / "summary.json").read_text())
-            for r in range(3)
+            for r in range(self.num)
         ]
         assert len({loss["eval_loss_outer"] for loss in losses}) == 1
-        return chaos.judge(self.workdir, 3, STEPS, [], seconds=0)
+        return chaos.judge(self.workdir, self.num, steps, [], seconds=0)
+
+    def kill(self):
+        for region in self.regions:
+            region.send(signal.SIGKILL)
 
 
 @pytest.fixture
 def three(tmp_path, corpus):
-    run = Run(tmp_path, corpus)
+    run = Run(tmp_path, [*FLAGS, *corpus])
     yield run
-    for region in run.regions:
-        region.send(signal.SIGKILL)
+    run.kill()
 
 
 def test_one_is_asked_to_stop_and_one_is_silent_for_a_while(three):
@@ -111,3 +114,53 @@ def test_all_die_and_come_back_from_checkpoints(three):
     ends = [three.lines(r, "joins.jsonl")[-1] for r in range(3)]
     assert sorted(end["from_peer"] for end in ends) == [False, True, True]
     assert max(end["own_step"] for end in ends) >= 40
+
+
+SEVERAL = [
+    "--preset=smoke", "--batch_per_region=96", "--eval_every=0", "--eval_batches=2",
+    "--data_axis=2", "--regions=2", "--log_every=1", "--outer_digests",
+    "--checkpoint_every=50", "--dead_after_s=8",
+]  # fmt: skip
+
+
+@pytest.fixture
+def started(tmp_path, corpus):
+    """Starts two regions of some processes each."""
+    runs = []
+
+    def start(name, num_processes, steps):
+        flags = [*SEVERAL, *corpus, f"--steps={steps}"]
+        runs.append(Run(tmp_path / name, flags, 2, num_processes))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def test_regions_of_two_processes_have_the_numbers_of_one_with_two_devices(started):
+    def digests(folder):
+        return [sync["digest"] for sync in chaos.lines(folder / "syncs.jsonl")]
+
+    one, two = started("one", 1, 40), started("two", 2, 40)
+    one.finish(40)
+    two.finish(40)
+    expected = digests(one.workdir / "region_0")
+    assert len(expected) > 10
+    for folder in ("region_0", "region_1", "region_1/process_1"):
+        assert digests(two.workdir / folder) == expected
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_dies_takes_its_region_along_which_comes_back(started, process):
+    run = started("run", 2, 1500)
+    run.until(lambda: min(map(run.step, range(2))) > 20)
+    run.regions[1].processes[process].kill()
+    run.until(lambda: run.regions[1].code is not None, seconds=30)
+    run.regions[1].start()
+    result = run.finish(1500)
+    assert not result["gaps_unexplained"]
+    assert not result["merges_that_differ"]
+    joins = run.lines(1, "joins.jsonl")
+    assert [join["from_peer"] for join in joins] == [False, True]
+    assert run.regions[0].lives == 1

@@ -242,7 +242,9 @@ class Listener:
             if "sync" in told:
                 sync = (told["sync"][0], told["sync"][1])
                 rows = dict(zip(told["regions"], frames, strict=True))
-                self._future(sync).set_result(Decision(told["epoch"], sync, rows))
+                future = self._future(sync)
+                if not future.done():
+                    future.set_result(Decision(told["epoch"], sync, rows))
             else:
                 self._answers.put((told, frames))
         self._socket.close()
@@ -254,12 +256,18 @@ class Listener:
             return self._futures.setdefault(sync, Future())
 
     def _answer(self) -> tuple[Any, Sequence[bytes]]:
-        """Return what process 0 was answered in this process's place."""
+        """Return what process 0 was answered in this process's place.
+
+        Raises:
+          LeftBehindError, TimeoutError: as process 0 got it.
+          ConnectionError: if process 0 has ended.
+          RuntimeError: if it has made another call.
+        """
         self._calls += 1
         told, frames = self._answers.get()
         if "ended" in told:
             self._answers.put((told, frames))  # For who asks again.
-            raise LeftBehindError(
+            raise ConnectionError(
                 f"process 0 of region {self.place.region} has ended: {told['ended']}"
             )
         if told["call"] != self._calls:
