@@ -74,3 +74,9 @@ def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
         flags.parse(sys.argv)
         found[words] = flags.processes().num_processes
     assert list(found.values()) == [4, Processes().num_processes]
+
+
+def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
+    Jobs(late_mean="wait").check_several(4)
+    with pytest.raises(ValueError, match=r"late_mean='merge' .*num_processes=4"):
+        Jobs(late_mean="merge").check_several(4)

@@ -117,6 +117,7 @@ def declare(tree: PyTree, sharding: Sharding) -> PyTree:
 def whole(x: jax.Array) -> np.ndarray:
     """Read an array; all processes that hold a part of it have to."""
     if not (x.is_fully_addressable or x.is_fully_replicated):
+        assert isinstance(x.sharding, NamedSharding)
         x = _replicate(NamedSharding(x.sharding.mesh, P()))(x)
     return np.asarray(x)
 

@@ -120,7 +120,9 @@ def adopt(
     trained = program.outer_params(with_outer(program.init(params, key), {}))
     if carried is not None:
         trained = jax.tree.map(jax.numpy.add, trained, _work(program, carried))
-    params = jax.tree.map(lambda x, like: x.astype(like.dtype), trained, params)
+    params = jax.tree.map(
+        lambda x, like: transfer.whole(x).astype(like.dtype), trained, params
+    )
     # Its earlier life has used the keys that follow from the run's.
     state = program.init(params, jax.random.fold_in(key, copy.step))
     # A learning rate is that of the run's step; the moments are fresh.

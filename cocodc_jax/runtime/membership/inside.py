@@ -291,7 +291,7 @@ class Listener:
         """See `Link.join`."""
         del timeout_s
         value, frames = self._answer()
-        return None if value is None else Snapshot(*value, tuple(frames))
+        return None if value is None else Snapshot(value[0], value[1], tuple(frames))
 
     def at(self, oldest_step: int) -> dict[int, int]:
         """See `Link.at`."""
