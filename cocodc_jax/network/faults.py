@@ -294,7 +294,7 @@ class Regions:
           patience: as of `Messages`.
           floor: see `robust_z`.
           against_others: whether how many times its own median a number is must stand
-            out among the regions as well: lengths of messages change in all together.
+            out of the others' as well: lengths of messages change in all together.
           kind: of what is found; "" is "unusual" against others, else "slow".
 
         Raises:
@@ -313,10 +313,7 @@ class Regions:
         if self._against_others:
             with np.errstate(divide="ignore", invalid="ignore"):
                 grown = np.where(median > 0, values / median, 1.0)
-            known = grown[np.isfinite(grown)]
-            middle = np.median(known) if len(known) else np.nan
-            apart = np.median(np.abs(known - middle)) if len(known) else np.nan
-            bad &= robust_z(grown, middle, apart, self._floor) > self._threshold
+            bad &= _among_others(grown, self._floor) > self._threshold
         return [
             Finding(
                 self._kind,
@@ -327,3 +324,16 @@ class Regions:
             )
             for i in np.nonzero(self._past.learn(values, bad))[0]
         ]
+
+
+def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
+    """Return the robust z-score of each value against all the others; NaN is none."""
+    scores = np.full(values.shape, np.nan)
+    for i in np.flatnonzero(np.isfinite(values)):
+        others = np.delete(values, i)
+        others = others[np.isfinite(others)]
+        if len(others):
+            middle = np.median(others)
+            apart = np.median(np.abs(others - middle))
+            scores[i] = robust_z(values[i], middle, apart, floor)
+    return scores

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -377,7 +378,11 @@ class RegionProgram:
         return jax.tree.map(put, batches)
 
     def advance(
-        self, state: TrainState, batches: PyTree, times: Times = (0.0, 0.0)
+        self,
+        state: TrainState,
+        batches: PyTree,
+        times: Times = (0.0, 0.0),
+        on_steps: Callable[[int, jax.Array], None] = lambda step, losses: None,
     ) -> tuple[TrainState, Output]:
         """Run T inner steps, then the events of the step they lead to.
 
@@ -387,6 +392,8 @@ class RegionProgram:
             `steps_to_event(state)`.
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
+          on_steps: takes the step that the inner steps lead to, and their losses, as
+            soon as they are handed out: the events may wait for other jobs.
 
         Raises:
           ValueError: if T would run past an event, `batches` does not have the regions
@@ -418,6 +425,7 @@ class RegionProgram:
                 state.region, batches, participating, *outer
             )
             state = dataclasses.replace(state, region=region)
+        on_steps(step, losses)
         sent = state.bytes_sent + num_steps * self.bytes_per_step
         state = dataclasses.replace(state, step=step, bytes_sent=sent)
         syncs: tuple[AppliedSync, ...] = ()

@@ -173,6 +173,17 @@ def test_regions_against_their_past_and_the_others():
     assert [(x.kind, x.where) for x in odd] == [("unusual", (1,))]
 
 
+def test_the_slower_of_two_is_named():
+    """By hand: 4 times its past, the other one's 1 apart from it by 3 / 0.1."""
+    watch = Regions(against_others=True, kind="slow")
+    for _ in range(5):
+        assert watch.observe(np.array([0.5, 1.0])) == []
+    for _ in range(3):
+        found = watch.observe(np.array([0.5, 4.0]))
+    assert [(x.kind, x.where, x.usual) for x in found] == [("slow", (1,), 1.0)]
+    assert watch.observe(np.array([0.5, np.nan])) == []
+
+
 def test_slow_steps_of_a_timeline():
     seconds, marks = np.zeros(3), [(0, (0.0, 0.0, 0.0))]
     for i in range(1, 21):

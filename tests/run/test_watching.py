@@ -38,7 +38,8 @@ class Lab:
         self.shares = {}  # Of rows lost, and sent again a second later.
         self.clocks = [self.random.uniform(-1e4, 1e4) for _ in range(NUM)]
         self.members = [Member(r, NUM, 1, 0, timing, self.clock(r)) for r in range(NUM)]
-        self.steps, self.ready = [0.0] * NUM, [0.0] * NUM
+        self.steps, self.busy_s = [0.0] * NUM, [0.0] * NUM
+        self.straggler, self.held = None, []
         self.waits = [set() for _ in range(NUM)]
         self.means = [{} for _ in range(NUM)]
         self.offered, self.took = ([{} for _ in range(NUM)] for _ in range(2))
@@ -82,29 +83,45 @@ class Lab:
         member = self.members[region]
         if not member.is_in or len(self.waits[region]) > 1:
             return
+        self.busy_s[region] += TICK_S
+        if self.is_stopped(region):
+            return
         before = int(self.steps[region]) // SYNC_STEPS
         noise = self.random.uniform(0.9, 1.1)
         self.steps[region] += TICK_S / self.step_s[region] * noise
         at = int(self.steps[region]) // SYNC_STEPS
         if at > before:
             sync = (at % 3, at * SYNC_STEPS)
-            member.times.step_s = float(self.step_s[region] * noise)
+            member.times.step_s = self.busy_s[region] / SYNC_STEPS
+            self.busy_s[region] = 0.0
             self.waits[region].add(sync)
             self.offered[region][sync] = self.now
             member.offer(sync, b"%d" % region, self.clock(region))
+
+    def is_stopped(self, region):
+        """Whether its process is stopped now: for 4 s of 5."""
+        return region == self.straggler and self.now % 5 < 4
 
     def run(self, seconds):
         end = self.now + seconds
         while self.now < end:
             self.now += TICK_S
+            if not self.is_stopped(self.straggler):
+                for entry in self.held:  # All at once, as it goes on.
+                    heapq.heappush(self.heap, (self.now, *entry))
+                self.held.clear()
             while self.heap and self.heap[0][0] <= self.now:
-                at, _, dest, sender, boot, message = heapq.heappop(self.heap)
-                if not self.lost[sender, dest]:
+                at, number, dest, sender, boot, message = heapq.heappop(self.heap)
+                if self.is_stopped(dest):
+                    self.held.append((number, dest, sender, boot, message))
+                elif not self.lost[sender, dest]:
                     when = at + self.clocks[dest]
                     self.members[dest].receive(sender, boot, message, when)
                     self.post(dest)
             for region, member in enumerate(self.members):
                 self.train(region)
+                if self.is_stopped(region):
+                    continue
                 member.tick(self.clock(region))
                 self.post(region)
                 present = tuple(member.view.seats)
@@ -153,6 +170,17 @@ def test_a_straggler_is_named_and_nobody_waits_for_it(lab):
     lab.step_s[2] = 1.0
     lab.run(2 * FIVE_SYNCS_S)
     assert ("slow", (2,)) in lab.named(0, "ends")
+
+
+def test_a_process_that_is_stopped_and_goes_on_by_turns_is_slow(lab):
+    """Its messages and those to it come late too, and nobody else is named for it."""
+    lab.straggler = 2
+    lab.run(5 * 5 * SYNC_STEPS)
+    for region in {0, 1, 3}:
+        assert lab.named(region) == [("slow", (2,))]
+    lab.straggler = None
+    lab.run(10 * SYNC_STEPS)
+    assert lab.named(0, "ends") == [("slow", (2,))]
 
 
 @pytest.mark.parametrize("share", [0.7, 1.0])

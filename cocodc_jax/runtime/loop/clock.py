@@ -102,10 +102,9 @@ class FlightRecorder:
 
     @property
     def recent_step_s(self) -> float:
-        """Seconds of an inner step now: the middle of the last three scans; or 0."""
+        """Seconds of an inner step in the last scan, 0 before any was measured."""
         with self._lock:
-            last = sorted(list(self._step_s)[-3:])
-            return last[len(last) // 2] if last else 0.0
+            return self._step_s[-1] if self._step_s else 0.0
 
     @property
     def sync_s(self) -> float:
@@ -138,10 +137,22 @@ class FlightRecorder:
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
+    def handed_out(self, step: int, inner: jax.Array) -> None:
+        """Watches steps, before it is known what they lead to.
+
+        Who hands out the merges may wait for means of other jobs, which is no time of
+        the steps.
+
+        Args:
+          step: inner steps done.
+          inner: an output of the last of them.
+        """
+        self._steps.put((step, inner, ()))
+
     def stepped(
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
     ) -> None:
-        """Watches steps, and the merges after them.
+        """Watches the merges after steps, and the steps if nobody does yet.
 
         Args:
           step: inner steps done.
@@ -174,24 +185,31 @@ class FlightRecorder:
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
     ) -> None:
         inner.block_until_ready()
-        now = self._now()
-        with self._lock:
-            if self.marks and step > self.marks[-1][0]:
-                seconds = now - self._went_on_s
-                self._step_s.append(seconds / (step - self.marks[-1][0]))
-        self.marks.append((step, now))
-        self._went_on_s = now
+        if not self.marks or step > self.marks[-1][0]:
+            self._mark(step)
         for sync in merges:
             begin = self._now()
             sync.norm.block_until_ready()
             stall = self._now() - begin
+            flight = self._open.pop((sync.fragment_id, sync.start_step), None)
+            if flight is not None and flight.arrival_s is not None:
+                # The host waited for it, before it handed out the merge.
+                stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
             with self._lock:
                 self._stall_s += stall
-            flight = self._open.pop((sync.fragment_id, sync.start_step), None)
             if flight is not None:  # Otherwise it began before this process did.
                 flight.apply_step, flight.stall_s = step, stall
                 flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
             self._went_on_s = self._now()
+
+    def _mark(self, step: int) -> None:
+        now = self._now()
+        with self._lock:
+            if self.marks:
+                seconds = now - self._went_on_s
+                self._step_s.append(seconds / (step - self.marks[-1][0]))
+        self.marks.append((step, now))
+        self._went_on_s = now
 
     def _now(self) -> float:
         return time.perf_counter() - self._zero

@@ -262,7 +262,9 @@ class _Loop:
         times = (self._flights.recent_step_s, self._flights.sync_s)
         if self._is_measured:
             times = (self._flights.step_s, self._flights.sync_s)
-        state, output = self._program.advance(state, chunk, times)
+        state, output = self._program.advance(
+            state, chunk, times, self._flights.handed_out
+        )
         self._watch(state, output)
         self._hooks.handed_out(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step

@@ -70,6 +70,8 @@ from cocodc_jax.runtime.membership.views import Views
 
 # Beats after which what is missing is asked for, and how often this doubles.
 _ASK_BEATS, _ASK_DOUBLINGS = 4, 4
+# A region looks at what has come at least twice a beat, if nothing holds it up.
+_HELD_UP_BEATS = 2
 
 
 class Member(Views):
@@ -103,7 +105,7 @@ class Member(Views):
           min_regions: that a view needs.
         """
         super().__init__(region, num_regions, boot, step, timing, now, min_regions)
-        self._beat_at = -float("inf")
+        self._beat_at, self._looked_at = -float("inf"), now
         self.oldest_step = 0
         self.is_announced = True
         self._asked: dict[SyncId, int] = {}
@@ -199,6 +201,7 @@ class Member(Views):
 
     def tick(self, now: float) -> None:
         """Do what time has made due."""
+        self._looked_at = now
         if self.is_over or not self.is_announced:
             return
         if self._is_far_behind():
@@ -243,7 +246,7 @@ class Member(Views):
             case Beat(view):
                 self._compare(sender, view)
             case Row(epoch, sync, row, clock_s):
-                self.times.came((sender, boot), sync, clock_s, now)
+                self.times.came((sender, boot), sync, clock_s, self._there(now))
                 if epoch in (self.view.epoch, self._promised):
                     self._book.collect((sender, boot), sync, row)
             case Want(epoch, sync) if epoch == self.view.epoch:
@@ -324,6 +327,14 @@ class Member(Views):
         for sync in [s for s in self._book.waiting if s in self._book.own]:
             self._book.collect((self.region, self.boot), sync, self._book.own[sync])
             self._send_row(self.coordinator, sync, now)
+
+    def _there(self, now: float) -> float:
+        """Return when a message was there that is seen now, at the earliest.
+
+        Where this process was held up, that is no fault of who sent it.
+        """
+        was_held_up = now - self._looked_at > _HELD_UP_BEATS * self._timing.beat_s
+        return self._looked_at if was_held_up else now
 
     def _send_row(self, region: int, sync: SyncId, now: float) -> None:
         self._tell(region, Row(self.view.epoch, sync, self._book.own[sync], now))

@@ -156,3 +156,26 @@ def test_the_last_sync_to_arrive_tells_what_syncs_take():
         time.sleep(0.3)
         mean.gate.set()
     assert recorder.sync_s > 0.2
+
+
+def test_who_hands_out_a_merge_may_wait_for_its_mean():
+    """Steps of 0.1 s; then the mean of other jobs is waited for on the host."""
+    mean, steps = Arriving(), Arriving()
+    with FlightRecorder() as recorder:
+        recorder.stepped(2, READY, [])
+        recorder.started(1, 2, READY, {"w": mean})
+        recorder.handed_out(4, steps)
+        time.sleep(0.2)
+        steps.gate.set()
+        time.sleep(0.8)
+        mean.gate.set()
+        time.sleep(0.1)
+        recorder.stepped(4, steps, merged(READY))
+    assert 0.05 < recorder.step_s < 0.4  # 0.55 with the wait.
+    assert recorder.recent_step_s == recorder.step_s
+    assert 0.4 < recorder.stall_s < 5
+    marks = recorder.to_json()["marks"]
+    assert [step for step, _ in marks] == [2, 4]
+    (sync,) = recorder.to_json()["syncs"]
+    assert sync["stall_s"] == recorder.stall_s
+    assert sync["arrival_s"] - marks[1][1] > 0.4

@@ -300,8 +300,8 @@ class FakeProgram:
     def steps_to_event(self, state):
         return self.event_every and self.event_every - state.step % self.event_every
 
-    def advance(self, state, batches, times):
-        del times
+    def advance(self, state, batches, times, on_steps):
+        del times, on_steps
         length = len(batches)
         if length not in self.lengths:
             time.sleep(self.compile_s)
