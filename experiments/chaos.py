@@ -75,7 +75,12 @@ def define_flags() -> absl_flags.FlagValues:
         flag_values=values,
     )
     for name, default, text in (
-        ("at_s", 90.0, "with --scenario: seconds until the fault begins"),
+        (
+            "at_s",
+            20.0,
+            "with --scenario: seconds from the first merge that all regions have to "
+            "the fault",
+        ),
         ("fault_s", 60.0, "with --scenario: seconds that it lasts"),
     ):
         absl_flags.DEFINE_float(name, default, text, flag_values=values)

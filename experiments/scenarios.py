@@ -12,9 +12,9 @@ namespace; for a while the lab's links are as the scenario says, then as before:
 What each region wrote to faults.jsonl is held against that: who was named, how many
 seconds and syncs after the fault began, and whether anybody was named before. Syncs are
 those that there were, but for a cut, where there are none for a while: those that there
-would have been. Who was cut off must be back at the end. The fault has to begin when
-the regions have trained for some syncs already; set --at_s by how long they take to
-start.
+would have been. Who was cut off must be back at the end. `--at_s` counts from the first
+merge that all regions have, however long they take to start: what is usual has to be
+known before a fault, so leave it some ten syncs.
 """
 
 import contextlib
@@ -48,6 +48,7 @@ _SLOW, _LOSS = 150, 0.33
 # A straggler's process is stopped for so long and then runs for so long: its signs of
 # life come late, its steps take several times as long.
 _STOPPED_S, _RUNNING_S = 1.7, 0.2
+_POLL_S = 0.1
 
 
 def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
@@ -80,7 +81,7 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
     Args:
       scenario: one of `SCENARIOS`.
       usual: before and after it.
-      at_s: when it begins.
+      at_s: when it begins, after the first merge that all regions have.
       fault_s: how long it lasts.
     """
     if scenario == "straggler":
@@ -138,45 +139,80 @@ def run(
     topology = uniform(num_regions, Link(bandwidth_gbps=0.1, latency_s=0.02))
     plan = netlab.make_plan(topology, command, workdir / "lab", seed=own.seed)
     over_time = disturbed(scenario, plan.conditions[0], own.at_s, own.fault_s)
-    began_s, ended = time.time(), threading.Event()
-    if scenario == "straggler":
-        straggler = threading.Thread(
-            target=_straggle,
-            args=(workdir, num_regions - 1, own.at_s, own.fault_s, ended),
-            daemon=True,
-        )
-        straggler.start()
-    code = netlab.run(dataclasses.replace(plan, conditions=over_time))
-    ended.set()
-    found = judge(scenario, workdir, num_regions, began_s + own.at_s, sync_s)
+    begun = _Begun(workdir, num_regions)
+
+    def act() -> None:
+        begun.wait()
+        if scenario == "straggler":
+            at = begun.time + own.at_s
+            _straggle(workdir, num_regions - 1, at, own.fault_s, begun)
+
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    code = netlab.run(
+        dataclasses.replace(plan, conditions=over_time, changes_path=begun.path)
+    )
+    begun.ended.set()
+    acting.join()
+    found = judge(scenario, workdir, num_regions, begun.time + own.at_s, sync_s)
     result = {"scenario": scenario, "exit_code": code, **found}
     return {**result, "named": is_good(result)}
 
 
+class _Begun:
+    """Tells when all regions have merged the same sync, by a file too.
+
+    Attributes:
+      path: of the file, which is there from then on.
+      time: when it was, by the wall; infinite until then.
+      ended: set when the run is over, and nobody shall wait any more.
+    """
+
+    def __init__(self, workdir: pathlib.Path, num_regions: int):
+        self._folders = [workdir / f"region_{r}" for r in range(num_regions)]
+        self.path, self.time = workdir / "begun", float("inf")
+        self.ended = threading.Event()
+        self._launched = time.time()
+        self.path.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Wait until it is so, or the run is over."""
+        while not self.ended.wait(_POLL_S):
+            merged = [
+                {
+                    (sync["fragment"], sync["start_step"])
+                    for sync in lines(folder / SYNCS_FILE)
+                    if sync["time"] > self._launched
+                }
+                for folder in self._folders
+            ]
+            if set.intersection(*merged):
+                self.time = time.time()
+                self.path.touch()
+                return
+
+
 def _straggle(
-    workdir: pathlib.Path,
-    region: int,
-    at_s: float,
-    fault_s: float,
-    ended: threading.Event,
+    workdir: pathlib.Path, region: int, at: float, fault_s: float, run: _Begun
 ) -> None:
     """Stop and go on a region's process, again and again.
 
     Args:
       workdir: of the run.
       region: which.
-      at_s: seconds until then.
+      at: until when not, by the wall.
       fault_s: how long.
-      ended: set when the run is over.
+      run: that it is in.
     """
-    ended.wait(at_s)
+    if run.ended.wait(min(max(at - time.time(), 0.0), threading.TIMEOUT_MAX)):
+        return
     wanted = {f"--workdir={workdir}", f"--region_id={region}"}
     end = time.monotonic() + fault_s
-    while time.monotonic() < end and not ended.is_set():
+    while time.monotonic() < end and not run.ended.is_set():
         _send_all(wanted, signal.SIGSTOP)
-        ended.wait(_STOPPED_S)
+        run.ended.wait(_STOPPED_S)
         _send_all(wanted, signal.SIGCONT)
-        ended.wait(_RUNNING_S)
+        run.ended.wait(_RUNNING_S)
 
 
 def _send_all(arguments: set[str], number: signal.Signals) -> None:

@@ -155,6 +155,7 @@ class _Lab:
             buffer_s=plan.buffer_s,
             seed=plan.seed,
             traffic_path=str(plan.traffic_path.absolute()),
+            changes_path=str(plan.changes_path.absolute()) if plan.changes_path else "",
             parent_pid=os.getpid(),
         )
         self._relay = _start_module(

@@ -29,6 +29,8 @@ class Plan:
       restarts_slowly: whether TCP begins with a small window again after a rest.
       seed: of loss and jitter.
       grace_s: between asking a command to end and killing it.
+      changes_path: a file; the times of the conditions count from when it is there,
+        None is from the lab's start.
     """
 
     regions: tuple[str, ...]
@@ -42,6 +44,7 @@ class Plan:
     restarts_slowly: bool
     seed: int
     grace_s: float
+    changes_path: pathlib.Path | None = None
 
     def region_command(self, region_id: int) -> list[str]:
         """Return the command of one region."""

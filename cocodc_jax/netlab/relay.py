@@ -9,6 +9,7 @@ sleeps whenever no packet is due; a packet may be handed over up to `TICK_S` lat
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import select
@@ -39,6 +40,8 @@ class Settings:
       buffer_s: longest wait in a queue.
       seed: of loss and jitter.
       traffic_path: where the counters go, every second and at the end.
+      changes_path: a file; the conditions' clock begins when it is there, at once for
+        "".
       parent_pid: the lab's process; the relay ends with it.
     """
 
@@ -48,6 +51,7 @@ class Settings:
     buffer_s: float
     seed: int
     traffic_path: str
+    changes_path: str
     parent_pid: int
 
     @classmethod
@@ -65,6 +69,8 @@ class Relay:
         """Start the clock of the links; see `Settings`."""
         self._settings = settings
         self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
+        if settings.changes_path:
+            self._shaper.changes_from_s = math.inf
         self._region_of = {
             kernel.packed_address(i): i for i in range(len(settings.tun_fds))
         }
@@ -77,13 +83,16 @@ class Relay:
 
     def run(self) -> None:
         """Carries packets until `stop` is called, then writes the counters."""
-        fds, report_s = self._settings.tun_fds, 0.0
+        fds, report_s, look_s = self._settings.tun_fds, 0.0, 0.0
         while not self._is_stopped:
             wait_s = min(self._shaper.next_s - self._now_s(), _IDLE_S)
             ready, _, _ = select.select(fds, (), (), max(TICK_S, wait_s))
             for fd in ready:
                 self._read(fd)
             self._write_due()
+            if self._now_s() >= look_s:
+                self._look_for_changes()
+                look_s = self._now_s() + _IDLE_S
             if self._now_s() >= report_s:
                 self.report()
                 report_s = self._now_s() + _REPORT_S
@@ -108,6 +117,12 @@ class Relay:
         lines = (f'"{name}": {json.dumps(value)}' for name, value in table.items())
         partial.write_text("{" + ",\n ".join(lines) + "}\n")
         partial.replace(path)
+
+    def _look_for_changes(self) -> None:
+        """Begin the conditions' clock where the file is there that it waits for."""
+        path = self._settings.changes_path
+        if math.isinf(self._shaper.changes_from_s) and os.path.exists(path):
+            self._shaper.changes_from_s = self._now_s()
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s

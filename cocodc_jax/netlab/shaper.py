@@ -79,7 +79,11 @@ def _square(num: int, value: float | int) -> list[list]:
 
 
 class Shaper:
-    """Holds packets until they are due. Times are seconds since the lab's start."""
+    """Holds packets until they are due. Times are seconds since the lab's start.
+
+    Attributes:
+      changes_from_s: when the clock began that `Conditions.start_s` is read on.
+    """
 
     def __init__(self, conditions: Sequence[Conditions], buffer_s: float, seed: int):
         """Set up idle links.
@@ -90,6 +94,7 @@ class Shaper:
           seed: of loss and jitter.
         """
         num = conditions[0].num_regions
+        self.changes_from_s = 0.0
         self._links = conditions[0]
         self._later = list(conditions[1:])
         self._buffer_s = buffer_s
@@ -179,6 +184,7 @@ class Shaper:
         return max(0.0, delay_s + self._random.uniform(-jitter_s, jitter_s))
 
     def _links_at(self, now_s: float) -> Conditions:
+        now_s -= self.changes_from_s
         while self._later and now_s >= self._later[0].start_s:
             self._links = self._later.pop(0)
         return self._links

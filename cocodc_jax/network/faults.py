@@ -7,8 +7,11 @@ over the same pairs, so what a message takes is compared with what that pair too
     z = (x - median) / max(1.4826 MAD, 0.1 median)                      robust z-score
 
 a cell of the matrix of pairs (row sends, column receives) is bad where z is above
-`threshold` in `patience` of the last five syncs. Bad cells are then explained by as few
-causes as do, the one that explains most first:
+`threshold` in `patience` of the last five syncs. Lateness is measured by `least` at
+least, by six times of which a busy machine delays messages now and then; a sixth of it
+does for one that is late alone, by four times as much as any other of the same sync: a
+link that loses packets delays nearly all of its messages, but not by much. Bad cells
+are then explained by as few causes as do, the one that explains most first:
 
     most of a row       the sender        most of the row and of the column   the region
     most of a column    the receiver      most of every row and column    the network
@@ -37,6 +40,8 @@ _WINDOW = 32  # healthy times that are remembered
 _LOOKED_AT = 5  # syncs among which `patience` bad ones are looked for
 _LEAST_PAST = 3  # times by which anything can be judged
 _MAD_TO_SIGMA = 1.4826  # of normal numbers
+_ALONE = 4.0  # times as late as any other
+_LEAST_CELLS = 5  # of three regions, one of which did not come
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +111,18 @@ def robust_z(
       floor: share of the median that a deviation is measured by at least.
       least: value that it is measured by at least.
     """
-    scale = np.maximum(_MAD_TO_SIGMA * mad, floor * np.abs(median))
+    return _times(value - median, _scale(median, mad, floor), least)
+
+
+def _scale(
+    median: np.ndarray | float, mad: np.ndarray | float, floor: float
+) -> np.ndarray:
+    return np.maximum(_MAD_TO_SIGMA * mad, floor * np.abs(median))
+
+
+def _times(late: np.ndarray, scale: np.ndarray, least: float) -> np.ndarray:
     with np.errstate(invalid="ignore"):
-        return (value - median) / np.maximum(scale, least)
+        return late / np.maximum(scale, least)
 
 
 class _Past:
@@ -129,16 +143,21 @@ class _Past:
 
     def score(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return medians of the past and scores, NaN where too little is known."""
+        median, scale = self.usual(values.shape)
+        return median, _times(values - median, scale, self._least)
+
+    def usual(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return medians of the past, and what deviations of each are measured by."""
         if not self._values:
-            nothing = np.full(values.shape, np.nan)
+            nothing = np.full(shape, np.nan)
             return nothing, nothing
         past = np.stack(self._values)
         known = np.isfinite(past).sum(0) >= _LEAST_PAST
         past = np.where(known, past, 0.0)  # NaN in all rows has no median.
         median = np.nanmedian(past, 0)
         mad = np.nanmedian(np.abs(past - median), 0)
-        z = robust_z(values, median, mad, self._floor, self._least)
-        return np.where(known, median, np.nan), np.where(known, z, np.nan)
+        scale = _scale(median, mad, self._floor)
+        return np.where(known, median, np.nan), np.where(known, scale, np.nan)
 
     def learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
         """Take in new values; return which have been bad for long enough."""
@@ -173,6 +192,7 @@ class Messages:
           ValueError: for numbers out of range.
         """
         self._past = _Past(threshold, patience, floor, least)
+        self._threshold, self._least = threshold, least
 
     def observe(self, seconds: np.ndarray) -> list[Finding]:
         """Take in one sync, and say what is faulty now.
@@ -183,8 +203,12 @@ class Messages:
         """
         seconds = np.array(seconds, float)
         np.fill_diagonal(seconds, np.nan)
-        median, score = self._past.score(seconds)
-        bad = self._past.learn(seconds, self._past.is_bad(score))
+        median, scale = self._past.usual(seconds.shape)
+        late = seconds - median
+        score = _times(late, scale, self._least)
+        keen = _times(late, scale, self._least / self._threshold)
+        bad = self._past.is_bad(score) | self._past.is_bad(keen) & _is_alone(late)
+        bad = self._past.learn(seconds, bad)
         return [
             Finding(
                 kind,
@@ -195,6 +219,27 @@ class Messages:
             )
             for kind, where, cells in explain(bad, np.isnan(seconds))
         ]
+
+
+def _is_alone(late: np.ndarray) -> np.ndarray:
+    """Tell which cell of the matrix of pairs is late as no other one is.
+
+    Args:
+      late: `[M, M]`, by how much more than usual; NaN is not known.
+
+    Returns:
+      Bool `[M, M]`. None where fewer than three regions send: a busy one of two has no
+      other cell to tell it by.
+    """
+    found = np.zeros(late.shape, bool)
+    if np.isfinite(late).sum() < _LEAST_CELLS:
+        return found
+    known = np.where(np.isnan(late), 0.0, late)
+    first = np.unravel_index(np.argmax(known), known.shape)
+    rest = known.copy()
+    rest[first] = 0.0
+    found[first] = known[first] > _ALONE * rest.max()
+    return found
 
 
 def explain(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -98,14 +99,38 @@ def test_signals_go_to_a_regions_process(tmp_path):
     assert process.wait(1) == -signal.SIGKILL
 
 
+def test_a_fault_counts_from_the_first_merge_that_all_regions_have(tmp_path):
+    begun = scenarios._Begun(tmp_path, 2)
+    old = {"fragment": 0, "start_step": 2, "time": begun._launched - 1}
+    for region, start_step in ((0, 4), (1, 6)):
+        folder = tmp_path / f"region_{region}"
+        folder.mkdir()
+        new = {"fragment": 0, "start_step": start_step, "time": time.time()}
+        (folder / "syncs.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+    waiting = threading.Thread(target=begun.wait)
+    waiting.start()
+    time.sleep(0.3)
+    assert not begun.path.exists()  # An earlier run had one, this one has none.
+    with (tmp_path / "region_1" / "syncs.jsonl").open("a") as file:
+        file.write(json.dumps({**old, "start_step": 4, "time": time.time()}) + "\n")
+    waiting.join(30)
+    assert begun.path.exists()
+    assert abs(begun.time - time.time()) < 30
+    never = scenarios._Begun(tmp_path, 2)
+    assert not begun.path.exists()
+    never.ended.set()
+    never.wait()
+    assert never.time == float("inf")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(netlab.missing()), reason="no network lab here")
 @pytest.mark.parametrize("scenario", ["link", "cut"])
 def test_a_real_fault_is_named(tmp_path, scenario):
     command = [
         sys.executable, "-m", "experiments.chaos", f"--scenario={scenario}",
-        "--regions=3", "--at_s=70", "--fault_s=25", f"--workdir={tmp_path}", "--",
-        "--preset=smoke", "--steps=320", "--step_seconds=0.4", "--eval_batches=6",
+        "--regions=3", "--at_s=15", "--fault_s=25", f"--workdir={tmp_path}", "--",
+        "--preset=smoke", "--steps=220", "--step_seconds=0.4", "--eval_batches=6",
         "--eval_every=0", "--dead_after_s=5",
     ]  # fmt: skip
     done = subprocess.run(

@@ -174,6 +174,19 @@ def test_links_change_with_time():
     assert shaper.traffic.outage_packets == [[0, 2], [0, 0]]
 
 
+def test_changes_count_from_when_they_are_told_to():
+    """By hand: an outage a second after what happens at 5, and not before."""
+    outage = conditions(start_s=1.0, rate_bps=[[1, 0.0], [1e6, 1]])
+    shaper = Shaper([conditions(), outage], buffer_s=1, seed=0)
+    shaper.changes_from_s = math.inf
+    shaper.send(4.0, 0, 1, PACKET)
+    shaper.changes_from_s = 5.0
+    for now in (5.999, 6.0):
+        shaper.send(now, 0, 1, PACKET)
+    assert len(times(shaper)) == 2
+    assert shaper.traffic.outage_packets == [[0, 1], [0, 0]]
+
+
 LINKS = Topology(
     ("a", "b", "c"),
     (
@@ -315,7 +328,7 @@ def test_environment_has_who_and_no_proxy(monkeypatch):
 
 def test_the_relay_reads_what_the_lab_writes():
     links = schedule.conditions_over_time(LINKS)[0]  # with infinite caps
-    settings = relay.Settings(["a", "b", "c"], [3, 4, 5], [links], 0.2, 7, "/x", 9)
+    settings = relay.Settings(["a", "b", "c"], [3, 4, 5], [links], 0.2, 7, "/x", "", 9)
     found = relay.Settings.from_json(json.dumps(dataclasses.asdict(settings)))
     assert found.conditions[0].uplink_bps == [math.inf] * 3
     assert json.dumps(dataclasses.asdict(found)) == json.dumps(

@@ -72,6 +72,8 @@ from cocodc_jax.runtime.membership.views import Views
 _ASK_BEATS, _ASK_DOUBLINGS = 4, 4
 # A region looks at what has come at least twice a beat, if nothing holds it up.
 _HELD_UP_BEATS = 2
+# Beats, or share of a sync if that is longer, after which is told what has not come.
+_TELL_BEATS, _TELL_SYNCS = 4, 0.5
 
 
 class Member(Views):
@@ -110,7 +112,7 @@ class Member(Views):
         self.is_announced = True
         self._asked: dict[SyncId, int] = {}
         self._silences = Silences(timing.beat_s)
-        self.times = Times(region, num_regions, 2 * _ASK_BEATS * timing.beat_s)
+        self.times = Times(region, num_regions, _TELL_BEATS * timing.beat_s)
 
     @property
     def delivered(self) -> list[Decision]:
@@ -392,6 +394,8 @@ class Member(Views):
             self._silences.decided(now)
             if seat is not None and seat.since_step < decision.sync[1]:
                 self.times.decided(decision.sync, decision.rows, now)
+        beats_s = _TELL_BEATS * self._timing.beat_s
+        self.times.wait_s = max(beats_s, _TELL_SYNCS * self._silences.sync_s)
         self._book.news.clear()
 
     def _trim(self) -> None:

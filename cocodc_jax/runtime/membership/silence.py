@@ -78,6 +78,11 @@ class Silences:
             self._between.append(now - self._decided_at)
         self._decided_at = now
 
+    @property
+    def sync_s(self) -> float:
+        """The usual time between two syncs, 0 before it is known."""
+        return statistics.median(self._between) if self._between else 0.0
+
     def overdue(self, lives: Collection[Life], now: float) -> dict[int, Silence]:
         """Return who is silent, of those that take part.
 
@@ -99,5 +104,5 @@ class Silences:
         }
 
     def _limit(self, heard: _Heard) -> float:
-        syncs = statistics.median(self._between) if self._between else 0.0
-        return max(_BEATS * self._beat_s, _GAPS * heard.longest, _SYNCS * syncs)
+        heard_s = max(_BEATS * self._beat_s, _GAPS * heard.longest)
+        return max(heard_s, _SYNCS * self.sync_s)

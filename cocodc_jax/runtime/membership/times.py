@@ -58,7 +58,13 @@ class _Least:
 
 
 class Times:
-    """What one region measures, and what others tell."""
+    """What one region measures, and what others tell.
+
+    Attributes:
+      step_s: seconds of an inner step here, 0 for not measured.
+      wait_s: after a decision, for messages that have not come; and for others to tell
+        of theirs.
+    """
 
     def __init__(self, region: int, num_regions: int, wait_s: float):
         """Know nothing.
@@ -66,10 +72,9 @@ class Times:
         Args:
           region: which this is.
           num_regions: M.
-          wait_s: after a decision, for messages that have not come; and for others to
-            tell of theirs.
+          wait_s: until it is changed.
         """
-        self._region, self._num, self._wait_s = region, num_regions, wait_s
+        self._region, self._num, self.wait_s = region, num_regions, wait_s
         self._least: dict[Life, _Least] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
         self._decided: dict[SyncId, tuple[float, frozenset[int]]] = {}
@@ -102,7 +107,7 @@ class Times:
         found = []
         for sync, (since, members) in list(self._decided.items()):
             came = self._came.get(sync, {})
-            if members <= came.keys() or now - since > self._wait_s:
+            if members <= came.keys() or now - since > self.wait_s:
                 del self._decided[sync]
                 self._came.pop(sync, None)
                 report = Report(sync, tuple(sorted(came.items())), self.step_s)
@@ -126,7 +131,7 @@ class Times:
         """
         found = []
         for sync, told in sorted(self._told.items(), key=lambda each: each[0][1]):
-            is_old = now - self._told_s[sync] > 2 * self._wait_s
+            is_old = now - self._told_s[sync] > 2 * self.wait_s
             if set(regions) <= told.keys() or is_old:
                 del self._told[sync], self._told_s[sync]
                 self._done.append(sync)
