@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 
 import numpy as np
 
@@ -114,6 +115,20 @@ def robust_z(
     return _times(value - median, _scale(median, mad, floor), least)
 
 
+def _median(values: np.ndarray) -> np.ndarray:
+    """Return the medians over the first axis of what is not NaN; NaN where all is.
+
+    `np.nanmedian` takes fifty times as long for so few, and holds up inner steps.
+    """
+    ordered = np.sort(values, axis=0)  # NaN is last.
+    count = (~np.isnan(values)).sum(0)
+    middle = [np.maximum(count - 1, 0) // 2, count // 2]
+    middle = np.minimum(middle, len(values) - 1)
+    return np.where(
+        count > 0, np.take_along_axis(ordered, middle, axis=0).mean(0), np.nan
+    )
+
+
 def _scale(
     median: np.ndarray | float, mad: np.ndarray | float, floor: float
 ) -> np.ndarray:
@@ -153,9 +168,8 @@ class _Past:
             return nothing, nothing
         past = np.stack(self._values)
         known = np.isfinite(past).sum(0) >= _LEAST_PAST
-        past = np.where(known, past, 0.0)  # NaN in all rows has no median.
-        median = np.nanmedian(past, 0)
-        mad = np.nanmedian(np.abs(past - median), 0)
+        median = _median(past)
+        mad = _median(np.abs(past - median))
         scale = _scale(median, mad, self._floor)
         return np.where(known, median, np.nan), np.where(known, scale, np.nan)
 
@@ -355,7 +369,7 @@ class Regions:
         values = np.array(values, float)
         median, score = self._past.score(values)
         bad = self._past.is_bad(score)
-        if self._against_others:
+        if self._against_others and bad.any():
             with np.errstate(divide="ignore", invalid="ignore"):
                 grown = np.where(median > 0, values / median, 1.0)
             bad &= _among_others(grown, self._floor) > self._threshold
@@ -373,12 +387,12 @@ class Regions:
 
 def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
     """Return the robust z-score of each value against all the others; NaN is none."""
-    scores = np.full(values.shape, np.nan)
-    for i in np.flatnonzero(np.isfinite(values)):
-        others = np.delete(values, i)
-        others = others[np.isfinite(others)]
-        if len(others):
-            middle = np.median(others)
-            apart = np.median(np.abs(others - middle))
+    scores = [np.nan] * len(values)
+    known = [i for i, x in enumerate(values) if np.isfinite(x)]
+    for i in known:
+        others = [float(values[j]) for j in known if j != i]
+        if others:
+            middle = statistics.median(others)
+            apart = statistics.median(abs(x - middle) for x in others)
             scores[i] = robust_z(values[i], middle, apart, floor)
-    return scores
+    return np.array(scores)

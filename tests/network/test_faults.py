@@ -1,5 +1,7 @@
 """Faults put into made-up times are named, and noise is not."""
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from cocodc_jax.network.faults import (
     Finding,
     Messages,
     Regions,
+    _median,
     explain,
     robust_z,
 )
@@ -136,6 +139,18 @@ def test_bursts_of_busy_regions_are_not_named():
         scale = 0.01 + 0.06 * (busy_until > sync)
         late = rng.exponential(scale, (4, 4)) + rng.exponential(scale, (4, 4)).T
         assert watch.observe(usual + np.minimum(late, 0.25)) == []
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9))
+def test_the_median_of_what_is_known(seed, num):
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(num, 2, 3))
+    values[rng.random(values.shape) < 0.5] = np.nan
+    values[:, 0, 0] = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of what is NaN alone.
+        wanted = np.nanmedian(values, 0)
+    np.testing.assert_array_equal(_median(values), wanted)
 
 
 def test_of_fewer_than_three_regions_none_is_late_alone():
