@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.netlab.shaper import Conditions, Shaper
+from cocodc_jax.network.causes import explain
 from cocodc_jax.network.faults import (
     Finding,
     Messages,
     Regions,
     _median,
-    explain,
     robust_z,
 )
 from cocodc_jax.network.links import Link, LinkChange, uniform

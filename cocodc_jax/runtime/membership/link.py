@@ -307,7 +307,6 @@ class Link:
                 present = tuple(self._member.view.seats)
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
-            self._look_at(measured, present, silences)
             while not self._letters.empty():
                 out.append(self._letters.get())
             for region, message in out:
@@ -316,6 +315,7 @@ class Link:
             if ended:
                 self._sockets.close()
                 return
+            self._look_at(measured, present, silences)
 
     def _look_at(
         self,
