@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from cocodc_jax.runtime.arriving import Arriving
 from cocodc_jax.runtime.turns import AppliedSync
 
 PyTree = Any
@@ -66,6 +67,7 @@ class FlightRecorder:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], Flight] = {}
+        self._of_jobs: set[tuple[int, int]] = set()  # Means that the host waits for.
         self._stall_s = 0.0
         self._sync_s = 0.0
         self._went_on_s = 0.0
@@ -130,9 +132,10 @@ class FlightRecorder:
         flight = Flight(fragment, step)
         self.flights.append(flight)
         self._open[fragment, step] = flight
-        thread = threading.Thread(
-            target=self._arrive, args=(flight, inner, jax.tree.leaves(mean)[-1])
-        )
+        last = jax.tree.leaves(mean)[-1]
+        if isinstance(last, Arriving):
+            self._of_jobs.add((fragment, step))
+        thread = threading.Thread(target=self._arrive, args=(flight, inner, last))
         thread.daemon = True
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
@@ -191,9 +194,11 @@ class FlightRecorder:
             begin = self._now()
             sync.norm.block_until_ready()
             stall = self._now() - begin
-            flight = self._open.pop((sync.fragment_id, sync.start_step), None)
-            if flight is not None and flight.arrival_s is not None:
+            sync_id = sync.fragment_id, sync.start_step
+            flight = self._open.pop(sync_id, None)
+            if flight is not None and flight.arrival_s and sync_id in self._of_jobs:
                 # The host waited for it, before it handed out the merge.
+                self._of_jobs.discard(sync_id)
                 stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
             with self._lock:
                 self._stall_s += stall

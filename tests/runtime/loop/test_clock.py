@@ -2,10 +2,12 @@
 
 import threading
 import time
+from concurrent.futures import Future
 
 import jax.numpy as jnp
 import pytest
 
+from cocodc_jax.runtime import arriving
 from cocodc_jax.runtime.loop.clock import FlightRecorder
 from cocodc_jax.runtime.turns import AppliedSync
 
@@ -160,15 +162,15 @@ def test_the_last_sync_to_arrive_tells_what_syncs_take():
 
 def test_who_hands_out_a_merge_may_wait_for_its_mean():
     """Steps of 0.1 s; then the mean of other jobs is waited for on the host."""
-    mean, steps = Arriving(), Arriving()
+    future, steps = Future(), Arriving()
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])
-        recorder.started(1, 2, READY, {"w": mean})
+        recorder.started(1, 2, READY, arriving.Arriving(future))
         recorder.handed_out(4, steps)
         time.sleep(0.2)
         steps.gate.set()
         time.sleep(0.8)
-        mean.gate.set()
+        future.set_result(arriving.Landed(jnp.ones(3)))
         time.sleep(0.1)
         recorder.stepped(4, steps, merged(READY))
     assert 0.05 < recorder.step_s < 0.4  # 0.55 with the wait.
