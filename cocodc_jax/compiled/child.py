@@ -27,6 +27,7 @@ from cocodc_jax.compiled.programs import (
     held_bytes,
     least_bytes_inside,
     model_flops,
+    recomputed_flops,
 )
 from cocodc_jax.compiled.targets import Target
 from cocodc_jax.run.config import TrainConfig
@@ -77,6 +78,7 @@ def compile_all(
             syncs_per_step=built.syncs_per_step,
             num_fragments=len(built.program.fragments),
             model_flops=model_flops(config, num_devices),
+            recomputed_flops=recomputed_flops(built, config),
             least_bytes_inside=least_bytes_inside(built, config),
         )
     )

@@ -24,19 +24,43 @@ def kernel_flops(each: Instruction, inside: Computation) -> float:
       each: a custom call.
       inside: where it stands.
     """
-    if splash := re.search(r"splash_m[hq]a_(fwd|dq|dkv)", each.name + each.attributes):
-        # Queries come first of all that has heads; what has not says which blocks.
-        *batch, length, width = next(
-            array.dims
-            for name in each.operands
-            for array in inside.by_name[name].arrays[:1]
-            if len(array.dims) >= 3 and array.dtype in ("bf16", "f32")
-        )
-        pairs = math.prod(batch) * length**2 * splash_share(length)
-        return 2.0 * _SPLASH[splash[1]] * pairs * width
+    operands = [
+        (array.dtype, array.dims)
+        for name in each.operands
+        for array in inside.by_name[name].arrays[:1]
+    ]
     if "__cudnn$fmha" in each.attributes:
-        # `[B, L, H, d]`, as JAX hands them over; of all pairs a half, and the diagonal.
-        batch, length, heads, width = inside.by_name[each.operands[0]].arrays[0].dims
-        pairs = batch * heads * length * (length + 1) / 2
-        return 2.0 * (5 if "Backward" in each.attributes else 2) * pairs * width
-    return 0.0
+        return cudnn_flops("Backward" in each.attributes, operands[0][1])
+    return splash_flops(each.name + each.attributes, operands)
+
+
+def splash_flops(name: str, operands: list[tuple[str, tuple[int, ...]]]) -> float:
+    """Return the operations of a kernel of splash attention; 0 if it is none.
+
+    Args:
+      name: that holds the kernel's own.
+      operands: dtype and shape of each, queries `[..., L, d]`.
+    """
+    kernel = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", name)
+    if kernel is None:
+        return 0.0
+    # Queries come first of all that has heads; what has not says which blocks.
+    *batch, length, width = next(
+        dims
+        for dtype, dims in operands
+        if len(dims) >= 3 and dtype in ("bf16", "f32", "bfloat16", "float32")
+    )
+    pairs = math.prod(batch) * length**2 * splash_share(length)
+    return 2.0 * _SPLASH[kernel[1]] * pairs * width
+
+
+def cudnn_flops(is_backward: bool, query: tuple[int, ...]) -> float:
+    """Return the operations of cuDNN's attention.
+
+    Args:
+      is_backward: whether it is the derivative.
+      query: shape, `[B, L, H, d]`, as JAX hands it over.
+    """
+    batch, length, heads, width = query
+    pairs = batch * heads * length * (length + 1) / 2  # A half, and the diagonal.
+    return 2.0 * (5 if is_backward else 2) * pairs * width

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from cocodc_jax import models
+from cocodc_jax.compiled import written
 from cocodc_jax.compiled.collectives import BETWEEN_SLICES
 from cocodc_jax.compiled.targets import GPUS_PER_HOST, Chip, Target
 from cocodc_jax.run.build import build_program, check_model, list_evaluation
@@ -35,6 +36,7 @@ class Built:
     """A run for a machine.
 
     Attributes:
+      target: the machine.
       program: of the method.
       mesh: of devices that can only be compiled for.
       listed: what is compiled.
@@ -43,6 +45,7 @@ class Built:
       state: abstract, with as much in flight as ever.
     """
 
+    target: Target
     program: RegionProgram
     mesh: Mesh
     listed: list[Listed]
@@ -118,6 +121,7 @@ def build(config: TrainConfig, target: Target) -> Built:
     shape = (scan_steps, run.regions, data.batch_per_region, data.sequence_length + 1)
     batches = jax.ShapeDtypeStruct(shape, jnp.int32)
     return Built(
+        target,
         program,
         mesh,
         [*program.listed(batches), list_evaluation(config, model, program)],
@@ -164,6 +168,28 @@ def model_flops(config: TrainConfig, num_devices: int) -> float:
     tokens = data.batch_per_region * data.sequence_length
     each = models.flops_per_token(config.model, data.sequence_length)
     return each * tokens * config.run.regions / num_devices
+
+
+def recomputed_flops(built: Built, config: TrainConfig) -> float:
+    """Count what one step computes again in its backward pass, of each device.
+
+    The products of the inner steps as they are written, less those that are written
+    where every activation is kept.
+
+    Args:
+      built: the run.
+      config: what it was built from.
+    """
+    if config.model.remat == "none":
+        return 0.0
+    kept = build(config.replace(remat="none"), built.target)
+    each = [_written_flops(one) for one in (built, kept)]
+    return (each[0] - each[1]) / built.scan_steps / built.mesh.size
+
+
+def _written_flops(built: Built) -> float:
+    steps = next(each for each in built.listed if each.name == INNER_STEPS)
+    return written.flops(steps.program.trace(*steps.arguments).jaxpr)
 
 
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:

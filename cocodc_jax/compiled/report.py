@@ -28,7 +28,10 @@ def summarise(about: Record, programs: list[Record]) -> Record:
       run; False where none does), `temp_bytes` and `peak_bytes` (of the program that
       needs most), `hbm_bytes`; and where the inner steps were compiled `step_seconds`
       and `mfu` of one of them, the same with the syncs that go with it, `limit`,
-      `flops_ratio` to the model's own and `inside_ratio` to the least bytes.
+      `recomputed_flops` of a device and step, `flops_ratio` to the model's own,
+      `excess_ratio` to the model's own and what is computed again, and `inside_ratio`
+      to the least bytes. Below 1 are ratios of operations where a kernel leaves out
+      pairs of positions that the mask hides: the model's own count has them.
     """
     between = [
         row
@@ -57,7 +60,9 @@ def summarise(about: Record, programs: list[Record]) -> Record:
         step_seconds_with_syncs=step_s + sync_s,
         mfu_with_syncs=ideal_s / (step_s + sync_s),
         limit=steps["estimate"]["limit"],
+        recomputed_flops=about["recomputed_flops"],
         flops_ratio=steps["flops"] / num_steps / about["model_flops"],
+        excess_ratio=excess_ratio(about, steps),
         inside_ratio=inside_bytes(steps) / num_steps / least if least else None,
     )
 
@@ -74,6 +79,19 @@ def _mean_sync_s(about: Record, programs: list[Record], step_s: float) -> float:
         if "estimate" in record
     ]
     return sum(of_syncs) / about["num_fragments"]
+
+
+def excess_ratio(about: Record, record: Record) -> float | None:
+    """Return a program's operations by the model's own and what steps compute again.
+
+    None where it holds no inner steps.
+    """
+    is_steps = record["name"] == INNER_STEPS
+    num_steps = about["scan_steps"] if is_steps else record.get("calls_steps")
+    if not num_steps:
+        return None
+    asked = about["model_flops"] + about["recomputed_flops"]
+    return record["flops"] / num_steps / asked
 
 
 def inside_bytes(record: Record) -> float:
@@ -94,6 +112,7 @@ def table(about: Record, programs: list[Record]) -> Table:
         "temporaries",
         "peak",
         "GFLOP",
+        "of asked",
         "inside",
         "between",
         "spans",
@@ -105,18 +124,19 @@ def table(about: Record, programs: list[Record]) -> Table:
     for record in programs:
         if "refused" in record:
             needs = f"[red]{size(record['temp_bytes'])}"
-            blank = ("",) * 7
+            blank = ("",) * 8
             found.add_row(record["name"], "", needs, "", *blank)
             continue
         rows = [r for r in record["collectives"] if r["where"] == "between"]
         between = sum(row["num_bytes"] for row in rows)
-        estimate = record["estimate"]
+        estimate, ratio = record["estimate"], excess_ratio(about, record)
         found.add_row(
             record["name"],
             size(record["argument_bytes"]),
             size(record["temp_bytes"]),
             ("" if record["fits"] else "[red]") + size(record["peak_bytes"]),
             f"{record['flops'] / 1e9:,.1f}",
+            "" if ratio is None else f"{ratio:.2f}",
             size(inside_bytes(record)),
             size(between),
             ("yes" if all(row["spans"] for row in rows) else "no") if rows else "",
@@ -126,7 +146,8 @@ def table(about: Record, programs: list[Record]) -> Table:
         )
     found.caption = (
         f"Of one of {about['num_devices']} devices, each with "
-        f"{size(about['hbm_bytes'])}; {INNER_STEPS}: {about['scan_steps']} in one call"
+        f"{size(about['hbm_bytes'])}; {INNER_STEPS}: {about['scan_steps']} in one "
+        "call; asked: the model's own operations, and what is computed again"
     )
     return found
 
@@ -160,7 +181,10 @@ def lines(
         return
     ratio = summary["inside_ratio"]
     yield (
-        f"Operations: {summary['flops_ratio']:.2f} times the model's own"
+        f"Operations: {summary['flops_ratio']:.2f} times the model's own, "
+        f"{summary['excess_ratio']:.2f} times these and the "
+        f"{summary['recomputed_flops'] / 1e9:,.1f} GFLOP that "
+        f"remat={config.model.remat} computes again"
         + (f"; bytes inside a region: {ratio:.2f} times FSDP's own" if ratio else "")
     )
     yield (
