@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jax.interpreters import partial_eval
+
 from cocodc_jax.compiled.kernels import cudnn_flops, splash_flops
 
 # Whose body is an attention kernel's, and counted by its name.
@@ -21,6 +23,9 @@ _KERNELS += ("dot_product_attention_bwd_wrapper",)
 
 def flops(jaxpr: Any) -> float:
     """Return the operations of all matrix products on all devices, 2 a product.
+
+    Not of those that no result depends on, as a policy leaves where a kernel's outputs
+    are kept.
 
     Loops of `lax.scan` count as often as they run, those of `lax.while_loop` once; of
     the branches of a condition the one that computes most; what a `jax.shard_map`
@@ -34,6 +39,11 @@ def flops(jaxpr: Any) -> float:
     Args:
       jaxpr: open or closed.
     """
+    whole = _open(jaxpr)
+    return _sum(partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))[0])
+
+
+def _sum(jaxpr: Any) -> float:
     return sum(_flops_of(each) for each in _open(jaxpr).eqns)
 
 
@@ -46,7 +56,7 @@ def _flops_of(each: Any) -> float:
         return 2.0 * math.prod(out) * size
     if name in _KERNELS:
         return _kernel_flops(each)
-    inside = [flops(jaxpr) for jaxpr in _bodies(params)]
+    inside = [_sum(jaxpr) for jaxpr in _bodies(params)]
     if name == "cond":
         return max(inside)
     return sum(inside) * _times(name, params)

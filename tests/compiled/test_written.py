@@ -62,6 +62,14 @@ def test_a_kernel_counts_as_it_is_known_to_compute():
     assert written.flops(jaxpr) == 2 * 2 * batch * heads * length**2 * width
 
 
+def test_what_nothing_depends_on_is_not_counted():
+    def kept(x):
+        y = jax.jit(lambda x: (product(x), product(x) @ x))(x)
+        return y[1]
+
+    assert written.flops(jax.make_jaxpr(kept)(X)) == PRODUCT + 2 * 4 * 4 * 8
+
+
 # 12 tokens; by hand what a block reads and writes, but for the last product.
 CONFIG = models.TransformerConfig(
     vocab_size=32, num_layers=3, width=16, mlp_width=24, num_heads=4, num_kv_heads=2
