@@ -239,6 +239,7 @@ class _Adoption:
             self._kept[name] = "of each region"
             return transfer.move(old, where)
         self._kept[name] = f"the mean of {self._was} regions"
+        old = transfer.out_of_host_memory(old)
         mean = jax.jit(
             lambda tree: jax.tree.map(mean_over_all, tree), out_shardings=inside(old)
         )(old)

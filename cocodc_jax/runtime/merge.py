@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices.local_regions import where_participating
 from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.optimizer_place import taken
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
@@ -96,6 +97,8 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
         delay_steps,
         start_step,
     ):
+        if opt_state is not None:
+            opt_state = taken(opt_state, setting.shardings.region.opt_state)
         moments = {
             name: fragments.take(tree, fragment_id, lead=1)
             for name, tree in needs.regional(

@@ -32,6 +32,7 @@ from cocodc_jax.runtime.devices.mesh import (
     regional,
     wants_flat_buffer,
 )
+from cocodc_jax.runtime.devices.optimizer_place import memory_kind
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
 from cocodc_jax.runtime.events import SyncPrograms
@@ -93,6 +94,7 @@ class RegionProgram:
         transport: Transport = AUTO,
         model_state: ModelState | None = None,
         local_regions: str = "auto",
+        optimizer_memory: str = "device",
     ):
         """Prepare the programs; nothing is compiled before the first call.
 
@@ -118,6 +120,8 @@ class RegionProgram:
             statistics, and whether regions average it.
           local_regions: how a device computes several regions: "batched", "in_turn", or
             "auto", which is batched where that is faster; see `LocalRegions.of`.
+          optimizer_memory: "host" keeps the inner optimizer's state in the memory of
+            the devices' hosts; see `devices/optimizer_place.py`.
 
         Raises:
           ValueError: if the mesh does not divide the regions, the parameters do not
@@ -152,6 +156,7 @@ class RegionProgram:
         self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
         self._key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         self._params = jax.eval_shape(lambda x: x, params)
+        memory = memory_kind(optimizer_memory, self.mesh, method)
         self.shardings = Shardings.of(
             self.mesh,
             self.fragments,
@@ -161,6 +166,7 @@ class RegionProgram:
             transport.outer_channels,
             # Nothing would run beside the steps of a CPU but what they wait for.
             is_near=route == "program" and is_one_cpu(self.mesh),
+            optimizer_memory=memory,
         )
         # Every program is wrapped in one jit that lives as long as this object.
         where = self._where(self._params)
@@ -177,6 +183,7 @@ class RegionProgram:
             transport.all_reduce,
             self._correct,
             model_state,
+            None if memory is None else self.shardings.region.opt_state,
         )
         # Losses are whole inside each region: every process reads those of its own.
         of_steps = NamedSharding(self.mesh, P(None, REGION))

@@ -26,6 +26,7 @@ from cocodc_jax.runtime.devices.local_regions import (
     where_participating,
 )
 from cocodc_jax.runtime.devices.mesh import REGION, wants_flat_buffer
+from cocodc_jax.runtime.devices.optimizer_place import returned, taken
 from cocodc_jax.runtime.exchange.model_state import averaged
 from cocodc_jax.runtime.exchange.per_step import gather_all, mean_for_all
 from cocodc_jax.runtime.state import OuterState, RegionState
@@ -49,6 +50,7 @@ def make_steps(
     all_reduce: str = "direct",
     correct: Callable | None = None,
     model_state: ModelState | None = None,
+    optimizer_lies: PyTree = None,
 ) -> Callable:
     """Make T inner steps of all regions, one program over the mesh (not yet jitted).
 
@@ -63,6 +65,8 @@ def make_steps(
       correct: `correct(gradient, params, outer) -> gradient` of one region, where the
         outer model of its own bends its steps; see `sync.outer.RegionalOuter`.
       model_state: of the model, None if it has none.
+      optimizer_lies: shardings of the optimizer's state where some of it lies with the
+        hosts; None is nothing.
 
     Returns:
       `steps(state, batches, participating) -> (state, (losses, aux))` with batches
@@ -87,6 +91,8 @@ def make_steps(
 
         bent = bend if correct else None
         step = make_step(loss, optimizer, local, per_step, kind, bent, averages)
+        if optimizer_lies is not None:
+            step = _with_state_of_hosts(step, optimizer_lies)
         return jax.lax.scan(step, state, (batches, participating))
 
     of_outer = (P(REGION),) if correct else ()
@@ -165,6 +171,17 @@ def make_step(
         return new, out
 
     return step
+
+
+def _with_state_of_hosts(step: Callable, lies: PyTree) -> Callable:
+    """Have each step take in the optimizer's state, and put it back."""
+
+    def whole(state: RegionState, xs: tuple):
+        on_devices = state._replace(opt_state=taken(state.opt_state, lies))
+        new, out = step(on_devices, xs)
+        return new._replace(opt_state=returned(new.opt_state, lies)), out
+
+    return whole
 
 
 def _exchange(

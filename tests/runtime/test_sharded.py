@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.runtime.devices import optimizer_place
 from cocodc_jax.runtime.devices.mesh import make_mesh, regional
+from cocodc_jax.runtime.devices.optimizer_place import memory_kind
 from cocodc_jax.runtime.program import RegionProgram
 
 NUM_STEPS = 6
@@ -89,6 +91,37 @@ def test_regions_of_one_device_make_the_same_run(tiny, how):
     for name in ("data_parallel", "cocodc_hessian"):
         program = tiny.make_program(name, mesh, local_regions=how)
         assert_close(result(tiny, program), four_devices(Hashable(tiny), name))
+
+
+class TestMomentsOfHosts:
+    """JAX's CPU has the kind of memory that accelerators reach of their hosts."""
+
+    @pytest.mark.parametrize(("name", "data"), [("cocodc_hessian", 1), ("cocodc", 2)])
+    def test_where_they_lie_changes_no_number(self, tiny, name, data):
+        """Also where merges read them, and where devices divide them."""
+        mesh = make_mesh(4, data, 1, jax.devices()[:4])
+        specs = P() if data == 1 else P("data")
+        programs = [
+            tiny.make_program(name, mesh, param_specs=specs, optimizer_memory=memory)
+            for memory in ("host", "device")
+        ]
+        jax.tree.map(
+            np.testing.assert_array_equal, *(result(tiny, each) for each in programs)
+        )
+        state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
+        # Counts of steps, one a region, are none.
+        moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
+        assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+
+    def test_what_cannot_be_had_is_named(self, tiny, monkeypatch):
+        with pytest.raises(ValueError, match="optimizer_memory='disk' is unknown"):
+            tiny.make_program("cocodc", optimizer_memory="disk")
+        robust = methods.get("streaming_diloco", exclude_above=3.0)
+        with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
+            memory_kind("host", make_mesh(4), robust)
+        monkeypatch.setattr(optimizer_place, "PINNED", "no_such_kind")
+        with pytest.raises(ValueError, match="needs memory of the kind .* cpu has"):
+            tiny.make_program("cocodc", optimizer_memory="host")
 
 
 class TestLayout:

@@ -70,6 +70,7 @@ class Shardings:
         specs: PyTree | None,
         outer_channels: int = 1,
         is_near: bool = False,
+        optimizer_memory: str | None = None,
     ) -> Shardings:
         """Derive everything from how one region's parameters are laid out.
 
@@ -83,6 +84,8 @@ class Shardings:
             `PartitionSpec` over the axes inside a region; None for all replicated.
           outer_channels: how many outer meshes.
           is_near: keep outer state on the mesh, of one device, as fragments lie there.
+          optimizer_memory: kind of the devices' memories in which what is like a
+            parameter lies in the inner optimizer's state; None is their own.
 
         Raises:
           ValueError: if there are too few devices for them.
@@ -104,7 +107,11 @@ class Shardings:
             if isinstance(leaf, optax.MaskedNode):
                 return leaf
             # Factored moments have another shape than their parameter.
-            return sharding if leaf.shape == param.shape else regional(mesh)
+            if leaf.shape != param.shape:
+                return regional(mesh)
+            if optimizer_memory is None:
+                return sharding
+            return sharding.with_memory_kind(optimizer_memory)
 
         opt_state = optax.tree_map_params(
             optimizer,
