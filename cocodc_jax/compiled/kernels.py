@@ -44,13 +44,14 @@ def splash_flops(name: str, operands: list[tuple[str, tuple[int, ...]]]) -> floa
     kernel = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", name)
     if kernel is None:
         return 0.0
-    # Queries come first of all that has heads; what has not says which blocks.
-    *batch, length, width = next(
+    # Queries come first of all that has heads, then keys; the rest says which blocks.
+    (*batch, num_own, width), (*_, length, _) = [
         dims
         for dtype, dims in operands
         if len(dims) >= 3 and dtype in ("bf16", "f32", "bfloat16", "float32")
-    )
-    pairs = math.prod(batch) * length**2 * splash_share(length)
+    ][:2]
+    share = splash_share(length, num_own)
+    pairs = math.prod(batch) * num_own * length * share
     return 2.0 * _SPLASH[kernel[1]] * pairs * width
 
 

@@ -15,10 +15,10 @@ from cocodc_jax import models
 from cocodc_jax.compiled import written
 from cocodc_jax.compiled.collectives import BETWEEN_SLICES
 from cocodc_jax.compiled.targets import GPUS_PER_HOST, Chip, Target
-from cocodc_jax.run.build import build_program, check_model, list_evaluation
+from cocodc_jax.run.build import build_program, check_model, list_evaluation, mesh_of
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.losses import gather_steps
-from cocodc_jax.runtime.devices.mesh import DATA, REGION, make_mesh
+from cocodc_jax.run.losses import torus_steps
+from cocodc_jax.runtime.devices.mesh import DATA, REGION, SEQUENCE
 from cocodc_jax.runtime.devices.transfer import PINNED
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.program import RegionProgram
@@ -82,11 +82,12 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
             "numbers; use a divisor"
         )
     own = num_chips // run.regions
-    inside = run.stages * run.model_axis * (run.data_axis if keep_data_axis else 1)
+    inside = run.stages * run.sequence_axis * run.model_axis
+    inside *= run.data_axis if keep_data_axis else 1
     if own % inside:
         raise ValueError(
-            f"stages * data_axis * model_axis = {inside} do not divide the {own} chips "
-            f"of a region of target={target}; use divisors"
+            f"stages * data_axis * sequence_axis * model_axis = {inside} do not divide "
+            f"the {own} chips of a region of target={target}; use divisors"
         )
     if not keep_data_axis:
         config = config.replace(data_axis=own // inside)
@@ -112,9 +113,7 @@ def build(config: TrainConfig, target: Target) -> Built:
             data_axis=run.data_axis * (len(devices) // target.num_chips)
         )
         run = config.run
-    mesh = make_mesh(
-        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
-    )
+    mesh = mesh_of(run, devices)
     program = build_program(config, model, mesh)
     scan_steps, syncs_per_step, schedule = _walk(program, run.log_every)
     data = config.data
@@ -195,27 +194,29 @@ def _written_flops(built: Built) -> float:
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:
     """Count what one inner step has to move over the data axis, received by a device.
 
+    With a sequence axis over both; what attention gathers over that is not in it.
+
     Fully sharded data parallelism's own: each weight is gathered twice, as it is
     computed with (forward and backward), and its float32 gradient reduce-scattered;
     gradients of what is whole on every device are all-reduced.
     """
-    size = built.mesh.shape[DATA]
+    size = built.mesh.shape[DATA] * built.mesh.shape[SEQUENCE]
     itemsize = jnp.dtype(config.model.compute_dtype).itemsize
     total = 0.0
     params = built.state.region.params
     for leaf in jax.tree.leaves(params):
-        whole = _without(leaf, built.mesh, DATA) // leaf.dtype.itemsize
+        whole = _undivided_bytes(leaf, built.mesh) // leaf.dtype.itemsize
         is_divided = DATA in jax.tree.leaves(tuple(leaf.sharding.spec))
         each = 2 * itemsize + leaf.dtype.itemsize
         total += whole * (each if is_divided else 2 * leaf.dtype.itemsize)
     return total * (size - 1) / size
 
 
-def _without(leaf: Any, mesh: Mesh, axis: str) -> int:
-    """Return a device's bytes of an array if `axis` did not divide it."""
-    own = device_bytes([leaf], mesh)
+def _undivided_bytes(leaf: Any, mesh: Mesh) -> int:
+    """Return a device's bytes of an array if no axis of tokens divided it."""
     named = jax.tree.leaves(tuple(leaf.sharding.spec))
-    return own * (mesh.shape[axis] if axis in named else 1)
+    over = [mesh.shape[axis] for axis in (DATA, SEQUENCE) if axis in named]
+    return device_bytes([leaf], mesh) * math.prod(over)
 
 
 def device_bytes(tree: PyTree, mesh: Mesh) -> int:
@@ -260,7 +261,7 @@ def device_of(target: Target, mesh: Mesh) -> Chip:
     axis of a torus have the links of one axis at a time.
     """
     chip = target.per_device(mesh.size)
-    if gather_steps(mesh.devices[0, 0, :, 0]):
+    if torus_steps(mesh):
         chip = dataclasses.replace(chip, link_bps=chip.link_bps / chip.axes)
     if chip.platform == "cuda" and mesh.size // mesh.shape[REGION] > GPUS_PER_HOST:
         return dataclasses.replace(chip, link_bps=chip.network_bps)

@@ -161,6 +161,12 @@ def lines(
             yield f"{record['name']}: {record['refused']}"
         for option, value in record.get("options", {}).items():
             yield f"{record['name']}: the run compiles it with {option}={value}"
+        if record["name"] == INNER_STEPS and (held := record.get("host_bytes")):
+            yield (
+                f"{record['name']}: {size(held)} of the optimizer's state lie with the "
+                f"host; a step takes them in and puts them back, {size(2 * held)} in "
+                "all, which the least time leaves out"
+            )
         for row in record.get("collectives", ()):
             yield (
                 f"{record['name']}: {row['count']} {row['kind']}"

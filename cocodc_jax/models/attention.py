@@ -12,6 +12,7 @@ import dataclasses
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
@@ -28,19 +29,29 @@ def attend(
     key_BLKd: jax.Array,
     value_BLKd: jax.Array,
     kernel: str,
+    sequence: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Return what each position gathers from itself and those before it.
 
     Args:
-      query_BLHd: of H heads.
-      key_BLKd: of K heads, each for H / K of the query's.
+      query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
+      key_BLKd: of K heads, each for H / K of the query's, and of all positions.
       value_BLKd: as many.
       kernel: plain, cudnn, splash; auto is plain, as nothing here knows the device.
+      sequence: mesh axis over which the query's positions lie, inside a
+        `jax.shard_map`; None is none. Not for cudnn.
       interpret: whether splash is carried out as any platform can, slowly.
     """
     if kernel == "splash":
-        return _splash(query_BLHd, key_BLKd, value_BLKd, interpret)
+        return _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret)
+    if sequence is not None:
+        num_own, length = query_BLHd.shape[1], key_BLKd.shape[1]
+        own_L = jax.lax.axis_index(sequence) * num_own + np.arange(num_own)
+        is_seen_LL = own_L[:, None] >= np.arange(length)[None]
+        return jax.nn.dot_product_attention(
+            query_BLHd, key_BLKd, value_BLKd, mask=is_seen_LL[None, None]
+        )
     mixed_BLHd = jax.nn.dot_product_attention(
         query_BLHd,
         key_BLKd,
@@ -57,6 +68,7 @@ def choose(
     length: int,
     is_divided: bool,
     needs_forward_mode: bool = False,
+    sequence_axis: int = 1,
 ) -> TransformerConfig:
     """Return the model with the kernel that `attention` names, or auto means.
 
@@ -67,6 +79,7 @@ def choose(
       is_divided: whether the program names every axis itself (`divided.py`), as
         kernels need.
       needs_forward_mode: whether gradients are differentiated again, as no kernel is.
+      sequence_axis: devices that share the positions of a sequence.
 
     Raises:
       ValueError: if that kernel cannot be had, naming what stands against it.
@@ -77,12 +90,17 @@ def choose(
             ("runs on TPUs only", platform != "tpu"),
             (
                 f"takes lengths that are multiples of {LEAST_BLOCK}, and "
-                f"sequence_length={length}",
-                length % LEAST_BLOCK != 0,
+                f"sequence_length={length}"
+                + (f" over sequence_axis={sequence_axis}" * (sequence_axis > 1)),
+                length % (LEAST_BLOCK * sequence_axis) != 0,
             ),
         ),
         "cudnn": (
             ("runs on GPUs only", not is_gpu),
+            (
+                f"knows no positions that lie over sequence_axis={sequence_axis}",
+                sequence_axis > 1,
+            ),
             (
                 f"computes in bfloat16, and compute_dtype={config.compute_dtype!r}",
                 config.compute_dtype != "bfloat16",
@@ -106,13 +124,18 @@ def choose(
     return dataclasses.replace(config, attention=wanted)
 
 
-def splash_share(length: int) -> float:
+def splash_share(length: int, num_own: int | None = None) -> float:
     """Return the share of all pairs of positions that splash attention computes.
+
+    Args:
+      length: of the sequence.
+      num_own: positions of it on each of the devices that share it, of which the
+        average is meant; None is all.
 
     >>> splash_share(512), splash_share(2048)
     (1.0, 0.625)
     """
-    num_blocks = length // _block(length)
+    num_blocks = length // _block(num_own or length)
     return (num_blocks + 1) / (2 * num_blocks)
 
 
@@ -124,16 +147,45 @@ def _block(length: int) -> int:
     )
 
 
-def _splash(query_BLHd, key_BLKd, value_BLKd, interpret: bool) -> jax.Array:
-    _, length, num_heads, head_width = query_BLHd.shape
-    run = _splash_kernel(length, num_heads, interpret)
+def _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret) -> jax.Array:
+    _, num_own, num_heads, head_width = query_BLHd.shape
+    length = key_BLKd.shape[1]
+    run = _splash_kernel(length, length // num_own, num_heads, interpret)
+    if sequence is not None:
+        run = _own_blocks(run, sequence)
     query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
     mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
     return mixed_BHLd.swapaxes(1, 2)
 
 
-def _splash_kernel(length: int, num_heads: int, interpret: bool):
+def _own_blocks(kernel, sequence: str):
+    """Take, of a kernel for sequences that devices share, what one of them computes.
+
+    As its `manual_sharding_spec` would lay it out: blocks of the mask and positions by
+    those of the query; the mask of a block on the diagonal is the same for all.
+    """
+
+    def own(x, axis: int):
+        if x is None:
+            return None
+        size = x.shape[axis] // jax.lax.axis_size(sequence)
+        first = jax.lax.axis_index(sequence) * size
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), first, size, axis)
+
+    def of(info):
+        return info and info._replace(
+            data_next=own(info.data_next, 1),
+            mask_next=own(info.mask_next, 1),
+            block_mask=own(info.block_mask, 1),
+            q_sequence=own(info.q_sequence, 0),
+        )
+
+    infos, kwargs = kernel.tree_flatten()
+    return type(kernel).tree_unflatten(kwargs, [of(info) for info in infos])
+
+
+def _splash_kernel(length: int, num_shards: int, num_heads: int, interpret: bool):
     # Half a second to import, which only a TPU's program needs.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
@@ -142,7 +194,7 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool):
         splash_attention_mask as masks,
     )
 
-    block = _block(length)
+    block = _block(length // num_shards)
     names = (
         "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
         "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
@@ -151,7 +203,7 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool):
         masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=num_shards,
         residual_checkpoint_name=ATTENTION,
         interpret=interpret,
     )

@@ -76,7 +76,7 @@ class _Device:
         self.config, self.layout, self.num_parts = config, layout, num_parts
 
     def specs(self, params: Params) -> Any:
-        axes = (self.layout.data, self.layout.model)
+        axes = (self.layout.tokens, self.layout.model)
         return partition_specs(params, axes, divides_embedding=True)
 
     def loss(self, params: Params, tokens: jax.Array):
@@ -93,28 +93,28 @@ class _Device:
         return self._whole(share, tokens), grads
 
     def _share(self, params: Params, tokens: jax.Array):
-        """Return what a device's sequences add to the batch's means."""
+        """Return what a device's tokens add to the batch's means."""
         model = bind(self.config, params, self.layout)
-        targets_BL = tokens[:, 1:]
+        targets_BL = self.layout.own_part(tokens[:, 1:])
         sums: TokenSums = divided_cross_entropy(
-            model(tokens[:, :-1]),
+            model(self.layout.own_part(tokens[:, :-1])),
             model.output_head(),
             targets_BL,
             self.config.loss_chunk_tokens,
             self.layout,
         )
-        count = targets_BL.size * jax.lax.axis_size(self.layout.data)
+        count = targets_BL.size * jax.lax.axis_size(self.layout.tokens)
         return sums.loss / count, sums.num_correct / count
 
     def _whole(self, share, tokens: jax.Array):
-        loss, accuracy = (sum_over(x, self.layout.data) for x in share)
+        loss, accuracy = (sum_over(x, self.layout.tokens) for x in share)
         count = tokens[:, 1:].size * jax.lax.axis_size(self.layout.data)
         return loss, {"num_tokens": jnp.float32(count), "accuracy": accuracy}
 
     def _sum_undivided(self, path, grad: jax.Array, spec: P) -> jax.Array:
         """Sum the gradient of what is whole on all devices of an axis."""
-        if self.layout.data not in spec:
-            grad = sum_over(grad, self.layout.data)
+        if self.layout.tokens not in spec:
+            grad = sum_over(grad, self.layout.tokens)
         if any(key.key in _OF_HEADS for key in path):
             grad = sum_over(grad, self.layout.model)
         return grad

@@ -10,6 +10,8 @@ written down:
                  and gathered again for the backward pass if that computes again
     its gradient is a float32 sum over the device's tokens, reduce-scattered over "data"
                  (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054)
+    keys, values are gathered over "sequence", where positions lie over one; weights
+                 then lie over both axes of tokens, as if these were one
     activations  are summed over "model" after each pair of matrices, and their
                  cotangents before it (Megatron-LM, arXiv 1909.08053, section 3)
 
@@ -48,19 +50,41 @@ class Layout:
       steps: in which weights are gathered over data, and their gradients scattered in
         turn: first among that many neighbours, then among as many such groups; their
         product is data's length. Empty is at once.
+      sequence: over which positions lie, and with data the width of weights; None
+        leaves sequences whole.
     """
 
     data: str = "data"
     model: str = "model"
     steps: tuple[int, ...] = ()
+    sequence: str | None = None
+
+    @property
+    def tokens(self) -> str | tuple[str, str]:
+        """Axes over which a region's tokens lie, and so the width of weights."""
+        return self.data if self.sequence is None else (self.data, self.sequence)
+
+    def own_part(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Return the device's own positions of what has those of whole sequences."""
+        if self.sequence is None:
+            return x
+        size = x.shape[axis] // jax.lax.axis_size(self.sequence)
+        first = jax.lax.axis_index(self.sequence) * size
+        return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
+
+    def whole(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Undo `own_part`: gather positions; cotangents are summed and scattered."""
+        if self.sequence is None:
+            return x
+        return jax.lax.all_gather(x, self.sequence, axis=axis, tiled=True)
 
     def groups(self) -> list[list[list[int]] | None]:
         """Return who gathers together in each step; None is everybody on data."""
-        size, stride = jax.lax.axis_size(self.data), 1
+        size, stride = jax.lax.axis_size(self.tokens), 1
         if size != math.prod(self.steps or (size,)):
             raise ValueError(
                 f"steps={self.steps} do not make up the {size} devices of "
-                f"{self.data!r}; use sizes whose product that is"
+                f"{self.tokens!r}; use sizes whose product that is"
             )
         found = []
         for step in self.steps:
@@ -122,11 +146,11 @@ def lookup(
 def gather(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
     """Return a weight in `dtype`, whole along the side that the data axis divides."""
     cast = w.astype(dtype)
-    if jax.lax.axis_size(layout.data) == 1:
+    if jax.lax.axis_size(layout.tokens) == 1:
         return cast
     for groups in layout.groups():
         cast = jax.lax.all_gather(
-            cast, layout.data, axis=side, tiled=True, axis_index_groups=groups
+            cast, layout.tokens, axis=side, tiled=True, axis_index_groups=groups
         )
         cast = checkpoint_name(cast, WEIGHTS)
     return cast
@@ -134,12 +158,12 @@ def gather(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
 
 def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
     """Sum a gradient over the data axis, and keep the own part of a side."""
-    if jax.lax.axis_size(layout.data) == 1:
+    if jax.lax.axis_size(layout.tokens) == 1:
         return grad
     for groups in reversed(layout.groups()):
         grad = jax.lax.psum_scatter(
             grad,
-            layout.data,
+            layout.tokens,
             scatter_dimension=side,
             tiled=True,
             axis_index_groups=groups,
@@ -147,8 +171,8 @@ def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
     return grad
 
 
-def sum_over(x: jax.Array, axis: str) -> jax.Array:
-    """Sum over an axis; where that is of one device nothing happens."""
+def sum_over(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """Sum over an axis, or several; over one device nothing happens."""
     return x if jax.lax.axis_size(axis) == 1 else jax.lax.psum(x, axis)
 
 

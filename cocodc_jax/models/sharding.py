@@ -29,7 +29,7 @@ _WRITES_WIDTH = ("output", "down")
 
 def partition_specs(
     params: Any,
-    axes: tuple[str, str] = ("data", "model"),
+    axes: tuple[str | tuple[str, ...], str] = ("data", "model"),
     stage: str | None = None,
     divides_embedding: bool = False,
 ) -> Any:
@@ -39,8 +39,8 @@ def partition_specs(
       params: one region's parameters (or their shapes) as `init_params` makes
         them, scanned or not, with no region axis; whoever stacks regions puts the
         region axis before each spec.
-      axes: names of the mesh axes that shard the width and that shard heads,
-        feed-forward features and vocabulary.
+      axes: names of the mesh axes that shard the width (one, or several as one) and
+        that shard heads, feed-forward features and vocabulary.
       stage: name of the mesh axis that divides the layers of scanned blocks, for a
         pipeline; None leaves every layer on all devices.
       divides_embedding: whether the first axis divides the embedding too.
@@ -58,7 +58,13 @@ def partition_specs(
     )
 
 
-def check_divisible(config: TransformerConfig, data: int, model: int, stages: int = 1):
+def check_divisible(
+    config: TransformerConfig,
+    data: int,
+    model: int,
+    stages: int = 1,
+    sequence: int = 1,
+):
     """Check that a `(stage, data, model)` mesh divides the model's dimensions.
 
     Args:
@@ -66,6 +72,7 @@ def check_divisible(config: TransformerConfig, data: int, model: int, stages: in
       data: devices along the axis that shards the width.
       model: devices along the axis that shards heads, features and vocabulary.
       stages: devices along the axis that shards layers.
+      sequence: devices along the axis that shards positions, and the width too.
 
     Raises:
       ValueError: names what does not divide, and what would; or stages of blocks
@@ -79,7 +86,11 @@ def check_divisible(config: TransformerConfig, data: int, model: int, stages: in
             f"stages={stages} divides the layer axis of scanned blocks, and "
             "scan_layers=False has none; use scan_layers=True or stages=1"
         )
-    needs = {"num_layers": ("stages", stages), "width": ("data", data)} | dict.fromkeys(
+    width_over = "data" if sequence == 1 else "data_axis * sequence_axis"
+    needs = {
+        "num_layers": ("stages", stages),
+        "width": (width_over, data * sequence),
+    } | dict.fromkeys(
         ("num_heads", "num_kv_heads", "mlp_width", "vocab_size"), ("model", model)
     )
     for name, (axis, devices) in needs.items():
@@ -141,7 +152,7 @@ def check_pipeline(
 def _leaf_spec(
     path,
     ndim: int,
-    data: str,
+    data: str | tuple[str, ...],
     model: str,
     stage: str | None,
     divides_embedding: bool,

@@ -90,11 +90,13 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             query_BLHd = self.query_norm(query_BLHd)
             key_BLHd = self.key_norm(key_BLHd)
+        query_BLHd, key_BLHd = (rotate(x, *rotation) for x in (query_BLHd, key_BLHd))
+        sequence = None
+        if self.layout is not None:
+            sequence = self.layout.sequence
+            key_BLHd, value_BLHd = map(self.layout.whole, (key_BLHd, value_BLHd))
         mixed_BLHd = attend(
-            rotate(query_BLHd, *rotation),
-            rotate(key_BLHd, *rotation),
-            value_BLHd,
-            self.config.attention,
+            query_BLHd, key_BLHd, value_BLHd, self.config.attention, sequence
         )
         mixed_BLF = mixed_BLHd.reshape(*x_BLD.shape[:2], -1)
         return write(mixed_BLF, self.output[...], self.layout)
@@ -181,9 +183,7 @@ class Transformer(nnx.Module):
 
     def run_blocks(self, x_BLD: jax.Array) -> jax.Array:
         """Pass the residual stream [B, L, D] through all blocks."""
-        rotation = rotary_tables(
-            x_BLD.shape[1], self.config.head_width, self.config.rope_theta
-        )
+        rotation = self._rotation(x_BLD.shape[1])
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(x, rotation),
             self.config.remat,
@@ -199,6 +199,16 @@ class Transformer(nnx.Module):
             lambda x, params: (run(graph, params, x), None), x_BLD, stacked
         )
         return x_BLD
+
+    def _rotation(self, num_own: int) -> tuple[jax.Array, jax.Array]:
+        """Return the rotary tables of the device's own positions."""
+        sequence = self.layout.sequence if self.layout else None
+        length = num_own * (jax.lax.axis_size(sequence) if sequence else 1)
+        tables = rotary_tables(length, self.config.head_width, self.config.rope_theta)
+        if self.layout is None:
+            return tables
+        cos, sin = (self.layout.own_part(table, 0) for table in tables)
+        return cos, sin
 
 
 def rotary_tables(

@@ -12,7 +12,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import read_table
-from cocodc_jax.run.build import build_program
+from cocodc_jax.run.build import build_program, mesh_of
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, position
 from cocodc_jax.runtime.devices.mesh import Mesh
@@ -88,9 +88,7 @@ class Source:
         """
         run = self.config.run
         devices = list(mesh.devices.flat)
-        old_mesh = cc.make_mesh(
-            run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
-        )
+        old_mesh = mesh_of(run, devices)
         old = build_program(self.config, model, old_mesh)
         with Checkpoints(self.folder / CHECKPOINTS) as saved:
             restored = saved.restore(old, self.step)

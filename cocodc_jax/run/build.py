@@ -22,6 +22,7 @@ from cocodc_jax.runtime.devices.mesh import (
     STAGE,
     Mesh,
     inner_devices,
+    make_mesh,
 )
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.listed import Listed
@@ -52,7 +53,9 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     is_cpu = devices[0].platform == "cpu"
     there = wanted if is_cpu else len(devices)
     if run.devices > there:
-        reason = " (regions * stages * data_axis * model_axis virtual ones)"
+        reason = (
+            " (regions * stages * data_axis * sequence_axis * model_axis virtual ones)"
+        )
         raise ValueError(
             f"devices={run.devices} asks for more than there are: {there}"
             f"{reason if is_cpu else ''}"
@@ -77,9 +80,21 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
     if not fitting:
         raise ValueError(
             f"one region needs {own} devices of a process, but a process has {there}; "
-            "lower stages, data_axis or model_axis"
+            "lower stages, data_axis, sequence_axis or model_axis"
         )
     return inner_devices(fitting[-1] * own)
+
+
+def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
+    """Make the inner mesh of a run, of these devices."""
+    return make_mesh(
+        run.regions,
+        run.data_axis,
+        run.model_axis,
+        devices,
+        stage=run.stages,
+        sequence=run.sequence_axis,
+    )
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
@@ -89,7 +104,9 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
       ValueError: naming what does not divide, and what would.
     """
     run = config.run
-    models.check_divisible(model, run.data_axis, run.model_axis, run.stages)
+    models.check_divisible(
+        model, run.data_axis, run.model_axis, run.stages, run.sequence_axis
+    )
     losses.subspace_of(run, model)
     if run.is_pipelined:
         models.check_pipeline(
@@ -128,6 +145,7 @@ def program_key(config: TrainConfig) -> tuple:
     )
     others = (regions, pipeline, run.transport, run.step_seconds, run.accumulate_steps)
     layout = (config.method, config.optimizer, run.steps, run.how_mapped)
+    layout = (*layout, run.optimizer_memory)
     return (*layout, *others)
 
 
@@ -189,6 +207,7 @@ def build_program(
             shapes,
             stage=STAGE if config.run.stages > 1 else None,
             divides_embedding=layout is not None,
+            axes=losses.weight_axes(config.run),
         ),
         supplies=cc.Supplies(
             config.optimizer.learning_rate(steps, method),
@@ -197,6 +216,7 @@ def build_program(
         ),
         transport=dataclasses.replace(config.run.transport, place=place),
         local_regions=config.run.how_mapped,
+        optimizer_memory=config.run.optimizer_memory,
     )
 
 

@@ -69,6 +69,11 @@ class TrainConfig:
                 f"batch_per_region={self.data.batch_per_region} must be a multiple of "
                 f"data_axis={self.run.data_axis}, which shares it out"
             )
+        if self.data.sequence_length % self.run.sequence_axis:
+            raise ValueError(
+                f"sequence_length={self.data.sequence_length} must be a multiple of "
+                f"sequence_axis={self.run.sequence_axis}, which shares it out"
+            )
         own = self.data.batch_per_region // self.run.data_axis
         if own % self.run.accumulate_steps:
             parts = [n for n in range(1, own + 1) if own % n == 0]

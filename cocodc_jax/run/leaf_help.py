@@ -16,6 +16,7 @@ from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.help import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.runtime.devices.local_regions import HOW_MAPPED
+from cocodc_jax.runtime.devices.optimizer_place import MEMORIES
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.transport import EXCHANGES, FUSES
 from cocodc_jax.sync.fragments import STRATEGIES
@@ -42,6 +43,7 @@ CHOICES: dict[str, Collection[str]] = {
     "lion_vote": RULES,
     "local_regions": HOW_MAPPED,
     "method": METHODS,
+    "optimizer_memory": MEMORIES,
     "outer_placement": PLACEMENTS,
     "partition": get_args(Partition),
     "region_weights": WEIGHTS,

@@ -11,7 +11,7 @@ from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.pace import paced
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import DATA, MODEL, Mesh
+from cocodc_jax.runtime.devices.mesh import DATA, MODEL, SEQUENCE, Mesh
 
 
 def make(
@@ -73,9 +73,23 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
     On accelerators also where it has one device, whose kernels need it said.
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
-    if run.is_pipelined or (is_cpu and run.data_axis * run.model_axis == 1):
+    if run.is_pipelined or (is_cpu and run.devices_per_region == 1):
         return None
-    return models.Layout(DATA, MODEL, gather_steps(mesh.devices[0, 0, :, 0]))
+    if run.sequence_axis > 1:
+        return models.Layout(DATA, MODEL, sequence=SEQUENCE)
+    return models.Layout(DATA, MODEL, torus_steps(mesh))
+
+
+def weight_axes(run: RunConfig) -> tuple[str | tuple[str, str], str]:
+    """Name the axes over which the width of weights lies, and their features."""
+    return ((DATA, SEQUENCE) if run.sequence_axis > 1 else DATA), MODEL
+
+
+def torus_steps(mesh: Mesh) -> tuple[int, ...]:
+    """Return the steps of a mesh in which weights are gathered, see `gather_steps`."""
+    if mesh.shape[SEQUENCE] > 1:
+        return ()
+    return gather_steps(mesh.devices[0, 0, :, 0, 0])
 
 
 # Devices over whose two axes at once gathers were seen to stay gathers.
@@ -127,6 +141,7 @@ def with_attention(
         config.data.sequence_length,
         layout(config.run, mesh) is not None,
         "gradient_fn" in method.needs,
+        config.run.sequence_axis,
     )
 
 

@@ -24,7 +24,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import DATA, MODEL, STAGE
+from cocodc_jax.runtime.devices.mesh import INSIDE
 from cocodc_jax.sync.needs import LossFn
 
 PyTree = Any
@@ -90,7 +90,7 @@ def _call(function, result, *arguments):
     """Return a callback; JAX wants it manual over every axis of the mesh."""
     inside = jax.shard_map(
         lambda *x: io_callback(function, result, *x),
-        axis_names={STAGE, DATA, MODEL},
+        axis_names=set(INSIDE),
         in_specs=P(),
         out_specs=P(),
     )

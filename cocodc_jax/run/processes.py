@@ -211,8 +211,8 @@ def check_shares(
         raise ValueError(
             f"num_processes={num_processes} makes {members} processes of each of "
             f"regions={num_regions}, which cannot share its stages * data_axis * "
-            f"model_axis = {devices_per_region} devices; make that a multiple of "
-            f"{members}, as with data_axis={members}, or use "
+            f"sequence_axis * model_axis = {devices_per_region} devices; make that a "
+            f"multiple of {members}, as with data_axis={members}, or use "
             f"num_processes={num_regions}"
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from cocodc_jax.models import StageCodec
 from cocodc_jax.run.stage_codec import build_codec
 from cocodc_jax.runtime.devices.local_regions import check_how
+from cocodc_jax.runtime.devices.optimizer_place import check_memory
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.spikes import SpikeWatch
 from cocodc_jax.runtime.loop.trainer import Cadence
@@ -38,6 +39,12 @@ class RunConfig:
         CPU for small models.
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
+      sequence_axis: devices along each region's sequence axis, which share the
+        positions of every sequence; attention gathers the keys and values of all. A
+        divisor of sequence_length.
+      optimizer_memory: host keeps the inner optimizer's moments in the memory of the
+        accelerators' hosts, 8 bytes a parameter less on an accelerator; each step takes
+        them in and puts them back. device keeps them beside the parameters.
       accumulate_steps: parts that each device cuts its share of a batch into, one after
         another, whose gradients are averaged; the activations of one exist at a time.
       exchange: program averages messages in a program of the inner mesh, outer on the
@@ -87,6 +94,8 @@ class RunConfig:
     local_regions: str = "auto"
     data_axis: int = 1
     model_axis: int = 1
+    sequence_axis: int = 1
+    optimizer_memory: str = "device"
     accumulate_steps: int = 1
     exchange: str = "auto"
     fuse_syncs: str = "auto"
@@ -118,6 +127,7 @@ class RunConfig:
             "regions",
             "data_axis",
             "model_axis",
+            "sequence_axis",
             "accumulate_steps",
             "outer_channels",
             "stages",
@@ -129,8 +139,9 @@ class RunConfig:
         if self.regions * self.devices_per_region > MAX_DEVICES:
             raise ValueError(
                 f"regions={self.regions} of stages={self.stages} * data_axis="
-                f"{self.data_axis} * model_axis={self.model_axis} devices each are "
-                f"more than {MAX_DEVICES} devices; lower one of them"
+                f"{self.data_axis} * sequence_axis={self.sequence_axis} * model_axis="
+                f"{self.model_axis} devices each are more than {MAX_DEVICES} devices; "
+                "lower one of them"
             )
         _check_at_least("devices", self.devices, 0)
         _check_at_least("seed", self.seed, 0)
@@ -158,7 +169,12 @@ class RunConfig:
                 f"accumulate_steps={self.accumulate_steps} is not for pipelines, which "
                 f"cut a batch into microbatches={self.microbatches}; use more of these"
             )
+        if self.sequence_axis > 1 and self.is_pipelined:
+            raise ValueError(
+                f"sequence_axis={self.sequence_axis} is not for pipelines; leave it out"
+            )
         check_how(self.local_regions)
+        check_memory(self.optimizer_memory)
         self._check_pace()
         self._check_stage_compress()
         self.cadence  # noqa: B018  (its own checks)
@@ -174,7 +190,7 @@ class RunConfig:
         if self.step_seconds and self.devices_per_region > 1:
             raise ValueError(
                 f"step_seconds={self.step_seconds} goes with one device a region; "
-                "leave out stages, data_axis and model_axis"
+                "leave out stages, data_axis, sequence_axis and model_axis"
             )
         if self.step_seconds and self.local_regions == "batched":
             raise ValueError(
@@ -219,7 +235,7 @@ class RunConfig:
     @property
     def devices_per_region(self) -> int:
         """Devices that share one region."""
-        return self.stages * self.data_axis * self.model_axis
+        return self.stages * self.data_axis * self.sequence_axis * self.model_axis
 
     @property
     def transport(self) -> Transport:

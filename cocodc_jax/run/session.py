@@ -34,6 +34,7 @@ from cocodc_jax.run.build import (
     build_program,
     check_model,
     init_params,
+    mesh_of,
     open_for,
     own_part,
     program_key,
@@ -366,9 +367,7 @@ def prepare(
         jobs.check_several(processes.num_processes)
     run = own_part(config, place)
     devices = use_devices(run, processes.num_processes)
-    mesh = cc.make_mesh(
-        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
-    )
+    mesh = mesh_of(run, devices)
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
     workdir = pathlib.Path(workdir)

@@ -22,7 +22,13 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data import load
 from cocodc_jax.report.runs import Run, load_run
-from cocodc_jax.run.build import build_program, check_model, program_key, use_devices
+from cocodc_jax.run.build import (
+    build_program,
+    check_model,
+    mesh_of,
+    program_key,
+    use_devices,
+)
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.session import Session, prepare
 from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
@@ -104,9 +110,7 @@ def _build(config: TrainConfig) -> None:
     run = config.run
     check_model(config, config.model)
     devices = use_devices(run, 1)
-    mesh = cc.make_mesh(
-        run.regions, run.data_axis, run.model_axis, devices, stage=run.stages
-    )
+    mesh = mesh_of(run, devices)
     build_program(config, config.model, mesh)
 
 

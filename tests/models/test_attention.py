@@ -1,18 +1,25 @@
 """Attention's kernels: splash against plain attention, and which one is chosen."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.models import get
 from cocodc_jax.models.attention import attend, choose, splash_share
 
 
-def test_splash_is_plain_attention():
-    """In float32, values and gradients, with two query heads a key."""
+@pytest.mark.parametrize("sequence", [None, "sequence"])
+def test_splash_is_plain_attention(sequence):
+    """In float32, values and gradients, with two query heads a key.
+
+    Also where two devices share the query's positions.
+    """
     rng = np.random.default_rng(0)
     query, key, value, weight = (
         jnp.asarray(rng.normal(size=(2, 256, heads, 64)), jnp.float32)
@@ -20,8 +27,21 @@ def test_splash_is_plain_attention():
     )
 
     def result(kernel):
+        over = None if kernel == "plain" else sequence
+        attention = functools.partial(
+            attend, kernel=kernel, sequence=over, interpret=True
+        )
+        if over is not None:
+            attention = jax.shard_map(
+                attention,
+                mesh=jax.make_mesh((2,), (over,), axis_types=(AxisType.Auto,)),
+                in_specs=(P(None, over), P(), P()),
+                out_specs=P(None, over),
+                check_vma=False,
+            )
+
         def weighed(*qkv):
-            return jnp.sum(attend(*qkv, kernel, interpret=True) * weight)
+            return jnp.sum(attention(*qkv) * weight)
 
         return jax.jit(jax.value_and_grad(weighed, (0, 1, 2)))(query, key, value)
 
@@ -69,6 +89,14 @@ def test_the_platform_chooses(config, platform, length, flags, expected):
             "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use",
         ),
         (
+            {"attention": "splash"}, "tpu", 256, {"sequence_axis": 4},
+            "multiples of 128, and sequence_length=256 over sequence_axis=4; use",
+        ),
+        (
+            {"attention": "cudnn"}, "gpu", 256, {"sequence_axis": 2},
+            "attention='cudnn' knows no positions that lie over sequence_axis=2; use",
+        ),
+        (
             {"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
             "attention='cudnn' is not for pipelines; use",
         ),
@@ -90,3 +118,6 @@ def test_blocks_above_the_diagonal_are_left_out():
     assert splash_share(128) == 1
     assert splash_share(1024) == 3 / 4
     assert splash_share(384) == 4 / 6
+    # Of two devices the first computes one block of four, the second two.
+    assert splash_share(1024, 512) == 3 / 4
+    assert splash_share(512, 256) == 3 / 4

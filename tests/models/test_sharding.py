@@ -199,6 +199,42 @@ def test_weights_gathered_in_steps_change_no_number():
         jax.eval_shape(loss_fn, params, tokens, jax.random.key(0))
 
 
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [(_TIED, dict(data=2, sequence=2, model=1)),
+     (_CHUNKED, dict(data=1, sequence=4, model=2))],
+    ids=["tied, of data too", "untied, of heads too"],
+)  # fmt: skip
+def test_positions_on_several_devices_change_no_number(config, axes):
+    length = 8
+    params, tokens, _ = _example(config)
+    params, tokens = _region((params, tokens), 0)
+    tokens = tokens[:, : length + 1]
+    expected = jax.jit(_step(config))(params, tokens)
+    mesh = _mesh(**axes)
+    over = Layout(sequence="sequence")
+    specs = partition_specs(
+        _shapes(config), (over.tokens, "model"), divides_embedding=True
+    )
+    step = _step(config, functools.partial(make_divided_loss_fn, layout=over))
+    placed = _place(mesh, params, specs)
+    batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(placed, batch).compile()
+        (loss, aux), grads = compiled(placed, batch)
+    np.testing.assert_allclose(loss, expected[0][0], rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        jax.device_get((aux, grads)),
+        jax.device_get((expected[0][1], expected[1])),
+    )
+    # Keys and values of all positions are gathered, over that axis alone.
+    found = collectives(hlo.parse(compiled.as_text()), axes)
+    gathered = {x.axes for x in found if x.kind == "all-gather"}
+    assert ("sequence",) in gathered
+    assert not any("model" in axes for axes in gathered)
+
+
 def test_gradients_of_a_divided_loss_have_derivatives():
     """Forward mode over reverse mode, as Hessian-vector products take it."""
     params, tokens, _ = _example(_WHOLE)

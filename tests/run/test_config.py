@@ -125,6 +125,15 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         (lambda: RunConfig(step_times="2,2,2,2"), "1 for the fastest"),
         (lambda: RunConfig(step_times="inf,1,1,1"), "at least 1 and finite for every"),
         (lambda: RunConfig(step_times="nan,1,1,1"), "at least 1 and finite for every"),
+        (lambda: RunConfig(optimizer_memory="disk"), "optimizer_memory='disk' is unkn"),
+        (
+            lambda: RunConfig(sequence_axis=2, stages=2),
+            "sequence_axis=2 is not for pip",
+        ),
+        (
+            lambda: SMOKE.replace(sequence_axis=3),
+            "sequence_length=32 must be a multiple of sequence_axis=3",
+        ),
         (lambda: RunConfig(model_axis=10**12), "more than 1048576 devices; lower one"),
         (lambda: OptimizerConfig(inner_lr=float("nan")), "inner_lr=nan must be a fin"),
         (

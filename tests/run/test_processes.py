@@ -66,8 +66,8 @@ def test_processes_share_a_region_out_evenly():
     with pytest.raises(
         ValueError,
         match=r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
-        r"data_axis \* model_axis = 3 devices; .*multiple of 2, as with data_axis=2, "
-        "or use num_processes=4",
+        r"data_axis \* sequence_axis \* model_axis = 3 devices; .*multiple of 2, as "
+        "with data_axis=2, or use num_processes=4",
     ):
         check_shares(4, 8, devices_per_region=3)
     with pytest.raises(ValueError, match="model_axis = 1 devices; .*num_processes=4"):

@@ -1,8 +1,9 @@
 """Devices: the inner mesh of regions, and the device that keeps the outer state.
 
-The inner mesh has the axes `(region, stage, data, model)`. Programs are manual over
-`region` alone; data and tensor parallelism inside a region stay with the compiler,
-and the stages of a pipeline with the loss function (`models/pipeline.py`).
+The inner mesh has the axes `(region, stage, data, sequence, model)`. Programs are
+manual over `region` alone; data and tensor parallelism inside a region stay with the
+compiler, or with the loss function (`models/divided.py`, and `models/pipeline.py` for
+the stages of a pipeline), and shares of a sequence with that alone.
 With fewer devices than regions each shard of the region axis holds a block of
 regions. With several processes each holds whole regions, or each region is several
 whole processes.
@@ -41,6 +42,9 @@ from jax.sharding import (
 from cocodc_jax.runtime.devices.host_memory import keep_freed_memory
 
 REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
+SEQUENCE = "sequence"
+# The axes inside a region, in the mesh's order.
+INSIDE = (STAGE, DATA, SEQUENCE, MODEL)
 PROCESS, MEMBER = "process", "member"
 
 
@@ -65,6 +69,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     *,
     stage: int = 1,
+    sequence: int = 1,
 ) -> Mesh:
     """Make the inner mesh, with a region axis as long as devices and regions allow.
 
@@ -76,32 +81,33 @@ def make_mesh(
         several processes the first ones of each, equally many, so that each has
         regions of its own and may keep a device for the outer state.
       stage: devices along each region's stage axis, a pipeline's stages.
+      sequence: devices along each region's sequence axis, which share positions.
 
     Returns:
-      A mesh of shape `(d, stage, data, model)`, d the largest divisor of
+      A mesh of shape `(d, stage, data, sequence, model)`, d the largest divisor of
       `num_regions` for which there are devices. It takes the first devices.
 
     Raises:
       ValueError: if a size is below 1, one region does not fit the devices, or several
         processes cannot share the regions evenly.
     """
-    sizes = {"regions": num_regions, "stage": stage, "data": data, "model": model}
-    for name, size in sizes.items():
+    sizes = {"stage": stage, "data": data, "sequence": sequence, "model": model}
+    for name, size in {"regions": num_regions, **sizes}.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    inside = stage * data * model
+    inside = stage * data * sequence * model
     there = len(jax.devices() if devices is None else devices)
     if inside > there:
         raise ValueError(
-            f"one region needs stage * data * model = {stage} * {data} * {model} = "
-            f"{inside} devices, but there are {there}; lower stages, data_axis or "
-            "model_axis"
+            f"one region needs {' * '.join(sizes)} = "
+            f"{' * '.join(map(str, sizes.values()))} = {inside} devices, but there are "
+            f"{there}; lower stages, data_axis, sequence_axis or model_axis"
         )
     if devices is None:
         devices = _shared_devices(num_regions, inside)
     length = next(d for d in _divisors(num_regions) if d * inside <= len(devices))
-    grid = np.array(devices[: length * inside]).reshape(length, stage, data, model)
-    axes = (REGION, STAGE, DATA, MODEL)
+    grid = np.array(devices[: length * inside]).reshape(length, *sizes.values())
+    axes = (REGION, *INSIDE)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -131,7 +137,7 @@ def _shared_devices(num_regions: int, inside: int) -> list[Any]:
         if each % inside == 0 or inside % each == 0:
             return inner_devices(each)
     raise ValueError(
-        f"regions={num_regions}, each of {inside} devices (stage * data * model), "
+        f"regions={num_regions}, each of {inside} devices ({' * '.join(INSIDE)}), "
         f"cannot be shared evenly by {num} processes with {least} devices each: make "
         "the regions a multiple of the processes, or data, model or stage so large "
         "that each region is so many whole processes; or pass devices"

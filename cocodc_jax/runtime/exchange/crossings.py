@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import DATA, MODEL, REGION, STAGE, regional
+from cocodc_jax.runtime.devices.mesh import INSIDE, REGION, regional
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.runtime.exchange import flat_buffer
 from cocodc_jax.runtime.exchange.judged import Measured, judge_block, judged_mean
@@ -216,10 +216,6 @@ def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
     return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))
 
 
-# The axes inside a region.
-_INSIDE = (STAGE, DATA, MODEL)
-
-
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
     """Gather messages of all regions as one flat buffer, to each device its share.
 
@@ -236,7 +232,7 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
       be it another layout, must come after the steps that hide it.
     """
     buffer = flat_buffer.pack(messages)
-    num_shares = math.prod(mesh.shape[axis] for axis in _INSIDE)
+    num_shares = math.prod(mesh.shape[axis] for axis in INSIDE)
     buffer = jnp.pad(buffer, ((0, 0), (0, -buffer.shape[1] % num_shares)))
     # Else parts of it would be cut into shares, gathered, and cut again.
     buffer = jax.lax.with_sharding_constraint(buffer, regional(mesh))
@@ -244,8 +240,8 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
     return jax.shard_map(
         lambda rows: jax.lax.all_gather(rows, REGION),
         mesh=mesh,
-        in_specs=P(REGION, _INSIDE),
-        out_specs=P(None, None, _INSIDE),
+        in_specs=P(REGION, INSIDE),
+        out_specs=P(None, None, INSIDE),
         check_vma=False,
     )(buffer)
 

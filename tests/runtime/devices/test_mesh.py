@@ -38,31 +38,34 @@ def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
 ):
     devices = jax.devices()[:num_devices]
     mesh = make_mesh(num_regions, data, model, devices)
-    sizes = {"region": length, "stage": 1, "data": data, "model": model}
+    sizes = {"region": length, "stage": 1, "data": data, "sequence": 1, "model": model}
     assert dict(mesh.shape) == sizes
     assert list(mesh.devices.flat) == devices[: length * data * model]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
-def test_stages_lie_between_regions_and_data():
-    mesh = make_mesh(4, data=2, stage=2)
+def test_stages_lie_between_regions_and_data_and_positions_after_it():
+    mesh = make_mesh(2, data=1, stage=2, sequence=2)
     assert tuple(mesh.shape.items()) == (
         ("region", 2),
         ("stage", 2),
-        ("data", 2),
+        ("data", 1),
+        ("sequence", 2),
         ("model", 1),
     )
     assert list(mesh.devices.flat) == jax.devices()[:8]
 
 
 def test_a_region_larger_than_the_machine_is_refused():
-    with pytest.raises(ValueError, match=r"4 \* 3 = 12 devices, but there are 9"):
+    with pytest.raises(ValueError, match=r"4 \* 1 \* 3 = 12 devices, but there are 9"):
         make_mesh(2, data=4, model=3)
-    with pytest.raises(ValueError, match=r"5 \* 2 \* 1 = 10 devices.*lower stages"):
+    with pytest.raises(
+        ValueError, match=r"5 \* 2 \* 1 \* 1 = 10 devices.*lower stages"
+    ):
         make_mesh(2, data=2, stage=5)
 
 
-@pytest.mark.parametrize("name", ["regions", "stage", "data", "model"])
+@pytest.mark.parametrize("name", ["regions", "stage", "data", "sequence", "model"])
 def test_sizes_below_one_are_refused(name):
     sizes = {"num_regions": 2, "data": 1, "model": 1}
     sizes["num_regions" if name == "regions" else name] = 0
