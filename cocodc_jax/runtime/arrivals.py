@@ -22,14 +22,25 @@ from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
-from cocodc_jax.runtime.merge import make_merge, merge_arguments
+from cocodc_jax.runtime.merge import make_merge, merge_arguments, merging
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
-from cocodc_jax.runtime.state import InFlight, Observation, SyncId, SyncState
+from cocodc_jax.runtime.state import (
+    InFlight,
+    Observation,
+    RegionState,
+    SyncState,
+)
+from cocodc_jax.runtime.step_and_merge import (
+    arguments,
+    make_step_and_merge,
+    step_and_merge,
+)
 from cocodc_jax.runtime.turns import AppliedSync, Turn, Turns
+from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.robust import VERDICT, left_out
-from cocodc_jax.sync.schedules.base import FINISH, Event, Pending, nothing
+from cocodc_jax.sync.schedules.base import Event, Pending
 from cocodc_jax.sync.schedules.slotted import Slotted
 
 PyTree = Any
@@ -78,39 +89,45 @@ class Arrivals:
         )
         self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
         self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
-        self._may_step_ahead = (
-            setting.shardings.is_near
-            and isinstance(outer, SharedOuterModel)
-            and setting.sync.robust is None
-            and not self._schedule.is_by_region
-            and not self._schedule.init().in_flight
-        )
 
-    def step_ahead(
-        self, sync: SyncState, step: int
-    ) -> tuple[SyncState, dict[SyncId, jax.Array]]:
-        """Take the outer step of what arrives first at `step`, before the inner steps.
-
-        Nothing reads the outer fragment between them. Where it shares a device with
-        the regions, a program waits for those before it: so a schedule that asks for
-        norms has them while inner steps run, and what follows is handed out meanwhile.
+    def abstract(
+        self,
+        fragment_id: int,
+        region: RegionState,
+        sync: SyncState,
+        copies: dict[str, PyTree],
+        batch: PyTree,
+    ) -> tuple:
+        """Return shapes and shardings of what a merge is given.
 
         Args:
-          sync: before the inner steps that lead to `step`; its outer state is donated.
-          step: at which syncs arrive.
-
-        Returns:
-          The state after it, and the norm by the sync that it is of, if any is.
+          fragment_id: which fragment.
+          region: abstract, as the others are.
+          sync: of a message without a rank.
+          copies: of the regions' own that merges need, by name.
+          batch: of the last one trained on, `[R, ...]`.
         """
-        due = [p.sync_id for p in sync.schedule.in_flight if p.apply_step == step]
-        if not due or not self._may_step_ahead:
-            return sync, {}
-        _, event = self._schedule.next_event(sync.schedule, step, nothing)
-        if event is None or event.kind != FINISH or event.sync_id not in due:
-            return sync, {}
-        flight = sync.in_flight[event.sync_id]
-        sync, norm = self._outer.receive(event.fragment_id, flight, sync)
-        return sync, {event.sync_id: norm}
+        k, setting = fragment_id, self._setting
+        if setting.steps_in_merge:
+            assert isinstance(self._outer, SharedOuterModel)
+            flight = self._outer.abstract_flight(k)
+            flight = flight._replace(kept={**flight.kept, **copies})
+            return arguments(setting, k, region, sync, flight, batch, 1, 0)
+        step = jax.ShapeDtypeStruct((), np.int32)
+        everyone = jax.ShapeDtypeStruct(
+            (setting.regions.num,), bool, sharding=setting.shardings.region.key
+        )
+        return merge_arguments(
+            setting.sync.merge.needs,
+            merging(setting, k, region),
+            copies,
+            self._outer.abstract_near(k),
+            batch,
+            jax.ShapeDtypeStruct((), np.float32),
+            everyone if self._schedule.is_by_region else None,
+            step if self._schedule.is_measured else None,
+            step,
+        )
 
     def finish(self, turn: Turn, event: Event) -> None:
         """Apply what arrived, or put it off to the next slot if it has not."""
@@ -135,17 +152,18 @@ class Arrivals:
         flight = flights.pop(event.sync_id)
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
         if done is None:
-            norm = turn.stepped.get(event.sync_id)
-            if norm is None:
+            if self._setting.steps_in_merge:
+                program = self.merges[k]
+                done = step_and_merge(self._setting, program, turn, event, flight)
+            else:
                 norm = self._receive(turn, k, flight)
-            flight = self._restore_left_out(turn, event, flight)
-            metrics = self._merge_in(turn, event, flight)
-        else:
-            norm, metrics = done
+                flight = self._restore_left_out(turn, event, flight)
+                done = Finished(norm, self._merge_in(turn, event, flight))
+        norm, metrics = done
         num_bytes = 0
         if start_step > 0:  # Not a stale schedule's message of zero.
             num_bytes = self._departures.sent_bytes(event)
-            self._observe(turn, k, flight, norm)
+            self._observe(turn, event, flight, norm)
         turn.applied.append(
             AppliedSync(
                 k,
@@ -178,11 +196,15 @@ class Arrivals:
         return slot if slot > turn.step else None
 
     def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
+        if self._setting.steps_in_merge:
+            assert isinstance(self._outer, SharedOuterModel)
+            return make_step_and_merge(self._setting, self._outer, fragment_id)
         where = self._setting.shardings.region
+        only = merging(self._setting, fragment_id, where)
         return jax.jit(
             make_merge(self._setting, fragment_id, is_late=is_late),
             donate_argnums=0,
-            out_shardings=(where.params, where.key),
+            out_shardings=(only.params, where.key),
         )
 
     @functools.cache  # noqa: B019  (as long as the programs)
@@ -224,7 +246,7 @@ class Arrivals:
         merge = self._late_merge(k) if is_late else self.merges[k]
         arguments = merge_arguments(
             merge_needs,
-            turn.region,
+            merging(self._setting, k, turn.region),
             kept,
             outer,
             turn.batch,
@@ -233,7 +255,8 @@ class Arrivals:
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
             np.int32(event.start_step),
         )
-        params, metrics = merge(*arguments)
+        merged, metrics = merge(*arguments)
+        params = self._setting.fragments.over(turn.region.params, merged)
         turn.region = turn.region._replace(params=params)
         return metrics
 
@@ -247,9 +270,17 @@ class Arrivals:
             return outer
         return self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
 
-    def _observe(self, turn: Turn, k: int, flight: InFlight, norm: jax.Array) -> None:
-        """Keep what the schedule needs to know of an applied mean."""
-        seen = {"norm": norm, "times": flight.kept.get("times")}
+    def _observe(
+        self, turn: Turn, event: Event, flight: InFlight, norm: jax.Array
+    ) -> None:
+        """Keep what the schedule needs to know of an applied mean.
+
+        Its norm as it was told along with it, if it was: nobody waits for the merge.
+        """
+        k, norms = event.fragment_id, dict(turn.sync.norms)
+        norm = norms.pop(event.sync_id, norm)
+        turn.sync = dataclasses.replace(turn.sync, norms=norms)
+        seen = {needs.NORM: norm, "times": flight.kept.get("times")}
         wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
         if self._is_seen:  # Not part of the outer step, which regions wait for.
             wanted |= self._see(self._outer.arrived(k, flight, turn.sync))

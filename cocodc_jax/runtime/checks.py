@@ -5,6 +5,7 @@ Shapes, types and places only: nothing here reads a number or waits for a device
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -167,7 +168,8 @@ def check_alive(state: TrainState) -> None:
     Raises:
       ValueError: if one of its regions' arrays was donated.
     """
-    arrays = filter(_is_real, jax.tree.leaves(state.region))
+    # Steps donate all, merges parameters: of a large state the rest need not be asked.
+    arrays = filter(_is_real, jax.tree.leaves((state.region.params, state.region.key)))
     if any(x.is_deleted() for x in arrays):
         raise ValueError(
             f"the state of step {state.step} was donated to `advance` and is gone: "
@@ -178,4 +180,10 @@ def check_alive(state: TrainState) -> None:
 
 def _is_real(leaf: Any) -> bool:
     """Tell whether a leaf is an array on a device, not a trace of one."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return _is_of_arrays(type(leaf))
+
+
+@functools.cache
+def _is_of_arrays(kind: type) -> bool:
+    """Tell it of a type: a state has hundreds of leaves, of few types."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

@@ -31,7 +31,7 @@ from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.fused import InnerSteps, Windows
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.merge import make_gap, merge_arguments
+from cocodc_jax.runtime.merge import make_gap
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
@@ -112,7 +112,6 @@ class SyncPrograms:
         self._arrivals = Arrivals(
             setting, route, self._outer, self._departures, self._restore, self._turns
         )
-        self.step_ahead = self._arrivals.step_ahead
         shardings = setting.shardings
         self._copy = [
             jax.jit(
@@ -145,7 +144,7 @@ class SyncPrograms:
           batches: of the inner steps, `[T, R, ...]`.
           participating: likewise.
         """
-        setting, rule = self._setting, self._setting.sync.merge.needs
+        setting = self._setting
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
         )
@@ -154,27 +153,16 @@ class SyncPrograms:
             windows = self._windows.listed(
                 region, sync, batches, participating, self._departures.sent_bytes
             )
-        found, step = [], jax.ShapeDtypeStruct((), np.int32)
-        everyone = jax.ShapeDtypeStruct(
-            (setting.regions.num,), bool, sharding=setting.shardings.region.key
-        )
-        rate = jax.ShapeDtypeStruct((), np.float32)
+        found = []
         for k, merge in enumerate(self._arrivals.merges):
             copy = with_shardings(
                 jax.eval_shape(self._copy[k], region.params),
                 setting.shardings.staged[k],
             )
-            arguments = merge_arguments(
-                rule,
-                region,
-                {n: copy for n in needs.REGIONAL_COPIES if n in setting.sync.copies},
-                self._outer.abstract_near(k),
-                batch,
-                rate,
-                everyone if self._schedule.is_by_region else None,
-                step if self._schedule.is_measured else None,
-                step,
-            )
+            copies = {
+                n: copy for n in needs.REGIONAL_COPIES if n in setting.sync.copies
+            }
+            arguments = self._arrivals.abstract(k, region, sync, copies, batch)
             of_fragment = self._outer.listed(k, region, sync)
             of_fragment.append(Listed(f"merge fragment {k}", merge, arguments))
             if k in windows:
@@ -194,7 +182,6 @@ class SyncPrograms:
         batches: PyTree,
         times: Times = (0.0, 0.0),
         finished: dict[SyncId, Finished] | None = None,
-        stepped: dict[SyncId, jax.Array] | None = None,
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Carry out the events of `state.step`.
 
@@ -204,12 +191,11 @@ class SyncPrograms:
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
           finished: what a window that led here did of syncs that arrive now.
-          stepped: norms of those whose outer step is done, see `Arrivals.step_ahead`.
         """
         last = None
         if needs.wants_batch(self._setting.sync.merge.needs):
             last = jax.tree.map(lambda x: x[-1], batches)
-        turn = Turn(self, state, last, times, finished, stepped)
+        turn = Turn(self, state, last, times, finished)
         for schedule, event in events_at(
             self._schedule, turn.sync.schedule, state.step, turn.observe
         ):
@@ -271,7 +257,10 @@ class SyncPrograms:
         for pending in flying:
             self._arrivals.apply(turn, pending.event(FINISH))
         sync = dataclasses.replace(
-            turn.sync, schedule=self._schedule.landed(schedule), in_flight={}
+            turn.sync,
+            schedule=self._schedule.landed(schedule),
+            in_flight={},
+            norms={},
         )
         sent = state.bytes_sent + turn.bytes_sent
         landed = dataclasses.replace(

@@ -43,7 +43,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -53,7 +52,7 @@ from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.listed import Listed, first_starts
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import InFlight, RegionState, SyncState
-from cocodc_jax.runtime.window import Finished, Sent, Start, Told, make_window
+from cocodc_jax.runtime.window import Finished, Sent, Start, Told, make_window, tell
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.schedules.base import (
@@ -167,7 +166,7 @@ class Windows:
             batches,
             participating,
             tuple(self._start(each, sync, last) for each in sync.leaving),
-            None if last is None else _own(sync, last),
+            None if last is None else sync.outer.entry(last),
             self._told(finish, step),
         )
         return self._after(sync, out, finish)
@@ -206,7 +205,7 @@ class Windows:
             compressor, weights, start_step = sent[2], sent[3], sent[5]
             given = None if k == last else self._outer.given(sync, k)
             starts = (Start(given, compressor, weights, start_step),)
-            own = None if last is None else _own(sync, last)
+            own = None if last is None else sync.outer.entry(last)
             listed = Listed(
                 f"start fragment {k}, inner steps{'' if last is None else ', merge'}",
                 self._make(((k, 0),), last, sync),
@@ -228,13 +227,9 @@ class Windows:
         )
 
     def _told(self, finish: Event | None, step: int) -> Told:
-        rule = self._setting.sync.merge.needs
         if finish is None:
             return Told()
-        return Told(
-            self._setting.supplies.rate(step) if "learning_rate" in rule else None,
-            np.int32(finish.start_step) if "sync_key" in rule else None,
-        )
+        return tell(self._setting, step, finish.start_step)
 
     def _after(self, sync: SyncState, out: tuple, finish: Event | None) -> tuple:
         region, losses, sent, own, finished = out
@@ -272,7 +267,7 @@ class Windows:
             )
         own = finished = None
         if last is not None:
-            own = tuple(self._outer.place.lay(last, tree) for tree in _own(sync, last))
+            own = self._outer.where.entry(last)
             one = NamedSharding(setting.mesh, P())
             finished = Finished(one, shardings.region.key)
         return jax.jit(
@@ -293,7 +288,3 @@ class Windows:
         """Of the compiler, by platform."""
         platform = self._setting.mesh.devices.flat[0].platform
         return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}
-
-
-def _own(sync: SyncState, fragment_id: int) -> tuple[PyTree, PyTree]:
-    return sync.outer.params[fragment_id], sync.outer.opt_states[fragment_id]

@@ -134,6 +134,28 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
     )
 
 
+def merging(setting: Setting, fragment_id: int, region: RegionState) -> RegionState:
+    """Return what of the regions a merge is given; None stands for the rest.
+
+    Of the parameters the leaves that hold some of the fragment, or all where the rule
+    asks for the loss of the whole model.
+
+    Args:
+      setting: of the run.
+      fragment_id: which fragment.
+      region: arrays or whatever stands for them.
+    """
+    rule, params = setting.sync.merge.needs, region.params
+    wants_batch = needs.wants_batch(rule)
+    return region._replace(
+        params=params if wants_batch else setting.fragments.only(params, fragment_id),
+        opt_state=region.opt_state if needs.wants_state(rule) else None,
+        key=region.key if needs.wants_key(rule) else None,
+        per_step=(),
+        model_state=region.model_state if wants_batch else (),
+    )
+
+
 def merge_arguments(
     rule: Collection[str],
     region: RegionState,
@@ -158,10 +180,9 @@ def merge_arguments(
       delay_steps: where it is told.
       start_step: of the sync.
     """
-    wants_state = any(needs.NEEDS[name].of_regions for name in rule)
     return (
         region.params,
-        region.opt_state if wants_state else None,
+        region.opt_state if needs.wants_state(rule) else None,
         region.key if needs.wants_key(rule) else None,
         kept,
         outer,

@@ -384,6 +384,15 @@ class RegionProgram:
 
         return jax.tree.map(put, batches)
 
+    def _takes_along(self, batches: PyTree) -> bool:
+        """Tell whether the program of the steps is given host batches as they are.
+
+        A single device takes them in with its other arguments, in a fifth of the time
+        that it takes to place them first.
+        """
+        is_host = (isinstance(x, np.ndarray) for x in jax.tree.leaves(batches))
+        return self.mesh.size == 1 and all(is_host)
+
     def advance(
         self,
         state: TrainState,
@@ -414,15 +423,14 @@ class RegionProgram:
                 f"{num_steps} steps run past the event {limit} steps ahead; pass at "
                 "most `steps_to_event(state)`"
             )
-        batches = self.put_batches(batches)
+        if not self._takes_along(batches):
+            batches = self.put_batches(batches)
         participating = None
         if not self.regions.are_even:
             participating = self.regions.participating(state.step, num_steps)
-        step, finished, stepped = state.step + num_steps, {}, {}
+        step, finished = state.step + num_steps, {}
         window = None
         if self._syncs is not None and state.sync is not None:
-            sync, stepped = self._syncs.step_ahead(state.sync, step)
-            state = dataclasses.replace(state, sync=sync)
             window = self._syncs.run_window(state, batches, participating, step)
         if window is not None:
             state, (losses, aux), finished = window
@@ -437,9 +445,7 @@ class RegionProgram:
         state = dataclasses.replace(state, step=step, bytes_sent=sent)
         syncs: tuple[AppliedSync, ...] = ()
         if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(
-                state, batches, times, finished, stepped
-            )
+            state, syncs = self._syncs.after_steps(state, batches, times, finished)
         return state, Output(losses, aux, syncs)
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:

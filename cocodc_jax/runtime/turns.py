@@ -76,7 +76,6 @@ class Turn:
         batch: PyTree = None,
         times: Times = (0.0, 0.0),
         finished: dict[SyncId, Any] | None = None,
-        stepped: dict[SyncId, jax.Array] | None = None,
     ):
         """Begin.
 
@@ -86,13 +85,12 @@ class Turn:
           batch: the last one trained on, `[R, ...]`, where a merge needs it.
           times: see `SyncPrograms.after_steps`.
           finished: likewise.
-          stepped: likewise.
         """
         assert state.sync is not None
         self._programs = programs
         self.region, self.sync, self.step = state.region, state.sync, state.step
         self.batch, self.times = batch, times
-        self.finished, self.stepped = finished or {}, stepped or {}
+        self.finished = finished or {}
         self.bytes_sent = 0
         self.applied: list[AppliedSync] = []
         self.late: list[Pending] = []

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
 from cocodc_jax.runtime.exchange.shared import outer_step
 from cocodc_jax.runtime.merge import make_merge, merge_arguments
+from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.needs import REGIONAL_COPIES, STAGED, STALE
 
 PyTree = Any
 
@@ -74,6 +76,15 @@ class Told(NamedTuple):
     start_step: Any = None
 
 
+def tell(setting: Setting, step: int, start_step: int) -> Told:
+    """Return what the merge of a sync at `step` is told."""
+    rule = setting.sync.merge.needs
+    return Told(
+        setting.supplies.rate(step) if "learning_rate" in rule else None,
+        np.int32(start_step) if "sync_key" in rule else None,
+    )
+
+
 def make_window(
     place: OuterPlace,
     steps: Callable,
@@ -126,7 +137,9 @@ def make_window(
             if k == last:
                 assert finish is not None
                 kept = {} if staged is None else {STAGED: staged}
-                region, own, finished = finish(region, own, mean, kept, batches, told)
+                batch = jax.tree.map(lambda x: x[-1], batches)
+                merged, own, finished = finish(region, own, mean, kept, batch, told)
+                region = region._replace(params=merged)
                 staged, mean = None, mean if is_seen else None
             sent.append(Sent(staged, mean, told_along, state))
         return region, (losses, aux), tuple(sent), own, finished
@@ -138,24 +151,26 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
     """Make what happens to a fragment that arrives: outer step, and merge.
 
     Returns:
-      `finish(region, own, mean, kept, batches, told) -> (region, own, finished)`; see
-      `make_window`. `kept` are the copies that the merge needs.
+      `finish(region, own, mean, kept, batch, told) -> (params, own, finished)`; see
+      `make_window`. `region` may lack what the merge does not need; `kept` are the
+      copies that merge and outer step need, `batch` the last one, `[R, ...]`.
     """
     setting = place.setting
     merge, rule = make_merge(setting, fragment_id), setting.sync.merge.needs
 
-    def finish(region: RegionState, own, mean, kept, batches, told: Told):
-        taken = (place.taken(fragment_id, tree) for tree in (*own, mean))
-        params, opt_state, mean = taken
+    def finish(region: RegionState, own, mean, kept, batch, told: Told):
+        stale = kept.get(STALE)
+        taken = (place.taken(fragment_id, tree) for tree in (*own, mean, stale))
+        params, opt_state, mean, stale = taken
         params, opt_state, norm = outer_step(
-            place.outer.optimizer, params, opt_state, mean, None
+            place.outer.optimizer, params, opt_state, mean, stale
         )
         arguments = merge_arguments(
             rule,
             region,
-            kept,
+            {name: kept[name] for name in REGIONAL_COPIES if name in kept},
             place.near(fragment_id, params, opt_state),
-            jax.tree.map(lambda x: x[-1], batches),
+            batch,
             told.learning_rate,
             participating=None,
             delay_steps=None,
@@ -163,6 +178,6 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
         )
         merged, metrics = merge(*arguments)
         own = tuple(place.returned(fragment_id, tree) for tree in (params, opt_state))
-        return region._replace(params=merged), own, Finished(norm, metrics)
+        return merged, own, Finished(norm, metrics)
 
     return finish

@@ -125,6 +125,33 @@ class Fragments:
             )
         return self.treedef.unflatten(leaves)
 
+    def only(self, tree: PyTree, fragment_id: int) -> PyTree:
+        """Return `tree` with None for every leaf that holds nothing of a fragment.
+
+        `take` and `put` of that fragment work on it. A program that is given no more
+        has no more to take in, and to hand on.
+
+        Args:
+          tree: as for `take`.
+          fragment_id: which fragment.
+        """
+        leaves = self.treedef.flatten_up_to(tree)
+        held = {part.leaf for part in self.slices[fragment_id]}
+        return self.treedef.unflatten(
+            [leaf if i in held else None for i, leaf in enumerate(leaves)]
+        )
+
+    def over(self, tree: PyTree, changed: PyTree) -> PyTree:
+        """Return `tree` with the leaves that `changed` has, see `only`."""
+        leaves = self.treedef.flatten_up_to(tree)
+        others = self.treedef.flatten_up_to(changed)
+        return self.treedef.unflatten(
+            [
+                old if new is None else new
+                for old, new in zip(leaves, others, strict=True)
+            ]
+        )
+
     def join(self, fragments: Sequence[Fragment]) -> PyTree:
         """Assemble the whole tree from all of its fragments."""
         shares: dict[int, list[tuple[LeafSlice, jax.Array]]] = {}

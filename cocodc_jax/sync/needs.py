@@ -30,6 +30,8 @@ LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Ar
 
 # Copies that can be kept of a fragment while it is in flight.
 STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
+# The length of a mean, which schedules go by.
+NORM = "norm"
 # Those that are of the regions' own.
 REGIONAL_COPIES = (STAGED, HALFWAY)
 # What a schedule may ask of all regions' parameters at once.
@@ -259,9 +261,7 @@ NEEDS: dict[str, Need] = {
         keeps=(STALE,),
     ),
     # Of a schedule.
-    "norm": Need(
-        "L2 norm of an applied mean pseudo-gradient; the outer step tells it."
-    ),
+    NORM: Need("L2 norm of an applied mean pseudo-gradient; the outer step tells it."),
     "effective_rank": Need(
         "Effective rank of an applied mean pseudo-gradient.", of_mean=effective_rank
     ),
@@ -324,6 +324,11 @@ def copies(needs: Iterable[str]) -> frozenset[str]:
 def wants_batch(needs: Iterable[str]) -> bool:
     """Tell whether the last batch is needed."""
     return any(NEEDS[name].wants_batch for name in needs)
+
+
+def wants_state(needs: Iterable[str]) -> bool:
+    """Tell whether the inner optimizer's state is needed."""
+    return any(NEEDS[name].of_regions for name in needs)
 
 
 def wants_key(needs: Iterable[str]) -> bool:

@@ -124,16 +124,31 @@ class TestArrays:
             where = {place for x in outer for place in x.devices()}
             assert where == {device or outer_device(mesh)}
 
-    @pytest.mark.parametrize("name", ["cocodc", "diloco"])
+    @pytest.mark.parametrize("name", ["cocodc", "cocodc_hessian", "diloco"])
     def test_where_the_outer_state_lies_changes_no_number(
         self, tiny, monkeypatch, name
     ):
-        """Nor that its step is handed out before the inner steps."""
+        """Nor that its step is part of the merge there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
         monkeypatch.setattr(program_module, "is_one_cpu", lambda mesh: False)
         apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
         tiny.assert_same(beside, apart)
+
+    def test_a_norm_is_told_before_the_merge_on_one_device(self, tiny):
+        """So a schedule that goes by it waits for no inner steps; it is no state."""
+        program = tiny.make_program("cocodc", make_mesh(4, devices=jax.devices()[:1]))
+        first, told, seen = tiny.start(program), {}, {}
+        for state, output in run(program, first, tiny.stream(0), 12):
+            told |= {k: np.asarray(x) for k, x in state.sync.norms.items()}
+            for sync in output.syncs:
+                seen[sync.fragment_id, sync.start_step] = np.asarray(sync.norm)
+            assert set(state.sync.norms) == set(state.sync.in_flight)
+        assert seen
+        assert told.keys() >= seen.keys()
+        tiny.assert_same({k: told[k] for k in seen}, seen)
+        copied = jax.tree.map(jnp.copy, state)
+        assert not copied.sync.norms
 
     def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
         params = jax.tree.map(

@@ -132,6 +132,19 @@ PAPER = {
 PAPER["balanced_tensors"] = PAPER["balanced"]
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_the_leaves_of_one_fragment_are_enough_to_change_it(is_stacked):
+    params = tree(4, is_stacked)
+    fragments = cut(params, 2)
+    only = fragments.only(params, 1)
+    held = {part.leaf for part in fragments.slices[1]}
+    assert len(jax.tree.leaves(only)) == len(held)
+    value = {path: x + 1 for path, x in fragments.take(only, 1).items()}
+    changed = fragments.over(params, fragments.put(only, 1, value))
+    expected = fragments.put(params, 1, value)
+    jax.tree.map(np.testing.assert_array_equal, changed, expected)
+
+
 @pytest.mark.parametrize("num_fragments", [1, 5, 24])
 def test_fragments_of_tensors_are_of_nearly_equal_size(num_fragments):
     """24 of 4 stacked blocks of 6 tensors and 3 others, as no cut of blocks gives."""

@@ -23,12 +23,13 @@ from cocodc_jax.runtime.exchange.judged import abstract_verdict
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
     abstract_sent,
+    mean_norm,
     start_step_of,
 )
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.needs import NORM, STAGED
 
 PyTree = Any
 
@@ -65,7 +66,8 @@ class InProgram:
 
         Returns:
           The staged copy, if anyone needs it; the mean, on its way; what is told along
-          with it, see `abstract_told`; the compressors' state after it.
+          with it, see `abstract_told`, and where the schedule would have to wait for
+          the merge to know it, its norm; the compressors' state after it.
         """
         k, rank = departure.event.fragment_id, departure.event.rank
         if (k, rank) not in self._programs:
@@ -107,13 +109,17 @@ class InProgram:
             shardings.staged[fragment_id] if keeps else None,
             shardings.fragments[fragment_id],
             shardings.of_regions(fragment_id, compressor_state),
-            {name: x.sharding for name, x in self.abstract_told(fragment_id).items()},
+            NamedSharding(self._setting.mesh, P()),
         )
         crossing = make_crossing(self._setting, fragment_id, rank)
+        schedule = self._setting.sync.schedule
+        tells_norm = self._setting.steps_in_merge and NORM in schedule.needs
 
         def sent(*arguments):
             staged, crossed, state = crossing.leave(*arguments)
             mean, told = crossing.arrive(crossed, arguments[-1])
+            if tells_norm:
+                told = {**told, NORM: mean_norm(jax.lax.optimization_barrier(mean))}
             return staged, mean, state, told
 
         return jax.jit(sent, out_shardings=out_shardings)

@@ -21,7 +21,7 @@ from cocodc_jax.runtime.devices.local_regions import (
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.combine import times_bytes
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
-from cocodc_jax.runtime.exchange.outgoing import Departure
+from cocodc_jax.runtime.exchange.outgoing import Departure, mean_norm
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
@@ -34,7 +34,7 @@ from cocodc_jax.runtime.state import (
 from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
-from cocodc_jax.sync.needs import STAGED, STALE
+from cocodc_jax.sync.needs import NORM, STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.robust import LENGTH_BYTES
 from cocodc_jax.sync.schedules.base import Event, replaced
@@ -43,7 +43,12 @@ PyTree = Any
 
 
 class SharedOuterModel:
-    """The compiled programs around one outer model."""
+    """The compiled programs around one outer model.
+
+    Attributes:
+      place: of its state.
+      where: the shardings of that.
+    """
 
     def __init__(self, setting: Setting, outer: SharedOuter, route: Route):
         """Wrap every program in one jit.
@@ -71,11 +76,9 @@ class SharedOuterModel:
         self._join = self._make_join()
         shardings = setting.shardings
         shapes, regional = jax.eval_shape(self._make, setting.params)
-        self._where_outer, where_regional = self._where(shapes, regional)
+        self.where, where_regional = self._where(shapes, regional)
         # One program makes all of it, so on one device.
-        first = (
-            self._where_outer if self.steps_on_mesh else shardings.on_host(0, shapes)
-        )
+        first = self.where if self.steps_on_mesh else shardings.on_host(0, shapes)
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
         self._new_regional = jax.jit(
             lambda x: self._make(x)[1], out_shardings=where_regional
@@ -92,7 +95,7 @@ class SharedOuterModel:
         near = params if self.steps_on_mesh else transfer.move(params, channels[0].host)
         outer = self._new_outer(near)
         if len(channels) > 1:
-            outer = transfer.move(outer, self._where_outer)
+            outer = transfer.move(outer, self.where)
         return SyncState(outer, schedule, *self._new_regional(params))
 
     def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
@@ -188,13 +191,17 @@ class SharedOuterModel:
             kept[STALE] = self._copied(sync.outer.params[k])
         stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
         staged, mean, told, state = self._route.send(
-            departure, region, stale, sync.compressors[k]
+            departure, self._sending(k, region), stale, sync.compressors[k]
         )
         if staged is not None:
             kept[STAGED] = staged
         kept |= told
+        norms = sync.norms
+        if (norm := kept.pop(NORM, None)) is not None:
+            norms = {**norms, departure.event.sync_id: norm}
         compressors = replaced(sync.compressors, k, state)
-        return dataclasses.replace(sync, compressors=compressors), InFlight(mean, kept)
+        sync = dataclasses.replace(sync, compressors=compressors, norms=norms)
+        return sync, InFlight(mean, kept)
 
     def listed(
         self, fragment_id: int, region: RegionState, sync: SyncState
@@ -208,6 +215,7 @@ class SharedOuterModel:
         """
         k = fragment_id
         stale = sync.stale_params[k] if sync.stale_params else self.abstract_near(k)
+        region = self._sending(k, region)
         send = self._route.listed(k, region, stale, sync.compressors[k])
         sent = Listed(f"send fragment {k}", *send, self.num_bytes(k))
         if not self.steps_on_mesh:  # The outer step is the host's.
@@ -217,6 +225,16 @@ class SharedOuterModel:
         mean = flight.mean if self._setting.is_fused else params
         arguments = (params, opt_state, mean, flight.kept.get(STALE))
         return [sent, Listed(f"outer step {k}", self._step[k], arguments)]
+
+    def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
+        """Return what a message is made of: the leaves that hold some of the fragment.
+
+        All of them where regions may be left out, who are judged by all that they hold.
+        """
+        if self._setting.sync.robust:
+            return region
+        only = self._setting.fragments.only(region.params, fragment_id)
+        return region._replace(params=only)
 
     def abstract_near(self, fragment_id: int) -> Fragment:
         """Return shapes and shardings of what `on_mesh` gives."""
@@ -394,7 +412,7 @@ def outer_step(
     updates, opt_state = optax.with_extra_args_support(optimizer).update(
         mean_pseudo_gradient, opt_state, params, **extra
     )
-    norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
+    norm = mean_norm(mean_pseudo_gradient)
     return optax.apply_updates(params, updates), opt_state, norm
 
 
