@@ -1,7 +1,7 @@
 """What the framework costs, beside others that train the same model.
 
     python -m experiments.bench
-    python -m experiments.bench --cases=gpt --growth=regions,fragments,layers
+    python -m experiments.bench --cases= --growth=regions,fragments,layers
 
 One model, its batches and its inner optimizer in the hands of each contender:
 
@@ -56,6 +56,7 @@ def main() -> None:
         cases = [
             make_case(name, regions, interval)
             for name in flags.value("cases").split(",")
+            if name
         ]
     console = Console()
     for case in cases:
@@ -100,7 +101,10 @@ def compare(case: Case, num_devices: int, rounds: int, console: Console) -> None
 def define() -> None:
     """Define the program's flags."""
     flags.define_one(
-        str, "cases", "gpt,smoke,tiny", "Models: gpt or presets, separated by commas."
+        str,
+        "cases",
+        "gpt,smoke,tiny",
+        "Models: gpt or presets, separated by commas; none for --growth alone.",
     )
     flags.define_one(int, "regions", 4, "Regions that train, M.")
     flags.define_one(int, "interval", 12, "Steps of a turn, H, an interval.")
