@@ -287,5 +287,5 @@ def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
         if others:
             middle = statistics.median(others)
             apart = statistics.median(abs(x - middle) for x in others)
-            scores[i] = robust_z(values[i], middle, apart, floor)
+            scores[i] = float(robust_z(values[i], middle, apart, floor))
     return np.array(scores)
