@@ -79,14 +79,14 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
 def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_path):
     batch = 48
     model = dict(
-        num_layers=1, width=512, mlp_width=1024, num_heads=4, num_kv_heads=4,
+        num_layers=2, width=512, mlp_width=1024, num_heads=4, num_kv_heads=4,
         scan_layers=True, compute_dtype="bfloat16", remat="attention",
     )  # fmt: skip
     flags = [f"--{name}={value}" for name, value in model.items()]
     code, _, error = run(
         "experiments.compile", "--preset=smoke", "--method=streaming_diloco", *flags,
         "--num_fragments=1", "--regions=2", "--eval_batches=2", "--fuse_syncs=no",
-        f"--batch_per_region={batch}", "--sequence_length=128", "--target=v5e:2x2",
+        f"--batch_per_region={batch}", "--sequence_length=256", "--target=v5e:2x2",
         "--slices=2", "--propose=false", f"--workdir={tmp_path}",
     )  # fmt: skip
     assert code == 0, error
