@@ -269,11 +269,15 @@ class SyncPrograms:
         return landed, dropped
 
     def synchronize(self, sync: SyncState) -> SyncState:
-        """Tell the schedule of every update applied; waits for what it needs."""
+        """Tell the schedule of every update applied; waits for what it needs.
+
+        Norms of what is in flight are made by the merge from here on, as they are in a
+        run that is restored here: another program may round the last bit otherwise.
+        """
         schedule = sync.schedule
         for applied in self.read(sync):
             schedule = self._schedule.learn(schedule, applied)
-        return dataclasses.replace(sync, schedule=schedule, observed=())
+        return dataclasses.replace(sync, schedule=schedule, observed=(), norms={})
 
     def read(self, sync: SyncState) -> list[Applied]:
         """Read what the schedule has not been told; waits for it."""

@@ -153,6 +153,20 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+def assert_near(one, other):
+    """As `assert_same`, but for the last bits of a float, which programs may round."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+
+    def near(x, y):
+        x, y = np.asarray(x), np.asarray(y)
+        if x.dtype.kind == "f":
+            np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+    jax.tree.map(near, one, other)
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """The names above, for tests, which cannot import a conftest."""
