@@ -153,12 +153,12 @@ def test_regions_of_two_processes_have_the_numbers_of_one_with_two_devices(start
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_dies_takes_its_region_along_which_comes_back(started, process):
-    run = started("run", 2, 1500)
+    run = started("run", 2, 900)
     run.until(lambda: min(map(run.step, range(2))) > 20)
     run.regions[1].processes[process].kill()
     run.until(lambda: run.regions[1].code is not None, seconds=30)
     run.regions[1].start()
-    result = run.finish(1500)
+    result = run.finish(900)
     assert not result["gaps_unexplained"]
     assert not result["merges_that_differ"]
     joins = run.lines(1, "joins.jsonl")
