@@ -21,6 +21,9 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
+# Who can say what they do without any extra.
+EXPLAINED = {"cocodc-timeline"}
+
 # A transform by itself, and a method around a loss; nothing else is there.
 CORE = """
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -124,6 +127,9 @@ def test_the_core_runs_with_jax_and_optax_alone(core, tmp_path):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_names_the_extra_that_it_lacks(core, tmp_path, name):
     done = finish(core / name, "--help", cwd=tmp_path)
+    if name in EXPLAINED:
+        assert done.returncode == 0, done.stderr
+        return
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
