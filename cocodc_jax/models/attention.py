@@ -17,6 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.layout import own_share
 
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
@@ -167,11 +168,7 @@ def _own_blocks(kernel, sequence: str):
     """
 
     def own(x, axis: int):
-        if x is None:
-            return None
-        size = x.shape[axis] // jax.lax.axis_size(sequence)
-        first = jax.lax.axis_index(sequence) * size
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), first, size, axis)
+        return None if x is None else own_share(jnp.asarray(x), sequence, axis)
 
     def of(info):
         return info and info._replace(

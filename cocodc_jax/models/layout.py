@@ -66,11 +66,7 @@ class Layout:
 
     def own_part(self, x: jax.Array, axis: int = 1) -> jax.Array:
         """Return the device's own positions of what has those of whole sequences."""
-        if self.sequence is None:
-            return x
-        size = x.shape[axis] // jax.lax.axis_size(self.sequence)
-        first = jax.lax.axis_index(self.sequence) * size
-        return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
+        return x if self.sequence is None else own_share(x, self.sequence, axis)
 
     def whole(self, x: jax.Array, axis: int = 1) -> jax.Array:
         """Undo `own_part`: gather positions; cotangents are summed and scattered."""
@@ -92,6 +88,13 @@ class Layout:
             found.append(places.swapaxes(1, 2).reshape(-1, step).tolist())
             stride *= step
         return found or [None]
+
+
+def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:
+    """Return the device's own part of `x`, cut along `axis` over a mesh axis."""
+    size = x.shape[axis] // jax.lax.axis_size(name)
+    first = jax.lax.axis_index(name) * size
+    return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
 def read(x_BLD: jax.Array, w_DF: jax.Array, layout: Layout | None) -> jax.Array:

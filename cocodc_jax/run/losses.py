@@ -75,9 +75,8 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     if run.is_pipelined or (is_cpu and run.devices_per_region == 1):
         return None
-    if run.sequence_axis > 1:
-        return models.Layout(DATA, MODEL, sequence=SEQUENCE)
-    return models.Layout(DATA, MODEL, torus_steps(mesh))
+    sequence = SEQUENCE if run.sequence_axis > 1 else None
+    return models.Layout(DATA, MODEL, torus_steps(mesh), sequence)
 
 
 def weight_axes(run: RunConfig) -> tuple[str | tuple[str, str], str]:

@@ -88,9 +88,7 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     def one(x, sharding):
         if x.is_fully_addressable and sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        if not x.is_fully_replicated:
-            x = _replicate(NamedSharding(x.sharding.mesh, P()))(x)
-        mine = x.addressable_data(0)
+        mine = _replicated(x).addressable_data(0)
         shards = [
             jax.device_put(_cut(mine, index), _place(device, sharding))
             for device, index in _own_indices(sharding, x.shape).items()
@@ -116,10 +114,7 @@ def declare(tree: PyTree, sharding: Sharding) -> PyTree:
 
 def whole(x: jax.Array) -> np.ndarray:
     """Read an array; all processes that hold a part of it have to."""
-    if not (x.is_fully_addressable or x.is_fully_replicated):
-        assert isinstance(x.sharding, NamedSharding)
-        x = _replicate(NamedSharding(x.sharding.mesh, P()))(x)
-    return np.asarray(x)
+    return np.asarray(x if x.is_fully_addressable else _replicated(x))
 
 
 def out_of_host_memory(tree: PyTree) -> PyTree:
@@ -225,6 +220,13 @@ def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
 def _cut(x: jax.Array, index: tuple[slice, ...]) -> jax.Array:
     is_whole = all(part == slice(None) for part in index)
     return x if is_whole else x[index]
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    if x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return _replicate(NamedSharding(x.sharding.mesh, P()))(x)
 
 
 @functools.cache

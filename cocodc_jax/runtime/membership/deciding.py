@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cocodc_jax.runtime.membership.book import members_of
-from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.messages import (
     Choice,
     Decision,
@@ -24,20 +23,8 @@ class Deciding(Views):
       oldest_step: all syncs that started before it are applied here.
     """
 
-    def __init__(
-        self,
-        region: int,
-        num_regions: int,
-        boot: int,
-        step: int,
-        timing: Timing,
-        now: float,
-        min_regions: int = 1,
-    ):
-        """Wait for nothing yet; arguments are those of `Member`."""
-        super().__init__(region, num_regions, boot, step, timing, now, min_regions)
-        self.oldest_step = 0
-        self._asked: dict[SyncId, int] = {}
+    oldest_step = 0
+    _asked: dict[SyncId, int]  # Begun anew in each view.
 
     @property
     def delivered(self) -> list[Decision]:
