@@ -135,9 +135,15 @@ def _report(workdir: pathlib.Path, console: Console) -> None:
     """
     halving = workdir / HALVING_FILE
     chosen = read_table(halving)["chosen"] if halving.exists() else None
-    found = cells.cells(rows.read(workdir), chosen)
+    written = rows.read(workdir)
+    found = cells.cells(written, chosen)
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")
+    if chosen and not {row["setting"] for row in written}.intersection(chosen):
+        raise ValueError(
+            f"{halving} chose settings that no row has; give the sweep's own command "
+            "again, which makes it anew from the rows that are written"
+        )
     reference = cells.find(found, flags.value("reference"))
     made = report.Report(found, reference, flags.value("reference_column"))
     write_whole(workdir / "cells.json", dumps(made.to_json()))

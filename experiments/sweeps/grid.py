@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
 import itertools
-import json
 import os
 import pathlib
 import tomllib
@@ -25,6 +23,7 @@ from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 
 from .halving import Halving
+from .keys import setting_key
 
 KEYS = ("base", "groups", "halving", "published", "seeds", "tuned")
 Flags = dict[str, Any]
@@ -48,7 +47,7 @@ class Setting:
     @functools.cached_property
     def key(self) -> str:
         """What tells this setting from others, whatever group it came from."""
-        return digest(self.config.replace(seed=0))
+        return setting_key(self.config.to_json())
 
     def at(self, steps: int) -> Setting:
         """Return the setting with another number of steps.
@@ -78,12 +77,6 @@ class Grid:
     seeds: tuple[int, ...]
     tuned: tuple[str, ...]
     halving: Halving | None
-
-
-def digest(config: TrainConfig) -> str:
-    """Return a short name of a configuration, the same on every machine."""
-    text = json.dumps(config.to_json(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def read(path: str | os.PathLike[str]) -> Grid:

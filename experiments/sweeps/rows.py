@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from .keys import completed, run_key, setting_key
+
 FILE = "rows.jsonl"
 Row = dict[str, Any]
 
@@ -35,7 +37,9 @@ def read(folder: pathlib.Path) -> list[Row]:
     """Return the rows of a folder, each once, the newest of each.
 
     Files of other machines, put beside as rows-NAME.jsonl, count too. A last line that
-    is still being written, or was cut off by a kill, is left out.
+    is still being written, or was cut off by a kill, is left out. Keys are those of the
+    configuration that is written in the row, with today's defaults for the fields that
+    it did not have yet.
 
     Raises:
       ValueError: naming the file and the line that is damaged.
@@ -44,10 +48,17 @@ def read(folder: pathlib.Path) -> list[Row]:
     for path in sorted(folder.glob("rows*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
-                row = json.loads(line)
+                row = _known(json.loads(line))
                 found[row["row"]] = row
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
                     f"{path}, line {number} is no row of a sweep: {line[:60]!r}"
                 ) from error
     return list(found.values())
+
+
+def _known(row: Row) -> Row:
+    """Return a row with today's keys."""
+    config = completed(row["config"])
+    keys = {"row": run_key(config), "setting": setting_key(config)}
+    return {**row, **keys, "config": config}

@@ -33,7 +33,8 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.session import Session, prepare
 from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
 
-from .grid import Setting, digest
+from .grid import Setting
+from .keys import completed, run_key
 
 RUNS = "runs"
 
@@ -62,7 +63,7 @@ class Row:
     @functools.cached_property
     def row_id(self) -> str:
         """What its folder and its line are known by."""
-        return digest(self.config)
+        return run_key(self.config.to_json())
 
     @property
     def cost(self) -> float:
@@ -195,7 +196,7 @@ def _record(row: Row, session: Session, run: Run) -> dict[str, Any]:
         "tokens_per_second": summary["tokens_per_second"],
         "curve": curve,
         "diverged": None,
-        "config": session.config.to_json(),
+        "config": completed(session.config.to_json()),
     }
 
 
@@ -205,7 +206,7 @@ def _diverged(row: Row, session: Session, why: str) -> dict[str, Any]:
         "loss": None,
         "curve": [],
         "diverged": why,
-        "config": session.config.to_json(),
+        "config": completed(session.config.to_json()),
     }
 
 

@@ -14,8 +14,9 @@ from scipy import stats
 from cocodc_jax.report import frontier
 from cocodc_jax.report.frontier import Point
 from experiments import sweep
-from experiments.sweeps import cells, grid, report, rows
+from experiments.sweeps import cells, grid, keys, report, rows
 from experiments.sweeps.halving import Halving, best
+from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
 
 GRID = """
@@ -147,7 +148,7 @@ def written(row, loss):
         "tuned": list(row.tuned), "method": method, "seed": row.seed, "steps": steps,
         "loss": loss, "bytes": sent * steps, "bytes_per_step": sent, "tokens": 1,
         "parameters": 1, "fragment_bytes": [sent] * fragments, "curve": curve,
-        "config": config.to_json(),
+        "config": keys.completed(config.to_json()),
     }  # fmt: skip
 
 
@@ -273,6 +274,10 @@ def test_the_report_names_the_frontier(halved, call):
     code, _, err = call(sweep, *words[:2], "--reference=method=cocodc")
     assert code == 2
     assert err.startswith("error: --reference='method=cocodc' is no cell")
+    (folder / "halving.json").write_text('{"chosen": ["of another version"]}')
+    code, _, err = call(sweep, *words)
+    assert code == 2
+    assert "halving.json chose settings that no row has" in err
 
 
 def test_who_is_there_first_on_which_network(halved, call):
@@ -324,13 +329,15 @@ def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
 
 
 def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
-    rows.append(tmp_path, {"row": "a"})
+    setting = table(GRID).settings[0]
+    a, c = (written(Row(setting, seed, "final", ()), 1.0) for seed in (0, 1))
+    rows.append(tmp_path, a)
     with (tmp_path / rows.FILE).open("ab") as file:
         file.write(b'{"row": "b", "lo')
-    assert rows.read(tmp_path) == [{"row": "a"}]
-    rows.append(tmp_path, {"row": "c"})
-    assert rows.read(tmp_path) == [{"row": "a"}, {"row": "c"}]
-    (tmp_path / "rows-other.jsonl").write_text('{"row": "d"}\n3\n')
+    assert rows.read(tmp_path) == [a]
+    rows.append(tmp_path, c)
+    assert rows.read(tmp_path) == [a, c]
+    (tmp_path / "rows-other.jsonl").write_text(f"{json.dumps(a)}\n3\n")
     with pytest.raises(ValueError, match=r"rows-other.jsonl, line 2 is no row"):
         rows.read(tmp_path)
 
