@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cocodc_jax.runtime.loop.checkpoint import Checkpoints
     from cocodc_jax.runtime.program import RegionProgram
     from cocodc_jax.runtime.running import run as run_steps
-    from cocodc_jax.sync.fragments import cut
+    from cocodc_jax.sync.cutting import cut
     from cocodc_jax.sync.model_state import ModelState
     from cocodc_jax.sync.needs import Supplies
     from cocodc_jax.sync.regions import Regions
@@ -57,7 +57,7 @@ _PLACES = {
     "Transport": "runtime.exchange.transport:Transport",
     "__version__": "_version:__version__",
     "adam_second_moment": "transforms.second_moment:adam_second_moment",
-    "cut": "sync.fragments:cut",
+    "cut": "sync.cutting:cut",
     "make_mesh": "runtime.devices.mesh:make_mesh",
     "methods": "methods",
     "run_steps": "runtime.running:run",

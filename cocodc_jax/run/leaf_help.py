@@ -19,7 +19,7 @@ from cocodc_jax.runtime.devices.local_regions import HOW_MAPPED
 from cocodc_jax.runtime.devices.optimizer_place import MEMORIES
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.transport import EXCHANGES, FUSES
-from cocodc_jax.sync.fragments import STRATEGIES
+from cocodc_jax.sync.cutting import STRATEGIES
 from cocodc_jax.sync.messages import MEANS
 from cocodc_jax.sync.method import WEIGHTS
 from cocodc_jax.sync.outer import PLACEMENTS

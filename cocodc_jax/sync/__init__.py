@@ -24,14 +24,16 @@ if TYPE_CHECKING:
         RadialDirectional,
         SharedMask,
     )
+    from cocodc_jax.sync.cutting import (
+        cut,
+        cut_by_patterns,
+    )
     from cocodc_jax.sync.factors import (
         SummedFactors,
     )
     from cocodc_jax.sync.fragments import (
         Fragments,
         LeafSlice,
-        cut,
-        cut_by_patterns,
     )
     from cocodc_jax.sync.merge import (
         Merge,
@@ -137,8 +139,8 @@ _PLACES = {
     "SummedFactors": "factors:SummedFactors",
     "Supplies": "needs:Supplies",
     "Sync": "method:Sync",
-    "cut": "fragments:cut",
-    "cut_by_patterns": "fragments:cut_by_patterns",
+    "cut": "cutting:cut",
+    "cut_by_patterns": "cutting:cut_by_patterns",
     "events_at": "schedules.base:events_at",
     "matchings": "pairs:matchings",
     "merge": "merge",

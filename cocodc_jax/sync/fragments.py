@@ -1,42 +1,21 @@
-"""Cut a parameter tree into K fragments, and put fragments back.
+"""Fragments of a parameter tree: taken out of it, changed, put back.
 
-A fragment is a set of *units*, and a unit is what is never cut: one transformer
-block, or one of the other entries beside a stack of blocks (embedding, final norm,
-head). Blocks may be separate subtrees (`blocks/0/...`, `layer_0/...`) or stacked along
-a leading axis, as a scanned model keeps them; a fragment of a stacked leaf is a set of
-its rows. `stacks.py` says which leaves are of blocks, whatever their names and depth.
-
-A fragment travels as a flat dict from path to array, so that anything written for
-trees (Optax, compressors) works on it. Units go to fragments
-
-- *strided*: unit i to fragment i mod K (Streaming DiLoCo's default),
-- *sequential*: consecutive units together,
-- *balanced*: largest unit first, each to the fragment with the fewest bytes so far,
-- *balanced_tensors*: the same of single tensors (of one block each, where blocks are
-  stacked), so that fragments are of nearly equal size and may be more than blocks.
-
-Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and the
-unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
+A fragment is a set of whole leaves, and of rows of leaves that stack several blocks
+along a leading axis, as a scanned model keeps them. It travels as a flat dict from path
+to array, so that anything written for trees (Optax, compressors) works on it. Which
+leaves and rows go together is decided in `cutting.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync import stacks
-from cocodc_jax.transforms.layers import BLOCKS, named_leaves
-
-STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors")
-
-# Where the units stand in the network, which their sorted names do not tell.
-UNIT_ORDER = ("embed", BLOCKS, "norm", "head")
+from cocodc_jax.transforms.layers import BLOCKS
 
 PyTree = Any
 Fragment = dict[str, jax.Array]
@@ -163,101 +142,6 @@ class Fragments:
         )
 
 
-def cut(
-    params: PyTree,
-    num_fragments: int,
-    strategy: str = "strided",
-    blocks: str | None = None,
-) -> Fragments:
-    """Cut `params` into fragments of whole units.
-
-    Args:
-      params: tree of arrays or `jax.ShapeDtypeStruct`s (shapes are enough).
-      num_fragments: K, at least 1 and at most the number of blocks, where they are
-        called so or `blocks` is given; else of units (of tensors for
-        "balanced_tensors").
-      strategy: one of `STRATEGIES`.
-      blocks: name of the path part below which blocks are, either numbered or stacked
-        along the leading axis, or what the names of numbered ones share (`layer` of
-        `layer_0`, `layer_1`); None finds them, see `stacks`.
-
-    Raises:
-      ValueError: for an unknown strategy, a `num_fragments` below 1 or above the
-        number of blocks, stacked leaves of unequal length, or nothing called `blocks`.
-
-    >>> layer = {"w": jnp.zeros((2, 2))}
-    >>> params = {"params": {f"layer_{i}": layer for i in range(4)}}
-    >>> [list(part) for part in map(cut(params, 2).take, [params] * 2, range(2))]
-    [['params/layer_0/w', 'params/layer_2/w'], ['params/layer_1/w', 'params/layer_3/w']]
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"fragment_strategy={strategy!r} is unknown; use one of {STRATEGIES}"
-        )
-    units = _units(params, blocks)
-    num_blocks = sum(unit.is_block for unit in units)
-    most, what = len(units), "units"
-    if num_blocks and (blocks or _are_called_blocks(units)):
-        most, what = num_blocks, "blocks"
-    if strategy == "balanced_tensors":
-        units = [_Unit((part,), u.is_block) for u in units for part in u.slices]
-        most, what = len(units), "tensors"
-    if not 1 <= num_fragments <= most:
-        raise ValueError(
-            f"num_fragments={num_fragments} does not fit a model of {most} {what}; "
-            f"use 1 to {most}, or say what the blocks are: "
-            "fragments=cut(params, num_fragments, blocks=NAME), or "
-            "cut_by_patterns(params, patterns)"
-        )
-    owner = _assign([unit.num_bytes for unit in units], num_fragments, strategy)
-    treedef = jax.tree.structure(params)
-    grouped = [
-        _merge_rows(
-            p for u, o in zip(units, owner, strict=True) if o == k for p in u.slices
-        )
-        for k in range(num_fragments)
-    ]
-    return Fragments(treedef, tuple(grouped))
-
-
-def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
-    """Cut `params` by regular expression, one fragment a pattern.
-
-    A leaf belongs to the first pattern that `re.search` finds in its path.
-
-    Raises:
-      ValueError: if a leaf matches no pattern, or a pattern gets no leaf.
-    """
-    groups: list[list[LeafSlice]] = [[] for _ in patterns]
-    for index, (path, leaf) in enumerate(named_leaves(params)):
-        for group, pattern in zip(groups, patterns, strict=True):
-            if re.search(pattern, path):
-                group.append(_slice(path, index, leaf))
-                break
-        else:
-            raise ValueError(
-                f"no fragment pattern matches parameter {path!r}; "
-                f"patterns={list(patterns)}, add one such as '.*'"
-            )
-    for group, pattern in zip(groups, patterns, strict=True):
-        if not group:
-            raise ValueError(
-                f"fragment pattern {pattern!r} matches no parameter that an earlier "
-                "pattern left; remove it or put it first"
-            )
-    return Fragments(jax.tree.structure(params), tuple(map(tuple, groups)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-    slices: tuple[LeafSlice, ...]
-    is_block: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.slices)
-
-
 def is_stacked(path: str) -> bool:
     """Tell whether a leaf holds several blocks, one behind the other.
 
@@ -266,120 +150,6 @@ def is_stacked(path: str) -> bool:
     """
     parts = path.split("/")
     return BLOCKS in parts[:-1] and not parts[parts.index(BLOCKS) + 1].isdigit()
-
-
-def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None):
-    size = math.prod(leaf.shape)
-    if rows is not None:
-        size = size // leaf.shape[0] * len(rows)
-    return LeafSlice(path, index, rows, size, size * jnp.dtype(leaf.dtype).itemsize)
-
-
-def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
-    """List the units in network order; sorted names alone would put blocks first."""
-    leaves = named_leaves(params)
-    places = stacks.find(leaves, blocks)
-    name_of = _namer([path for path, _ in leaves], places)
-    found: dict[tuple[int, str, int], list[LeafSlice]] = {}
-    num_rows: dict[str, int] = {}
-    for index, (path, leaf) in enumerate(leaves):
-        if path not in places:
-            name = name_of(path)
-            unit = (_order(name.rsplit("/", 1)[-1]), name, -1)
-            found.setdefault(unit, []).append(_slice(path, index, leaf))
-            continue
-        stack, layer = places[path]
-        rank = UNIT_ORDER.index(BLOCKS)
-        if layer is not None:
-            unit = (rank, stack, layer)
-            found.setdefault(unit, []).append(_slice(path, index, leaf))
-            continue
-        length = num_rows.setdefault(stack, leaf.shape[0] if leaf.shape else 0)
-        if not leaf.shape or leaf.shape[0] != length:
-            raise ValueError(
-                f"stacked parameter {path!r} has shape {leaf.shape}, but {stack!r} "
-                f"holds {length} blocks along the leading axis"
-            )
-        for row in range(length):
-            found.setdefault((rank, stack, row), []).append(
-                _slice(path, index, leaf, (row,))
-            )
-    return [_Unit(tuple(found[u]), is_block=u[2] >= 0) for u in sorted(found)]
-
-
-def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str], str]:
-    """Return what names the unit of a leaf that is of no block.
-
-    That is an entry beside layers, or beside what they are in; without any, one of the
-    first entries of which there are several. So a tree in a dict of its own,
-    `{"params": ...}`, is cut as the tree itself.
-    """
-    split = [tuple(path.split("/")) for path in paths]
-    above = {
-        parts[:depth]
-        for parts in {tuple(place.stack.split("/")) for place in places.values()}
-        for depth in range(len(parts) + 1)
-    }
-    if not above:
-        shared = 0
-        while len({parts[: shared + 1] for parts in split}) == 1 and all(
-            len(parts) > shared + 1 for parts in split
-        ):
-            shared += 1
-        above = {split[0][:depth] for depth in range(shared + 1)} if split else set()
-
-    def name(path: str) -> str:
-        parts = tuple(path.split("/"))
-        depth = 1
-        while parts[:depth] in above and depth < len(parts):
-            depth += 1
-        return "/".join(parts[:depth])
-
-    return name
-
-
-def _are_called_blocks(units: list[_Unit]) -> bool:
-    return any(
-        BLOCKS in part.path.split("/")[:-1] for unit in units for part in unit.slices
-    )
-
-
-def _order(name: str) -> int:
-    for rank, pattern in enumerate(UNIT_ORDER):
-        if re.search(pattern, name.lower()):
-            return rank
-    return len(UNIT_ORDER)
-
-
-def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int]:
-    if strategy == "strided":
-        return [i % num_fragments for i in range(len(sizes))]
-    if strategy == "sequential":
-        return [i * num_fragments // len(sizes) for i in range(len(sizes))]
-    # Longest-processing-time rule: within 4/3 of the best possible largest fragment.
-    owner, load = [0] * len(sizes), [0] * num_fragments
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owner[i] = load.index(min(load))
-        load[owner[i]] += sizes[i]
-    return owner
-
-
-def _merge_rows(slices: Any) -> tuple[LeafSlice, ...]:
-    """Join the rows that one fragment holds of the same stacked leaf."""
-    by_leaf: dict[int, LeafSlice] = {}
-    for part in slices:
-        held = by_leaf.get(part.leaf)
-        if held is not None:
-            assert held.rows is not None
-            assert part.rows is not None
-            part = dataclasses.replace(
-                part,
-                rows=tuple(sorted(held.rows + part.rows)),
-                num_params=held.num_params + part.num_params,
-                num_bytes=held.num_bytes + part.num_bytes,
-            )
-        by_leaf[part.leaf] = part
-    return tuple(by_leaf[leaf] for leaf in sorted(by_leaf))
 
 
 def _stride(rows: tuple[int, ...]) -> int | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from cocodc_jax import models
 from cocodc_jax.data import load
-from cocodc_jax.sync import fragments, merge
+from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.transforms.second_moment import adam_second_moment
@@ -190,7 +190,7 @@ def make_trainer(settings: Settings, num_fragments: int) -> Trainer:
         models.make_loss_fn(model),
         supplies,
         optimizer.build(settings.steps),
-        fragments.cut(shapes, num_fragments),
+        cutting.cut(shapes, num_fragments),
     )
 
 

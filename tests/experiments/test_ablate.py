@@ -11,8 +11,7 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.runtime.running import run
-from cocodc_jax.sync import fragments as cutting
-from cocodc_jax.sync import merge
+from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import SharedOuter

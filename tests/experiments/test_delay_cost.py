@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.sync import fragments
+from cocodc_jax.sync import cutting
 from cocodc_jax.sync.needs import Supplies
 from experiments import delay_cost
 from experiments.ablation import jobs, recovery
@@ -37,7 +37,7 @@ def linear(monkeypatch):
         return jnp.sum(params["w"] * batch), {}
 
     params = {"w": jnp.ones(5)}
-    cut = fragments.cut(jax.eval_shape(lambda: params), 1)
+    cut = cutting.cut(jax.eval_shape(lambda: params), 1)
     trainer = Trainer(loss_fn, Supplies(lambda step: LR), optax.sgd(LR, 0.0), cut, MU)
 
     def begin(settings, trainer, seeds):

@@ -22,7 +22,7 @@ from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
-from cocodc_jax.sync.fragments import cut_by_patterns
+from cocodc_jax.sync.cutting import cut_by_patterns
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.runtime import family_reference as reference

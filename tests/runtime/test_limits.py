@@ -13,7 +13,7 @@ from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync import merge
-from cocodc_jax.sync.fragments import cut_by_patterns
+from cocodc_jax.sync.cutting import cut_by_patterns
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import hessian_vector

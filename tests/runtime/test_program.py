@@ -17,7 +17,7 @@ from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS, run
 from cocodc_jax.runtime.state import TrainState
-from cocodc_jax.sync import fragments, merge
+from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -315,7 +315,7 @@ class TestBadInput:
             self.make(tiny, num_regions=3, mesh=make_mesh(2))
 
     def test_fragments_of_another_method(self, tiny):
-        two = fragments.cut(tiny.make_params(), 2)
+        two = cutting.cut(tiny.make_params(), 2)
         with pytest.raises(ValueError, match="2 entries.*num_fragments=1"):
             self.make(tiny, fragments=two)
 

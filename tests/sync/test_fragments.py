@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.sync.fragments import STRATEGIES, cut, cut_by_patterns
+from cocodc_jax.sync.cutting import STRATEGIES, cut, cut_by_patterns
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
 

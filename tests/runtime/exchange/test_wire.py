@@ -27,7 +27,7 @@ from cocodc_jax.runtime.exchange.crossings import (
 from cocodc_jax.runtime.exchange.regional import make_regional_send
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
-from cocodc_jax.sync.fragments import cut
+from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.pairs import matchings
