@@ -13,7 +13,7 @@ from cocodc_jax.models import (
     init_params,
     make_loss_fn,
 )
-from cocodc_jax.models.transformer import RMSNorm, rotary_tables, rotate
+from cocodc_jax.models.block import RMSNorm, rotary_tables, rotate
 
 _SMALL = TransformerConfig(
     vocab_size=29,

@@ -1,0 +1,156 @@
+"""One block of a LLaMA-style decoder, in Flax NNX.
+
+A block adds to the residual stream x, with n(x) = scale * x / rms(x):
+
+    x <- x + attention(n(x)) W_output        causal, rotary, grouped-query
+    x <- x + (silu(n(x) W_gate) * (n(x) W_up)) W_down
+
+Sources: LLaMA (Touvron et al., arXiv 2302.13971, section 2.2) for RMSNorm
+(arXiv 1910.07467), SwiGLU (arXiv 2002.05202) and RoPE (arXiv 2104.09864);
+grouped-query attention (arXiv 2305.13245); QK-norm (arXiv 2302.05442).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax._extras import extra
+from cocodc_jax.models.attention import attend
+from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.layout import Layout, read, shared, write
+
+with extra("train"):
+    from flax import nnx
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root mean square over the last axis, then scales."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise `x`; statistics and product are float32, the result x's dtype."""
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (normed * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
+        kv_width = config.num_kv_heads * config.head_width
+        self.query = matrix(rngs, config.width, config.width)
+        self.key = matrix(rngs, config.width, kv_width)
+        self.value = matrix(rngs, config.width, kv_width)
+        self.output = matrix(rngs, config.width, config.width, _residual(config))
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config.head_width, config.norm_epsilon)
+            self.key_norm = RMSNorm(config.head_width, config.norm_epsilon)
+        self.config, self.layout = config, layout
+
+    def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
+        """Attend within each sequence; `rotation` comes from `rotary_tables`."""
+        x_BLD = shared(x_BLD, self.layout)
+        query_BLHd = self._heads(x_BLD, self.query)
+        key_BLHd = self._heads(x_BLD, self.key)
+        value_BLHd = self._heads(x_BLD, self.value)
+        if self.config.qk_norm:
+            query_BLHd = self.query_norm(query_BLHd)
+            key_BLHd = self.key_norm(key_BLHd)
+        query_BLHd, key_BLHd = (rotate(x, *rotation) for x in (query_BLHd, key_BLHd))
+        sequence = None
+        if self.layout is not None:
+            sequence = self.layout.sequence
+            key_BLHd, value_BLHd = map(self.layout.whole, (key_BLHd, value_BLHd))
+        mixed_BLHd = attend(
+            query_BLHd, key_BLHd, value_BLHd, self.config.attention, sequence
+        )
+        mixed_BLF = mixed_BLHd.reshape(*x_BLD.shape[:2], -1)
+        return write(mixed_BLF, self.output[...], self.layout)
+
+    def _heads(self, x_BLD: jax.Array, kernel: nnx.Param):
+        flat = read(x_BLD, kernel[...], self.layout)
+        return flat.reshape(*x_BLD.shape[:2], -1, self.config.head_width)
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
+        self.gate = matrix(rngs, config.width, config.mlp_width)
+        self.up = matrix(rngs, config.width, config.mlp_width)
+        self.down = matrix(rngs, config.mlp_width, config.width, _residual(config))
+        self.layout = layout
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Map each position by itself."""
+        x_BLD = shared(x_BLD, self.layout)
+        gate_BLF = jax.nn.silu(read(x_BLD, self.gate[...], self.layout))
+        gated_BLF = gate_BLF * read(x_BLD, self.up[...], self.layout)
+        return write(gated_BLF, self.down[...], self.layout)
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+    ):
+        self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.attention = Attention(config, rngs, layout)
+        self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.mlp = MLP(config, rngs, layout)
+
+    def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
+        """Add attention, then the feed-forward, to the residual stream."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
+        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+
+
+def rotary_tables(
+    length: int, head_width: int, theta: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin of each position's angles, float32 [L, head_width / 2].
+
+    Pair i of position t turns by `t * theta ** (-2 i / head_width)`. Computed in
+    float64 while tracing, so that the tables are constants of the program.
+    """
+    frequency = theta ** (-np.arange(0, head_width, 2) / head_width)
+    angle = np.outer(np.arange(length), frequency)
+    return (
+        jnp.asarray(np.cos(angle), jnp.float32),
+        jnp.asarray(np.sin(angle), jnp.float32),
+    )
+
+
+def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array:
+    """Turn feature pairs (i, i + d / 2) of each head by their position's angle."""
+    cos, sin = cos_Ld[None, :, None, :], sin_Ld[None, :, None, :]
+    first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
+
+
+def matrix(rngs: nnx.Rngs, fan_in: int, fan_out: int, gain: float = 1.0) -> nnx.Param:
+    """Draw a matrix `[fan_in, fan_out]` of deviation `gain` / sqrt(fan_in)."""
+    return normal(rngs, (fan_in, fan_out), gain / math.sqrt(fan_in))
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, int], stddev: float) -> nnx.Param:
+    """Draw a float32 matrix of normal numbers."""
+    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def _residual(config: TransformerConfig) -> float:
+    return 1 / math.sqrt(2 * config.num_layers)
