@@ -33,7 +33,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
-from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
+from cocodc_jax.runtime.loop.finite import NonFiniteLossError
 
 from . import commands
 

@@ -11,8 +11,8 @@ from cocodc_jax.run.stage_codec import build_codec
 from cocodc_jax.runtime.devices.local_regions import check_how
 from cocodc_jax.runtime.devices.optimizer_place import check_memory
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.loop.cadence import Cadence
 from cocodc_jax.runtime.loop.spikes import SpikeWatch
-from cocodc_jax.runtime.loop.trainer import Cadence
 from cocodc_jax.sync.regions import Regions
 
 # More than any system of today has: a slip of the keyboard, and not a run.

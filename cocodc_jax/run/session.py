@@ -60,14 +60,11 @@ from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.devices.mesh import Mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.finite import NonFiniteLossError
+from cocodc_jax.runtime.loop.hooks import Hooks, Result
 from cocodc_jax.runtime.loop.joining import Carried
 from cocodc_jax.runtime.loop.spikes import LossSpikeError
-from cocodc_jax.runtime.loop.trainer import (
-    Hooks,
-    NonFiniteLossError,
-    Result,
-    train,
-)
+from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.membership.link import LeftBehindError
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.program import Output

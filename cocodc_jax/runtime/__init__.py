@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from cocodc_jax.runtime.exchange.transport import (
         Transport,
     )
+    from cocodc_jax.runtime.loop.cadence import (
+        Cadence,
+    )
     from cocodc_jax.runtime.loop.checkpoint import (
         CheckpointError,
         Checkpoints,
@@ -28,11 +31,14 @@ if TYPE_CHECKING:
     from cocodc_jax.runtime.loop.evaluate import (
         make_evaluate,
     )
-    from cocodc_jax.runtime.loop.trainer import (
-        Cadence,
-        Hooks,
+    from cocodc_jax.runtime.loop.finite import (
         NonFiniteLossError,
+    )
+    from cocodc_jax.runtime.loop.hooks import (
+        Hooks,
         Result,
+    )
+    from cocodc_jax.runtime.loop.trainer import (
         train,
     )
     from cocodc_jax.runtime.program import (
@@ -69,14 +75,14 @@ __all__ = [
 # Where each is: MODULE, or MODULE:NAME.
 _PLACES = {
     "AppliedSync": "turns:AppliedSync",
-    "Cadence": "loop.trainer:Cadence",
+    "Cadence": "loop.cadence:Cadence",
     "CheckpointError": "loop.checkpoint:CheckpointError",
     "Checkpoints": "loop.checkpoint:Checkpoints",
-    "Hooks": "loop.trainer:Hooks",
-    "NonFiniteLossError": "loop.trainer:NonFiniteLossError",
+    "Hooks": "loop.hooks:Hooks",
+    "NonFiniteLossError": "loop.finite:NonFiniteLossError",
     "Output": "program:Output",
     "RegionProgram": "program:RegionProgram",
-    "Result": "loop.trainer:Result",
+    "Result": "loop.hooks:Result",
     "TrainState": "state:TrainState",
     "Transport": "exchange.transport:Transport",
     "make_evaluate": "loop.evaluate:make_evaluate",

@@ -31,7 +31,7 @@ from cocodc_jax.run.build import (
 )
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.session import Session, prepare
-from cocodc_jax.runtime.loop.trainer import NonFiniteLossError
+from cocodc_jax.runtime.loop.finite import NonFiniteLossError
 
 from .grid import Setting
 from .keys import completed, run_key

@@ -12,13 +12,11 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.report.records import check_record
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.loop.cadence import Cadence
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.loop.trainer import (
-    Cadence,
-    Hooks,
-    NonFiniteLossError,
-    train,
-)
+from cocodc_jax.runtime.loop.finite import NonFiniteLossError
+from cocodc_jax.runtime.loop.hooks import Hooks
+from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.messages import Compressed

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 
 from cocodc_jax.runtime.arriving import Arriving
+from cocodc_jax.runtime.program import Output
+from cocodc_jax.runtime.state import SyncId, TrainState
 from cocodc_jax.runtime.turns import AppliedSync
 
 PyTree = Any
@@ -67,6 +69,7 @@ class FlightRecorder:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._open: dict[tuple[int, int], Flight] = {}
+        self._leaving: dict[SyncId, jax.Array] = {}
         self._of_jobs: set[tuple[int, int]] = set()  # Means that the host waits for.
         self._stall_s = 0.0
         self._sync_s = 0.0
@@ -119,6 +122,37 @@ class FlightRecorder:
         """Seconds in which regions have waited for an outer fragment so far."""
         with self._lock:
             return self._stall_s
+
+    def watch(self, state: TrainState, output: Output) -> None:
+        """Have the clock read when the devices get to what was just handed out.
+
+        Args:
+          state: after it.
+          output: of it.
+        """
+        for sync in output.syncs:
+            if sync.start_step == state.step:  # Blocking: started and applied at once.
+                self.started(sync.fragment_id, state.step, output.losses, sync.norm)
+        in_flight = state.sync.in_flight if state.sync else {}
+        for (fragment_id, start_step), flight in in_flight.items():
+            if start_step == state.step:
+                self.started(fragment_id, start_step, output.losses, flight.mean)
+        self._watch_left(in_flight, output)
+        leaving = state.sync.leaving if state.sync else ()
+        self._leaving = {each.event.sync_id: output.losses for each in leaving}
+        self.stepped(state.step, output.losses, output.syncs)
+
+    def _watch_left(self, in_flight: dict, output: Output) -> None:
+        """Watch what waited for these inner steps, and left with them."""
+        for sync_id, losses in self._leaving.items():
+            arrivals = [
+                sync.norm
+                for sync in output.syncs
+                if (sync.fragment_id, sync.start_step) == sync_id
+            ]
+            if sync_id in in_flight:
+                arrivals.append(in_flight[sync_id].mean)
+            self.started(*sync_id, losses, arrivals[0])
 
     def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
         """Watches a message.

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax import methods
+from cocodc_jax.runtime.loop.cadence import Cadence
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.hooks import Hooks
 from cocodc_jax.runtime.loop.spikes import LossSpikeError, Spikes, SpikeWatch
-from cocodc_jax.runtime.loop.trainer import Cadence, Hooks, train
+from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.program import RegionProgram
 
 

@@ -13,9 +13,12 @@ import pytest
 
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.loop.cadence import Cadence
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.evaluate import make_evaluate
-from cocodc_jax.runtime.loop.trainer import Cadence, Hooks, NonFiniteLossError, train
+from cocodc_jax.runtime.loop.finite import NonFiniteLossError
+from cocodc_jax.runtime.loop.hooks import Hooks
+from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.program import Output
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS
 from cocodc_jax.runtime.state import TrainState
