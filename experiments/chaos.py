@@ -40,7 +40,8 @@ from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.jobs import JOINS_FILE, NO_JOBS, SYNCS_FILE, Jobs
+from cocodc_jax.run.jobs import NO_JOBS, Jobs
+from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from . import commands, scenarios
 from .killed import is_good, judge, lines

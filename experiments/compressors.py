@@ -21,7 +21,8 @@ from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax.run import flags
-from cocodc_jax.run.session import Session, prepare
+from cocodc_jax.run.preparing import prepare
+from cocodc_jax.run.session import Session
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.layers import named_leaves

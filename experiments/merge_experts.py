@@ -24,7 +24,8 @@ from cocodc_jax.methods import METHODS
 from cocodc_jax.report import dots, plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
+from cocodc_jax.run.preparing import prepare
+from cocodc_jax.run.session import RUN_ERRORS, Session
 
 from . import commands
 from .ensembles import Routing, Row, merge, reference

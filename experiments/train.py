@@ -15,8 +15,9 @@ import jax
 
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.processes import failing_alone
-from cocodc_jax.run.session import RUN_ERRORS, prepare
+from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands, planned
 

@@ -14,7 +14,7 @@ A Grain element is a whole window, thousands of sequences, so Grain's cost per
 element is not paid per sequence: a training step only slices arrays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +83,26 @@ class TrainStream:
         """Stop the worker threads; windows not yet begun are given up."""
         for iterator in self._iterators.values():
             iterator.close()
+
+
+def cut_to_sizes(
+    batches: Iterator[np.ndarray], sizes: Sequence[int], full: int
+) -> Iterator[np.ndarray]:
+    """Return batches of regions, each cut to its region's own size.
+
+    Shapes stay as they are: a smaller batch is repeated, which leaves the mean of its
+    losses and gradients what it is.
+
+    Args:
+      batches: `[R, B, ...]` each.
+      sizes: sequences of each region's batch, divisors of `full`.
+      full: B.
+    """
+    if set(sizes) == {full}:
+        return batches
+    rows = np.stack([np.tile(np.arange(n), full // n) for n in sizes])
+    which = np.arange(len(sizes))[:, None]
+    return (batch[which, rows] for batch in batches)
 
 
 def region_batches(

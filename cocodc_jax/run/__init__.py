@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from cocodc_jax.run.method_config import MethodConfig
     from cocodc_jax.run.optimizer_config import OptimizerConfig
     from cocodc_jax.run.pace import paced
+    from cocodc_jax.run.preparing import prepare
     from cocodc_jax.run.presets import PRESETS
     from cocodc_jax.run.processes import Processes, failing_alone
     from cocodc_jax.run.resume import ResumeError
     from cocodc_jax.run.run_config import RunConfig
-    from cocodc_jax.run.session import RUN_ERRORS, Session, prepare
+    from cocodc_jax.run.session import RUN_ERRORS, Session
 
 __all__ = [
     "LEAVES",
@@ -63,7 +64,7 @@ _PLACES = {
     "export": "hugging_face:export",
     "failing_alone": "processes:failing_alone",
     "paced": "pace:paced",
-    "prepare": "session:prepare",
+    "prepare": "preparing:prepare",
 }
 
 __getattr__, __dir__ = attach(__name__, _PLACES)

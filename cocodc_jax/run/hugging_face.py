@@ -18,7 +18,7 @@ from cocodc_jax.data.tokenizers import Tokenizer, round_up
 from cocodc_jax.files import read_table
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
-from cocodc_jax.run.resume import CONFIG_FILE
+from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 
 PARAMS = ("outer", "mean")
@@ -90,7 +90,7 @@ def export(
       ValueError: naming the argument, its value and what would be right.
       OSError: if the folder cannot be written, or no checkpoint can be read.
     """
-    from cocodc_jax.run.session import CHECKPOINTS, prepare
+    from cocodc_jax.run.preparing import prepare
 
     workdir, out = pathlib.Path(workdir), pathlib.Path(out).expanduser().absolute()
     if params not in PARAMS:

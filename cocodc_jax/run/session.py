@@ -1,6 +1,6 @@
 """One run from its configuration: data, model, devices, files; then the loop.
 
-`prepare` does everything that can go wrong because of what was asked for, before
+`preparing.py` does everything that can go wrong because of what was asked for, before
 anything is compiled; `Session.train` is the run.
 """
 
@@ -11,51 +11,38 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax._extras import extra
-from cocodc_jax.data import load
 from cocodc_jax.data.corpora.row_files import RecordError
-from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.files import write_whole
 from cocodc_jax.run import timeline
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.agreement import check_alike, gather
+from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
 from cocodc_jax.run.build import (
-    build_evaluate,
-    build_program,
-    check_model,
     init_params,
-    mesh_of,
-    open_for,
-    own_part,
-    program_key,
-    use_devices,
 )
 from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.hugging_face import model_of
-from cocodc_jax.run.jobs import NO_JOBS, Jobs, run_digest, taking_part
+from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.lock import only_writer
-from cocodc_jax.run.processes import ONE_PROCESS, Processes
 from cocodc_jax.run.resume import (
     CHECKPOINTS,
     ResumeError,
-    check_workdir,
     finished_summary,
     open_records,
     resume,
     rolled_back,
-    write_config,
 )
 from cocodc_jax.run.summary import summarize
+from cocodc_jax.run.taking_part import run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.devices.mesh import Mesh
@@ -185,6 +172,8 @@ class Session:
           rollbacks: those done so far.
         """
         run, (state, progress, position) = self.config.run, begun
+        everyone = self.program.regions.batch_sizes
+        sizes = [everyone[region] for region in self.text.regions]
         mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
         with (
             open_records(self.own_dir, position, state.step, mirrors) as writer,
@@ -197,7 +186,7 @@ class Session:
             result = train(
                 self.program,
                 state,
-                self._batches(stream),
+                cut_to_sizes(stream, sizes, self.config.data.batch_per_region),
                 run.steps,
                 self.tokens_at,
                 cadence=run.cadence,
@@ -284,21 +273,6 @@ class Session:
         if jax.process_index() == 0:
             timeline.show(self.workdir)
 
-    def _batches(self, stream: TrainStream) -> Iterator[np.ndarray]:
-        """Return the stream, with each region's batch cut to its own size.
-
-        Shapes stay as they are: a smaller batch is repeated, which leaves the mean of
-        its losses and gradients what it is.
-        """
-        everyone = self.program.regions.batch_sizes
-        sizes = [everyone[region] for region in self.text.regions]
-        full = self.config.data.batch_per_region
-        if set(sizes) == {full}:
-            return stream
-        rows = np.stack([np.tile(np.arange(n), full // n) for n in sizes])
-        which = np.arange(len(sizes))[:, None]
-        return (batch[which, rows] for batch in stream)
-
     def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
         """State, progress and positions at the newest checkpoint, or at step 0."""
         try:
@@ -331,64 +305,3 @@ class Session:
         data = self.config.data
         sequences = self.program.regions.sequences_done(step).sum()
         return int(sequences) * data.sequence_length
-
-
-def prepare(
-    config: TrainConfig,
-    workdir: str | pathlib.Path,
-    open_text: Callable[..., TextData] = load,
-    earlier: Sequence[Session] = (),
-    processes: Processes = ONE_PROCESS,
-    tracking: Tracking = NO_TRACKING,
-    jobs: Jobs = NO_JOBS,
-) -> Session:
-    """Open the data, lays out the devices and build the program; compiles nothing.
-
-    Args:
-      config: of the run.
-      workdir: its folder; made if missing.
-      open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
-      earlier: sessions whose compiled programs to use again where they are the same.
-      processes: who takes part; started already.
-      tracking: where process 0 shows its records besides.
-      jobs: where regions are, if each is a job of its own.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
-    # A default may change with the version; a run keeps the one it began with.
-    config = config.resolve()
-    check_model(config, config.model)  # Before so many devices are made.
-    place = jobs.place(config.run.exchange)
-    if place is not None and processes.num_processes != 1:
-        jobs.check_several(processes.num_processes)
-    run = own_part(config, place)
-    devices = use_devices(run, processes.num_processes)
-    mesh = mesh_of(run, devices)
-    tracking.check()  # Asks JAX which process this is: after the devices are made.
-    check_alike(config.to_json())
-    workdir = pathlib.Path(workdir)
-    if place is not None:
-        workdir /= f"region_{place.region}"
-    check_workdir(config, workdir)
-    Source.of(config)  # Its own checks.
-    text = open_for(open_text, config, mesh, place)
-    model = model_of(config, text.tokenizer)
-    check_model(config, model)
-    alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
-    twins = [s for s in alike if program_key(s.config) == program_key(config)]
-    session = Session(
-        config,
-        workdir,
-        text,
-        model,
-        mesh,
-        twins[0].program if twins else build_program(config, model, mesh, place),
-        alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
-        tracking,
-        place,
-        jobs,
-    )
-    if jax.process_index() == 0:
-        write_config(config, workdir)
-    return session

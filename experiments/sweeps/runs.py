@@ -30,7 +30,8 @@ from cocodc_jax.run.build import (
     use_devices,
 )
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.session import Session, prepare
+from cocodc_jax.run.preparing import prepare
+from cocodc_jax.run.session import Session
 from cocodc_jax.runtime.loop.finite import NonFiniteLossError
 
 from .grid import Setting

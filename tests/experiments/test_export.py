@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 from cocodc_jax.models import hugging_face, init_params
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
+from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.session import CHECKPOINTS, prepare
+from cocodc_jax.run.session import CHECKPOINTS
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from experiments import export, train
 

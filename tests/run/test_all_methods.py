@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.session import prepare
 
 STEPS, CUT = 32, 16
 

@@ -13,8 +13,8 @@ import pytest
 
 from cocodc_jax.report.records import MetricsWriter, read_records
 from cocodc_jax.run import lock, resume
+from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.session import prepare
 
 PRESET = PRESETS["smoke"]
 

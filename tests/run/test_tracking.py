@@ -13,9 +13,9 @@ import pytest
 import cocodc_jax
 from cocodc_jax.report.events import weights_and_biases
 from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import open_records
-from cocodc_jax.run.session import prepare
 from cocodc_jax.run.tracking import Tracking
 from experiments import train
 

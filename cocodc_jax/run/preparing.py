@@ -1,0 +1,94 @@
+"""A session from its configuration: what can be refused is, before it compiles.
+
+The order of the checks is that in which their errors help most.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+
+from cocodc_jax.data import load
+from cocodc_jax.data.text_data import TextData
+from cocodc_jax.run.adoption import Source
+from cocodc_jax.run.agreement import check_alike
+from cocodc_jax.run.build import (
+    build_evaluate,
+    build_program,
+    check_model,
+    mesh_of,
+    open_for,
+    own_part,
+    program_key,
+    use_devices,
+)
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.hugging_face import model_of
+from cocodc_jax.run.jobs import NO_JOBS, Jobs
+from cocodc_jax.run.processes import ONE_PROCESS, Processes
+from cocodc_jax.run.resume import check_workdir, write_config
+from cocodc_jax.run.session import Session
+from cocodc_jax.run.tracking import NO_TRACKING, Tracking
+
+
+def prepare(
+    config: TrainConfig,
+    workdir: str | pathlib.Path,
+    open_text: Callable[..., TextData] = load,
+    earlier: Sequence[Session] = (),
+    processes: Processes = ONE_PROCESS,
+    tracking: Tracking = NO_TRACKING,
+    jobs: Jobs = NO_JOBS,
+) -> Session:
+    """Open the data, lays out the devices and build the program; compiles nothing.
+
+    Args:
+      config: of the run.
+      workdir: its folder; made if missing.
+      open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
+      earlier: sessions whose compiled programs to use again where they are the same.
+      processes: who takes part; started already.
+      tracking: where process 0 shows its records besides.
+      jobs: where regions are, if each is a job of its own.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    # A default may change with the version; a run keeps the one it began with.
+    config = config.resolve()
+    check_model(config, config.model)  # Before so many devices are made.
+    place = jobs.place(config.run.exchange)
+    if place is not None and processes.num_processes != 1:
+        jobs.check_several(processes.num_processes)
+    run = own_part(config, place)
+    devices = use_devices(run, processes.num_processes)
+    mesh = mesh_of(run, devices)
+    tracking.check()  # Asks JAX which process this is: after the devices are made.
+    check_alike(config.to_json())
+    workdir = pathlib.Path(workdir)
+    if place is not None:
+        workdir /= f"region_{place.region}"
+    check_workdir(config, workdir)
+    Source.of(config)  # Its own checks.
+    text = open_for(open_text, config, mesh, place)
+    model = model_of(config, text.tokenizer)
+    check_model(config, model)
+    alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
+    twins = [s for s in alike if program_key(s.config) == program_key(config)]
+    session = Session(
+        config,
+        workdir,
+        text,
+        model,
+        mesh,
+        twins[0].program if twins else build_program(config, model, mesh, place),
+        alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
+        tracking,
+        place,
+        jobs,
+    )
+    if jax.process_index() == 0:
+        write_config(config, workdir)
+    return session
