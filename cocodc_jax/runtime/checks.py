@@ -6,6 +6,7 @@ Shapes, types and places only: nothing here reads a number or waits for a device
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from jax.sharding import Mesh
 
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
 from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
@@ -90,6 +94,36 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
                 f"params has a leaf {path!r} of {leaf.dtype}{list(leaf.shape)}, but "
                 f"the program was made for {like.dtype}{list(like.shape)}"
             )
+
+
+def checked_fragments(
+    method: Method, params: PyTree, fragments: Fragments | None
+) -> Fragments:
+    """Return the fragments of a method's parameters, as given or as it cuts them.
+
+    Raises:
+      ValueError: if those that are given are not as many as the method's.
+    """
+    strategy = method.sync.fragment_strategy if method.sync else "strided"
+    if fragments is None:
+        fragments = cut(params, method.num_fragments, strategy)
+        sizes = fragments.num_params
+        if max(sizes) > 2 * min(sizes):
+            warnings.warn(
+                f"num_fragments={len(fragments)} cuts the model into fragments of "
+                f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some "
+                "syncs carry more than twice what others do; pass "
+                "fragments=cut(params, num_fragments, strategy='balanced'), with "
+                "blocks=NAME where the layers were not found",
+                stacklevel=3,
+            )
+    if len(fragments) != method.num_fragments:
+        raise ValueError(
+            f"fragments has {len(fragments)} entries, but method={method.name!r} was "
+            f"made for num_fragments={method.num_fragments}; use "
+            f"fragments=cut(params, {method.num_fragments})"
+        )
+    return fragments
 
 
 def check_key(key: jax.Array, impl: str) -> None:

@@ -8,45 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.runtime import checks, merge, step
+from cocodc_jax.runtime import checks, step
 from cocodc_jax.runtime.adopt import Adopted, adopt
+from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.devices.local_regions import LocalRegions, for_all_regions
-from cocodc_jax.runtime.devices.mesh import (
-    DATA,
-    REGION,
-    is_one_cpu,
-    make_mesh,
-    regional,
-    wants_flat_buffer,
-)
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.mesh import REGION, is_one_cpu, make_mesh
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
-from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
 from cocodc_jax.runtime.events import SyncPrograms
-from cocodc_jax.runtime.exchange.model_state import make_mean
-from cocodc_jax.runtime.exchange.per_step import mean_over_regions
 from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.first_region import FirstRegion
 from cocodc_jax.runtime.fused import InnerSteps
 from cocodc_jax.runtime.listed import Listed
+from cocodc_jax.runtime.readings import Readings
 from cocodc_jax.runtime.setting import Setting
-from cocodc_jax.runtime.state import RegionState, TrainState
+from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.runtime.turns import AppliedSync, Times
 from cocodc_jax.sync import needs
-from cocodc_jax.sync.fragments import Fragments, cut
+from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import Supplies
@@ -138,7 +129,6 @@ class RegionProgram:
             method = methods.get(method)
         own = transport.own(regions, method)
         self.regions, self.num_regions = regions, own.num
-        self._own_keys = transport.own_keys
         self.mesh = make_mesh(own.num) if mesh is None else mesh
         checks.check_mesh(self.mesh, own.num)
         checks.check_params(params)
@@ -148,13 +138,10 @@ class RegionProgram:
             model_state.check(method)
             transport.check_model_state(model_state)
         self.model_state = model_state
-        self._model_state = () if model_state is None else model_state.init
         route = transport.resolve(method, jax.process_count())
         is_fused = transport.fuses(method, self.mesh, route)
-        self.fragments = _fragments(method, params, fragments)
+        self.fragments = checks.checked_fragments(method, params, fragments)
         self._optimizer = optimizer
-        self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
-        self._key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         self._params = jax.eval_shape(lambda x: x, params)
         memory = memory_kind(optimizer_memory, self.mesh, method)
         self.shardings = Shardings.of(
@@ -169,8 +156,18 @@ class RegionProgram:
             optimizer_memory=memory,
         )
         # Every program is wrapped in one jit that lives as long as this object.
-        where = self._where(self._params)
-        self._new_region = jax.jit(self._make_region, out_shardings=where)
+        self._first = FirstRegion(
+            self._params,
+            optimizer,
+            self.shardings,
+            own.num,
+            transport.own_keys,
+            regions.num,
+            method.per_step,
+            model_state,
+        )
+        self._batches = Batches(self.mesh, own.num)
+        self._read = Readings(self.mesh)
         self._correct = make_correct(method.sync, self.fragments, own.num)
         num_params = sum(x.size for x in jax.tree.leaves(self._params))
         local = LocalRegions.of(self.mesh, own.num, local_regions, num_params)
@@ -187,22 +184,9 @@ class RegionProgram:
         )
         # Losses are whole inside each region: every process reads those of its own.
         of_steps = NamedSharding(self.mesh, P(None, REGION))
-        self._steps = jax.jit(steps, donate_argnums=0, out_shardings=(where, of_steps))
-        self._mean = jax.jit(
-            region_shard_map(
-                functools.partial(
-                    mean_over_regions, in_flat_buffer=wants_flat_buffer(self.mesh)
-                ),
-                self.mesh,
-                in_specs=P(REGION),
-                out_specs=P(),
-            )
+        self._steps = jax.jit(
+            steps, donate_argnums=0, out_shardings=(self._first.lies, of_steps)
         )
-        # Small enough for every process to have, whoever's regions they are.
-        everywhere = NamedSharding(self.mesh, P())
-        self._finite = jax.jit(step.are_finite, out_shardings=everywhere)
-        self._drift = jax.jit(merge.region_drift, out_shardings=everywhere)
-        self._mean_state = make_mean(self.mesh)
         self._syncs = self.route = None
         if method.sync is not None:
             setting = Setting(
@@ -222,7 +206,7 @@ class RegionProgram:
                 setting,
                 self.route,
                 optimizer,
-                InnerSteps(steps, where, of_steps),
+                InnerSteps(steps, self._first.lies, of_steps),
             )
 
     @functools.cached_property
@@ -232,29 +216,6 @@ class RegionProgram:
             return 0
         of_state = self.model_state.averaged_bytes if self.model_state else 0
         return self.method.per_step.num_bytes(self._params) + of_state
-
-    @functools.cached_property
-    def _own_regions(self) -> int:
-        """How many regions this process has a part of."""
-        mine = jax.process_index()
-        shards = [
-            any(d.process_index == mine for d in shard.flat)
-            for shard in np.moveaxis(
-                self.mesh.devices, self.mesh.axis_names.index(REGION), 0
-            )
-        ]
-        return sum(shards) * self.num_regions // len(shards)
-
-    def _where(self, shapes: PyTree) -> RegionState:
-        """Tell how a `RegionState` lies."""
-        state = jax.eval_shape(self._make_region, shapes, self._key_data)
-        # What is sent at every step is kept whole on each of a region's devices.
-        per_step, model_state = jax.tree.map(
-            lambda _: regional(self.mesh), (state.per_step, state.model_state)
-        )
-        return self.shardings.region._replace(
-            per_step=per_step, model_state=model_state
-        )
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
         """Make the state before the first step: all regions and the outer model alike.
@@ -269,9 +230,8 @@ class RegionProgram:
             another implementation.
         """
         checks.check_like(params, self._params)
-        checks.check_key(key, self._key_impl)
         everywhere = NamedSharding(self.mesh, P())
-        key_data = transfer.put(jax.random.key_data(key), everywhere)
+        key_data = transfer.put(self._first.key_data(key), everywhere)
         params = transfer.put(params, self.shardings.params)
         return self.begin(params, key_data)
 
@@ -285,27 +245,10 @@ class RegionProgram:
           key_data: of the key.
           schedule: the schedule's state; None is that before the first step.
         """
-        region = self._new_region(params, key_data)
+        region = self._first.make(params, key_data)
         if self._syncs is None:
             return TrainState(region)
         return TrainState(region, self._syncs.init(params, region, schedule))
-
-    def _make_region(self, params: PyTree, key_data: jax.Array) -> RegionState:
-        key = jax.random.wrap_key_data(key_data)
-
-        spread = functools.partial(for_all_regions, num_regions=self.num_regions)
-        per_step = ()
-        if self.method.per_step is not None:
-            per_step = self.method.per_step.init(params)
-        return RegionState(
-            spread(params),
-            spread(self._optimizer.init(params)),
-            self._own_keys(
-                jax.random.key_data(jax.random.split(key, self.regions.num))
-            ),
-            spread(per_step),
-            spread(jax.tree.map(jnp.asarray, self._model_state)),
-        )
 
     def abstract(self, schedule: Any = None) -> TrainState:
         """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
@@ -317,10 +260,7 @@ class RegionProgram:
         Returns:
           A `TrainState` of `jax.ShapeDtypeStruct`s.
         """
-        region = with_shardings(
-            jax.eval_shape(self._make_region, self._params, self._key_data),
-            self._where(self._params),
-        )
+        region = self._first.abstract()
         if self._syncs is None or self.method.sync is None:
             return TrainState(region)
         if schedule is None:
@@ -336,13 +276,7 @@ class RegionProgram:
         Args:
           batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
         """
-
-        def placed(x):
-            spec = P(None, REGION, DATA) if x.ndim > 2 else P(None, REGION)
-            where = NamedSharding(self.mesh, spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-        state, batches = self.abstract(), jax.tree.map(placed, batches)
+        state, batches = self.abstract(), self._batches.abstract(batches)
         num_steps = jax.tree.leaves(batches)[0].shape[0]
         params = with_shardings(self._params, self.shardings.params)
         participating = None
@@ -352,9 +286,9 @@ class RegionProgram:
         steps = (state.region, batches, participating, *outer)
         sent_bytes = num_steps * self.bytes_per_step
         found = [
-            Listed("first state", self._new_region, (params, self._key_data)),
+            Listed("first state", self._first.make, (params, self._first.shapes[1])),
             Listed("inner steps", self._steps, steps, sent_bytes, num_steps),
-            Listed("mean of regions", self._mean, (state.region.params,)),
+            Listed("mean of regions", self._read.mean, (state.region.params,)),
         ]
         if self._syncs is None or state.sync is None:
             return found
@@ -374,24 +308,7 @@ class RegionProgram:
         With several processes each gives the rows of its own regions, whole, also
         those that it shares with other processes.
         """
-
-        def put(x):
-            spec = P(None, REGION, DATA) if np.ndim(x) > 2 else P(None, REGION)
-            sharding = NamedSharding(self.mesh, spec)
-            if checks.is_on_mesh(x) or sharding.is_fully_addressable:
-                return jax.device_put(x, sharding)
-            return transfer.put_own(np.asarray(x), sharding, self.num_regions, axis=1)
-
-        return jax.tree.map(put, batches)
-
-    def _takes_along(self, batches: PyTree) -> bool:
-        """Tell whether the program of the steps is given host batches as they are.
-
-        A single device takes them in with its other arguments, in a fifth of the time
-        that it takes to place them first.
-        """
-        is_host = (isinstance(x, np.ndarray) for x in jax.tree.leaves(batches))
-        return self.mesh.size == 1 and all(is_host)
+        return self._batches.put(batches)
 
     def advance(
         self,
@@ -416,15 +333,14 @@ class RegionProgram:
             along its second axis, or `state` was donated before.
         """
         checks.check_alive(state)
-        num_steps = checks.check_batches(batches, self.num_regions, self._own_regions)
+        num_steps = self._batches.num_steps(batches)
         limit = self.steps_to_event(state)
         if limit is not None and num_steps > limit:
             raise ValueError(
                 f"{num_steps} steps run past the event {limit} steps ahead; pass at "
                 "most `steps_to_event(state)`"
             )
-        if not self._takes_along(batches):
-            batches = self.put_batches(batches)
+        batches = self._batches.put_unless_taken(batches)
         participating = None
         if not self.regions.are_even:
             participating = self.regions.participating(state.step, num_steps)
@@ -498,7 +414,7 @@ class RegionProgram:
     def finite_regions(self, state: TrainState) -> jax.Array:
         """Tell whether all parameters of a region are finite, bool `[R]`."""
         checks.check_alive(state)
-        return self._finite(state.region.params)
+        return self._read.are_finite(state.region.params)
 
     def restore_regions(self, state: TrainState, bad: np.ndarray) -> TrainState:
         """Have the regions `bad`, bool `[R]`, begin anew from the outer parameters.
@@ -518,7 +434,7 @@ class RegionProgram:
     def mean_params(self, state: TrainState) -> PyTree:
         """Return the mean of the regions' parameters: what methods are judged by."""
         checks.check_alive(state)
-        return self._mean(state.region.params)
+        return self._read.mean(state.region.params)
 
     def mean_model_state(self, state: TrainState) -> PyTree:
         """Return the model's state for an evaluation, `()` where it has none.
@@ -526,19 +442,19 @@ class RegionProgram:
         Floating-point leaves are the means over regions, others the first region's.
         """
         checks.check_alive(state)
-        return self._mean_state(state.region.model_state)
+        return self._read.mean_state(state.region.model_state)
 
     def region_drift(self, state: TrainState) -> jax.Array:
         """Return how far the regions are apart, see `merge.region_drift`."""
         checks.check_alive(state)
-        return self._drift(state.region.params)
+        return self._read.drift(state.region.params)
 
     def outer_params(self, state: TrainState) -> PyTree:
         """Return the outer parameters, on the mesh; means where regions have theirs."""
         checks.check_alive(state)
         if self._syncs is None:
             return self.mean_params(state)
-        return self._syncs.outer_params(state, self._mean)
+        return self._syncs.outer_params(state, self._read.mean)
 
     def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' fragment as it is now, `[R, ...]`."""
@@ -553,28 +469,3 @@ class RegionProgram:
         """
         kept = (state.sync.arrays if state.sync else (), state.region.per_step)
         return sum(x.nbytes for x in jax.tree.leaves(kept))
-
-
-def _fragments(
-    method: Method, params: PyTree, fragments: Fragments | None
-) -> Fragments:
-    strategy = method.sync.fragment_strategy if method.sync else "strided"
-    if fragments is None:
-        fragments = cut(params, method.num_fragments, strategy)
-        sizes = fragments.num_params
-        if max(sizes) > 2 * min(sizes):
-            warnings.warn(
-                f"num_fragments={len(fragments)} cuts the model into fragments of "
-                f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some "
-                "syncs carry more than twice what others do; pass "
-                "fragments=cut(params, num_fragments, strategy='balanced'), with "
-                "blocks=NAME where the layers were not found",
-                stacklevel=3,
-            )
-    if len(fragments) != method.num_fragments:
-        raise ValueError(
-            f"fragments has {len(fragments)} entries, but method={method.name!r} was "
-            f"made for num_fragments={method.num_fragments}; use "
-            f"fragments=cut(params, {method.num_fragments})"
-        )
-    return fragments

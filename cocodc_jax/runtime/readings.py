@@ -1,0 +1,40 @@
+"""What is read of the regions without changing them: means, drift, finiteness."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime import merge, step
+from cocodc_jax.runtime.devices.mesh import REGION, wants_flat_buffer
+from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.exchange.model_state import make_mean
+from cocodc_jax.runtime.exchange.per_step import mean_over_regions
+
+
+class Readings:
+    """Compiled programs that read a `RegionState`.
+
+    Attributes:
+      mean: `mean(params) -> one region's`, their mean.
+      mean_state: `mean_state(model_state) -> one region's`, see `make_mean`.
+      are_finite: `are_finite(params) -> bool [R]`.
+      drift: `drift(params) -> float32`, see `merge.region_drift`.
+    """
+
+    def __init__(self, mesh: Mesh):
+        """Compile nothing; each program lives as long as this object."""
+        mean = functools.partial(
+            mean_over_regions, in_flat_buffer=wants_flat_buffer(mesh)
+        )
+        self.mean = jax.jit(
+            region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P())
+        )
+        self.mean_state = make_mean(mesh)
+        # Small enough for every process to have, whoever's regions they are.
+        everywhere = NamedSharding(mesh, P())
+        self.are_finite = jax.jit(step.are_finite, out_shardings=everywhere)
+        self.drift = jax.jit(merge.region_drift, out_shardings=everywhere)
