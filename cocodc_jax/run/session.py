@@ -42,7 +42,7 @@ from cocodc_jax.run.resume import (
     rolled_back,
 )
 from cocodc_jax.run.summary import summarize
-from cocodc_jax.run.taking_part import run_digest, taking_part
+from cocodc_jax.run.taking_part import Attendance, run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.devices.mesh import Mesh
@@ -54,7 +54,6 @@ from cocodc_jax.runtime.loop.spikes import LossSpikeError
 from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.membership.link import LeftBehindError
 from cocodc_jax.runtime.membership.place import Place
-from cocodc_jax.runtime.program import Output
 from cocodc_jax.runtime.state import TrainState
 
 with extra("train"):
@@ -130,14 +129,14 @@ class Session:
                 try:
                     seconds = time.time() - began_s
                     among = self._among_others(saved, stream, carried, seconds)
-                    with among as (begun, handed_out):
+                    with among as (begun, attendance):
                         if ahead is not None:
                             stream.set_state(ahead)
                         return self._train_on(
                             saved,
                             stream,
                             begun,
-                            handed_out,
+                            attendance,
                             console,
                             began_s,
                             rollbacks,
@@ -155,7 +154,7 @@ class Session:
         saved: Checkpoints,
         stream: TrainStream,
         begun: Begun,
-        handed_out: Callable[[TrainState, Output], None],
+        attendance: Attendance | None,
         console: Console | None,
         began_s: float,
         rollbacks: list[dict[str, Any]],
@@ -166,7 +165,7 @@ class Session:
           saved: the run's checkpoints.
           stream: where training is to go on in it.
           begun: state, sums and positions.
-          handed_out: takes the state of every turn.
+          attendance: of this region, if each is a job of its own.
           console: of the progress bar.
           began_s: when this process began to train, by the wall.
           rollbacks: those done so far.
@@ -183,6 +182,25 @@ class Session:
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)
             watch = Watch(writer, bar, earlier_s)
+            hooks = Hooks(
+                record=writer.write,
+                clock=watch,
+                snapshot=lambda progress: {
+                    "processes": gather(
+                        {
+                            "progress": progress,
+                            "stream": stream.get_state(),
+                            "metrics_bytes": writer.offset,
+                            "seconds": watch.seconds,
+                            "began_s": began_s,
+                        }
+                    )
+                },
+                should_stop=should_stop,
+                of_all=gather,
+            )
+            if attendance is not None:
+                hooks = attendance.told_by(hooks)
             result = train(
                 self.program,
                 state,
@@ -190,24 +208,7 @@ class Session:
                 run.steps,
                 self.tokens_at,
                 cadence=run.cadence,
-                hooks=Hooks(
-                    record=writer.write,
-                    clock=watch,
-                    snapshot=lambda progress: {
-                        "processes": gather(
-                            {
-                                "progress": progress,
-                                "stream": stream.get_state(),
-                                "metrics_bytes": writer.offset,
-                                "seconds": watch.seconds,
-                                "began_s": began_s,
-                            }
-                        )
-                    },
-                    should_stop=should_stop,
-                    handed_out=handed_out,
-                    of_all=gather,
-                ),
+                hooks=hooks,
                 evaluate=self.evaluate,
                 checkpoints=saved,
                 progress=progress,
@@ -228,14 +229,14 @@ class Session:
         stream: TrainStream,
         carried: Carried | None,
         seconds: float,
-    ) -> Iterator[tuple[Begun, Callable[[TrainState, Output], None]]]:
-        """Yield where to go on from, and what takes the state of every turn."""
+    ) -> Iterator[tuple[Begun, Attendance | None]]:
+        """Yield where to go on from, and this region's part among others."""
         if carried is None:
             begun = self.begin(saved, stream)
         else:
             begun = carried.state, None, {"seconds": seconds}
         if self.place is None:
-            yield begun, lambda state, output: None
+            yield begun, None
             return
         with taking_part(
             self.place,
@@ -251,7 +252,7 @@ class Session:
         ) as (begun, attendance):
             if carried is not None:  # It may have been further than the others.
                 saved.forget_after(begun[0].step)
-            yield begun, attendance.handed_out
+            yield begun, attendance
             if attendance.step == self.config.run.steps:
                 attendance.finish()
 

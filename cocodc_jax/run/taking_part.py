@@ -12,8 +12,10 @@ that this work is in its next messages.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import sys
 import time
@@ -26,12 +28,14 @@ import numpy as np
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.run.agreement import code_digest, gather
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.loop import joining
+from cocodc_jax.runtime.loop.hooks import Hooks
 from cocodc_jax.runtime.membership import inside
 from cocodc_jax.runtime.membership.link import LeftBehindError, Link
-from cocodc_jax.runtime.membership.messages import Snapshot
+from cocodc_jax.runtime.membership.messages import Snapshot, View
 from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.program import Output, RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS, scan_steps
@@ -39,6 +43,7 @@ from cocodc_jax.runtime.state import TrainState
 
 SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
 _LISTEN_BEATS = 4
+_TAIL_BYTES = 65536  # Of the merges: the last whole line is among them.
 
 
 class Attendance:
@@ -68,6 +73,21 @@ class Attendance:
         self._folder, self._digests = folder, digests
         self._view, self.step = link.view, 0
         self._shared: Any = None
+
+    def told_by(self, hooks: Hooks) -> Hooks:
+        """Return a loop's hooks by which the others are told of this region."""
+        return dataclasses.replace(
+            hooks, handed_out=self.handed_out, stopping=self.leave
+        )
+
+    def leave(self) -> None:
+        """Tell the others to do without this region, which was asked to stop."""
+        print(
+            f"asked to stop: leaving the other regions at step {self.step}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._link.leave()
 
     def finish(self) -> None:
         """Stay until the other regions have what they need of this one to end too."""
@@ -172,6 +192,7 @@ def taking_part(
       ValueError: if the region cannot listen.
       LeftBehindError: if the others go on without this region.
       TimeoutError: if nobody lets it in.
+      ResumeError: if it would begin anew, without all others, a run that it was in.
     """
     assert isinstance(program.route, BetweenJobs)
     own, _, position = begun
@@ -192,9 +213,14 @@ def taking_part(
             rehearse(program, make_params, stream)
             stream.set_state(initial)
             seconds["rehearsed"] = time.monotonic() - began_s - listen_s
+            # Who was asked to stop saved all its steps, and may be back before the
+            # others have done as many: data are not gone back in.
+            link.wait_for_step(own.step, place.timing.start_s)
         asked_s = time.monotonic()
         # Others have as long to start, and then as long to come to a turn's end.
         copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
+        if copy is None:
+            _begins(place, link.view, own.step, max(gather(_reached(folder))))
         program.route.in_mean.clear()
         program.route.link = link
         if copy is not None:
@@ -221,6 +247,51 @@ def taking_part(
             yield begun, attendance
         finally:
             program.route.link = None
+
+
+def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
+    """Say where this region begins if not all are there, and whether it may.
+
+    Args:
+      place: of the region.
+      view: who takes part.
+      own_step: of its own checkpoint, 0 for none.
+      reached: the last step that it is known to have come to.
+
+    Raises:
+      ResumeError: if it was further and has no checkpoint: the others may have ended.
+    """
+    missing = [r for r in range(place.num_regions) if r not in view.seats]
+    if not missing:
+        return
+    waited = f"did not answer within start_s={place.timing.start_s:g}"
+    if not own_step and reached:
+        raise ResumeError(
+            f"region {place.region} took part in this run up to step {reached} and has "
+            f"no checkpoint of it, and regions {missing} {waited}: they have ended, or "
+            "cannot be reached. Start them again, wait for longer, or name another "
+            "workdir to begin anew"
+        )
+    print(
+        f"regions {missing} {waited}: region {place.region} goes on without them from "
+        f"step {own_step}{' of its own checkpoint' if own_step else ''}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _reached(folder: pathlib.Path) -> int:
+    """Return the last step whose merge a region has noted, 0 for none."""
+    try:
+        with (folder / SYNCS_FILE).open("rb") as file:
+            file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines[:-1]):  # A kill may have cut off the last.
+        with contextlib.suppress(ValueError, KeyError):
+            return json.loads(line)["apply_step"]
+    return 0
 
 
 def rehearse(

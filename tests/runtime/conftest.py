@@ -153,14 +153,14 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def assert_near(one, other):
+def assert_near(one, other, rtol=2e-6, atol=1e-7):
     """As `assert_same`, but for the last bits of a float, which programs may round."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
 
     def near(x, y):
         x, y = np.asarray(x), np.asarray(y)
         if x.dtype.kind == "f":
-            np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7)
+            np.testing.assert_allclose(x, y, rtol, atol)
         else:
             np.testing.assert_array_equal(x, y)
 

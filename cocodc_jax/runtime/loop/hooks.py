@@ -43,6 +43,7 @@ class Hooks:
       snapshot: what to keep with a checkpoint, JSON-able: given the sums of the
         records so far, this process's own, it adds positions (data, files).
       should_stop: asked every turn; True ends the run early, after a checkpoint.
+      stopping: called then, once all that was on its way is there, before it is saved.
       handed_out: takes the state and the output of every turn, still on their devices.
       of_all: makes one list of what every process has to say, in their order.
     """
@@ -51,6 +52,7 @@ class Hooks:
     clock: Callable[[Clock], None] = lambda clock: None
     snapshot: Callable[[dict], dict] = lambda progress: {"progress": progress}
     should_stop: Callable[[], bool] = lambda: False
+    stopping: Callable[[], None] = lambda: None
     handed_out: Callable[[TrainState, Output], None] = lambda state, output: None
     of_all: Callable[[Any], list] = lambda own: [own]
 

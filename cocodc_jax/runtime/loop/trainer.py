@@ -94,6 +94,9 @@ def train(
                 state = loop.evaluate(state, evaluate)
             if checkpoints and is_due(cadence.checkpoint_every, state.step, num_steps):
                 state = loop.save(state)
+        if state.step < num_steps:
+            state = loop.synchronize(state)
+            hooks.stopping()
         if checkpoints and checkpoints.latest_step != state.step:
             state = loop.save(state)  # Asked to stop between two checkpoints.
         state = loop.synchronize(state)

@@ -149,6 +149,14 @@ class Speaker:
         """See `Link.hears_others`."""
         return self._answer(lambda: self._link.hears_others(seconds))
 
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_step`."""
+        return self._answer(lambda: self._link.wait_for_step(step, timeout_s))
+
+    def leave(self) -> None:
+        """See `Link.leave`."""
+        self._link.leave()
+
     def join(self, timeout_s: float) -> Snapshot | None:
         """See `Link.join`."""
         return self._answer(lambda: self._link.join(timeout_s), _of_copy)
@@ -286,6 +294,14 @@ class Listener:
         """See `Link.hears_others`."""
         del seconds
         return self._answer()[0]
+
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_step`."""
+        del step, timeout_s
+        return self._answer()[0]
+
+    def leave(self) -> None:
+        """Do nothing: process 0 says it."""
 
     def join(self, timeout_s: float) -> Snapshot | None:
         """See `Link.join`."""

@@ -156,6 +156,30 @@ class Link:
         self._thread.join()
         self._wake.close()
 
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """Wait until the others have come to a step; tell whether they have.
+
+        Args:
+          step: of this region's own checkpoint.
+          timeout_s: at most.
+        """
+        end = time.monotonic() + timeout_s
+        while (now := time.monotonic()) < end:
+            with self._lock:
+                if self._member.have_come_to(step, now):
+                    return True
+            time.sleep(self.place.timing.beat_s / 4)
+        return False
+
+    def leave(self) -> None:
+        """Say that this region goes, so that nobody waits for it from now on.
+
+        All that it waits for must be there. It may take its time after that.
+        """
+        with self._lock:
+            self._member.leave()
+            self._nudge()
+
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Send this region's message; the decision comes as the future's result.
 

@@ -20,6 +20,8 @@ mean of the same messages. The rules:
 - So no two regions of a view ever take different means of a sync, whoever died between
   two messages. A region that was only silent finds that the others have gone on
   without it, takes part no more (`is_over`), and begins anew.
+- Who is asked to stop says so, and is as good as dead from then on: nobody waits for
+  its silence. What it does after that (a checkpoint) holds nobody up.
 - Who is at its end stays until all that live have applied what it knows decided
   (`is_needed`): a region that leaves takes its word on decisions with it, as the dead
   do, and the last of a run would be decided anew by who is left.
@@ -103,13 +105,18 @@ class Member(Deciding):
         """
         super().__init__(region, num_regions, boot, step, timing, now, min_regions)
         self._beat_at, self._looked_at = -float("inf"), now
-        self.is_announced = True
+        self.is_announced, self._has_left = True, False
         self._silences = Silences(timing.beat_s)
         self.times = Times(region, num_regions, _TELL_BEATS * timing.beat_s)
 
     def hears_others(self) -> bool:
         """Tell whether others take part already."""
         return any(heard.step is None for heard in self._hearing.last.values())
+
+    def have_come_to(self, step: int, now: float) -> bool:
+        """Tell whether all that live and take part have applied what began before."""
+        alive = self._hearing.alive(now).values()
+        return all(x.oldest_step >= step for x in alive if x.step is None)
 
     def joiners(self, now: float) -> dict[int, int]:
         """Return the lives of the regions that wait for this one to let them in."""
@@ -175,11 +182,14 @@ class Member(Deciding):
         """Take part no more; the others need not wait for the silence."""
         if not self.is_over:
             self._tell_all(Leave())
-            self.is_over = "it has left"
+            self.is_over, self._has_left = "it has left", True
 
     def tick(self, now: float) -> None:
         """Do what time has made due."""
         self._looked_at = now
+        if self._has_left and now - self._beat_at >= self._timing.beat_s:
+            self._beat_at = now
+            self._tell_all(Leave())  # The word may have been lost.
         if self.is_over or not self.is_announced:
             return
         if self._is_far_behind():

@@ -33,6 +33,9 @@ KEY = bytes(range(32))
 # A machine that is busy is not to be taken for a dead one.
 TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
 
+# Of sums in another order, over steps: parameters are of about 1.
+SUMS = {"rtol": 1e-5, "atol": 1e-6}
+
 
 def places(num, **options):
     """Places of as many regions at free ports of this machine."""
@@ -186,17 +189,13 @@ def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
     threading.Timer(0.1, program.route.link.decide, [(0, 2), 1]).start()
     state, _ = program.advance(state, stacked(batches[:2]))
     wanted = trained if late_message == "keep" else first
-    assert_near(state.region.params, wanted)
-    assert_near(program.outer_params(state), jax.tree.map(lambda x: x[0], first))
+    tiny.assert_near(state.region.params, wanted, **SUMS)
+    outer = jax.tree.map(lambda x: x[0], first)
+    tiny.assert_near(program.outer_params(state), outer, **SUMS)
 
 
 def stacked(batches):
     return jax.tree.map(lambda *x: np.concatenate(x), *batches)
-
-
-def assert_near(one, other):
-    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
             state, output = program.advance(state, stacked(batches[step : step + 1]))
             assert [s.apply_step for s in output.syncs] == [4] * (step == 3)
         ends.append(tiny.host((state.region.params, state.sync.outer)))
-    assert_near(*ends)
+    tiny.assert_near(*ends, **SUMS)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Run:
     """One call of `train`, with everything it told its hooks."""
 
     def __init__(self, tiny, program, num_steps, *, folder=None, stop=None, **options):
-        self.records, self.clocks = [], []
+        self.records, self.clocks, self.stopping = [], [], []
         state, progress, checkpoints = tiny.start(program), None, None
         cadence = Cadence(**{"log_every": 3, **options.pop("cadence", {})})
         hooks = Hooks(
@@ -43,6 +43,9 @@ class Run:
                 "num_records": len(self.records),
             },
             should_stop=stop or (lambda: False),
+            stopping=lambda: self.stopping.append(
+                checkpoints and checkpoints.latest_step
+            ),
         )
         if folder:
             checkpoints = Checkpoints(folder)
@@ -397,6 +400,7 @@ class TestResuming:
         stopped = first.result.state.step
         assert 0 < stopped < 12
         assert stopped % 5
+        assert first.stopping == [stopped // 5 * 5 or None]  # Before it is saved.
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.latest_step == stopped
 

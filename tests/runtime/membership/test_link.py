@@ -1,5 +1,6 @@
 """Real sockets: who has the key takes part, who has not is not heard."""
 
+import dataclasses
 import os
 import socket
 import time
@@ -139,6 +140,30 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     assert read_key(path) == KEY
     with pytest.raises(ValueError, match="cannot be read"):
         read_key(tmp_path / "none")
+
+
+def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000, step=0) as second:
+        first.join(30)
+        second.join(30)
+        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
+        for future in futures:
+            future.result(30)
+        second.leave()  # It is there, and says no more.
+        assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
+
+
+def test_who_was_further_waits_until_the_others_have_come_there():
+    one, two = places(2, timing=dataclasses.replace(TIMING, start_s=0))
+    with Link(one, "run", 1000) as first:
+        first.join(30)
+        with Link(two, "run", 1000, step=7, is_announced=False) as second:
+            assert second.hears_others(20)
+            first.at(6)
+            assert not second.wait_for_step(7, 0.3)
+            first.at(7)
+            assert second.wait_for_step(7, 20)
 
 
 def test_who_is_at_its_end_waits_for_the_others():

@@ -127,7 +127,16 @@ class World:
         self.check()
 
 
-def run(seed, num, num_events, dies=True, loses=True, min_regions=1, timing=TIMING):
+def run(
+    seed,
+    num,
+    num_events,
+    dies=True,
+    loses=True,
+    min_regions=1,
+    timing=TIMING,
+    leaves=False,
+):
     world = World(num, seed, min_regions, timing)
     rng = world.random
     for _ in range(num_events):
@@ -143,6 +152,10 @@ def run(seed, num, num_events, dies=True, loses=True, min_regions=1, timing=TIMI
             world.network.pop(rng.randrange(len(world.network)))
         elif chance < 0.945 and dies and len(world.members) > 1:
             del world.members[rng.choice(sorted(world.members))]
+        elif leaves and chance < 0.955 and world.members:
+            region = rng.choice(sorted(world.members))
+            world.members[region].leave()
+            world.post(region)
         elif chance < 0.97:
             away = sorted(set(range(num)) - world.members.keys())
             over = [r for r, m in world.members.items() if m.is_over]
@@ -320,6 +333,36 @@ def test_who_leaves_is_not_waited_for():
             world.deliver(0)
         world.tick(0.5)
     assert set(world.members[1].view.seats) == {1}
+
+
+def test_who_is_asked_to_stop_says_it_until_it_is_heard():
+    """Within two beats the others have a mean without it, where dead_after is five."""
+    world = World(3)
+    world.settle(12)
+    leaver = next(iter(world.members.values())).coordinator  # Whoever decides.
+    world.members[leaver].leave()
+    world.post(leaver)
+    world.network.clear()  # The word is lost, and what was on its way.
+    began = world.now
+    others = [r for r in range(3) if r != leaver]
+    step = world.steps[others[0]]
+    while any((0, step + 1) not in world.logs[r] for r in others):
+        for region in others:
+            world.train(region)
+        while world.network:
+            world.deliver(0)
+        world.tick(0.25)
+    assert world.now - began <= 3
+    for region in others:
+        assert set(world.members[region].view.seats) == set(others)
+    assert world.members[leaver].is_over == "it has left"
+    world.check()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+@settings(max_examples=30, deadline=None)
+def test_nor_where_regions_are_asked_to_stop(seed, num):
+    run(seed, num, 300, leaves=True)
 
 
 def part(world, last, stays):

@@ -1,0 +1,49 @@
+"""Where a region that is a job begins if the others do not answer."""
+
+import json
+
+import pytest
+
+from cocodc_jax.run.resume import ResumeError
+from cocodc_jax.run.taking_part import SYNCS_FILE, _begins, _reached
+from cocodc_jax.runtime.membership.hearing import Timing
+from cocodc_jax.runtime.membership.messages import Seat, View
+from cocodc_jax.runtime.membership.place import Place
+
+PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
+
+
+def view(*regions):
+    return View(1, {region: Seat(1, 0) for region in regions})
+
+
+def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
+    assert _reached(tmp_path) == 0
+    lines = [json.dumps({"apply_step": step}) for step in (40, 44)]
+    (tmp_path / SYNCS_FILE).write_text("\n".join(lines) + '\n{"apply_st')  # A kill.
+    assert _reached(tmp_path) == 44
+    told = r"up to step 44 and has no checkpoint of it, and regions \[0, 2\] did not "
+    with pytest.raises(ResumeError, match=told + "answer within start_s=7"):
+        _begins(PLACE, view(1), 0, 44)
+
+
+@pytest.mark.parametrize(
+    ("regions", "own_step", "reached", "told"),
+    [
+        ((0, 1, 2), 0, 44, ""),  # All of them begin anew.
+        ((1,), 40, 44, "goes on without them from step 40 of its own checkpoint"),
+        ((0, 1), 0, 0, "regions [2] did not answer within start_s=7: region 1 goes on"),
+    ],
+)
+def test_where_it_begins_is_said(regions, own_step, reached, told, capsys):
+    _begins(PLACE, view(*regions), own_step, reached)
+    error = capsys.readouterr().err
+    assert told in error
+    assert bool(error) == bool(told)
+
+
+def test_the_last_merge_of_a_long_run_is_found(tmp_path):
+    with (tmp_path / SYNCS_FILE).open("w") as file:
+        for step in range(5000):
+            file.write(json.dumps({"regions": [0, 1], "apply_step": step}) + "\n")
+    assert _reached(tmp_path) == 4999
