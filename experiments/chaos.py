@@ -38,10 +38,10 @@ from absl import flags as absl_flags
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
+from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
-from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from . import commands, scenarios
 from .killed import is_good, judge, lines

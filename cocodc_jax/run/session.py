@@ -27,6 +27,7 @@ from cocodc_jax.run import timeline
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
+from cocodc_jax.run.attendance import Attendance
 from cocodc_jax.run.build import (
     init_params,
 )
@@ -42,7 +43,7 @@ from cocodc_jax.run.resume import (
     rolled_back,
 )
 from cocodc_jax.run.summary import summarize
-from cocodc_jax.run.taking_part import Attendance, run_digest, taking_part
+from cocodc_jax.run.taking_part import run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.devices.mesh import Mesh

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from cocodc_jax.run.attendance import SYNCS_FILE, last_merge
 from cocodc_jax.run.resume import ResumeError
-from cocodc_jax.run.taking_part import SYNCS_FILE, _begins, _reached
+from cocodc_jax.run.taking_part import _begins
 from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.messages import Seat, View
 from cocodc_jax.runtime.membership.place import Place
@@ -18,10 +19,10 @@ def view(*regions):
 
 
 def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
-    assert _reached(tmp_path) == 0
+    assert last_merge(tmp_path) == 0
     lines = [json.dumps({"apply_step": step}) for step in (40, 44)]
     (tmp_path / SYNCS_FILE).write_text("\n".join(lines) + '\n{"apply_st')  # A kill.
-    assert _reached(tmp_path) == 44
+    assert last_merge(tmp_path) == 44
     told = r"up to step 44 and has no checkpoint of it, and regions \[0, 2\] did not "
     with pytest.raises(ResumeError, match=told + "answer within start_s=7"):
         _begins(PLACE, view(1), 0, 44)
@@ -46,4 +47,4 @@ def test_the_last_merge_of_a_long_run_is_found(tmp_path):
     with (tmp_path / SYNCS_FILE).open("w") as file:
         for step in range(5000):
             file.write(json.dumps({"regions": [0, 1], "apply_step": step}) + "\n")
-    assert _reached(tmp_path) == 4999
+    assert last_merge(tmp_path) == 4999

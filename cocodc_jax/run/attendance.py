@@ -1,0 +1,146 @@
+"""What the others are told of a region each turn, and what its folder keeps of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from cocodc_jax.runtime.exchange.jobs import BetweenJobs
+from cocodc_jax.runtime.loop import joining
+from cocodc_jax.runtime.loop.hooks import Hooks
+from cocodc_jax.runtime.membership import inside
+from cocodc_jax.runtime.membership.link import LeftBehindError, Link
+from cocodc_jax.runtime.program import Output, RegionProgram
+from cocodc_jax.runtime.state import TrainState
+
+SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
+_TAIL_BYTES = 65536  # Of the merges: the last whole line is among them.
+
+
+class Attendance:
+    """One region's part in a run, from its start to its end.
+
+    Attributes:
+      step: the last that the others were told of.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        link: Link | inside.Speaker | inside.Listener,
+        folder: pathlib.Path,
+        digests: bool,
+    ):
+        """Write to the region's own folder.
+
+        Args:
+          program: of the region.
+          link: to the others.
+          folder: of the region.
+          digests: whether to write digests of outer fragments.
+        """
+        assert isinstance(program.route, BetweenJobs)
+        self._program, self._route, self._link = program, program.route, link
+        self._folder, self._digests = folder, digests
+        self._view, self.step = link.view, 0
+        self._shared: Any = None
+
+    def told_by(self, hooks: Hooks) -> Hooks:
+        """Return a loop's hooks by which the others are told of this region."""
+        return dataclasses.replace(
+            hooks, handed_out=self.handed_out, stopping=self.leave
+        )
+
+    def leave(self) -> None:
+        """Tell the others to do without this region, which was asked to stop."""
+        print(
+            f"asked to stop: leaving the other regions at step {self.step}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._link.leave()
+
+    def finish(self) -> None:
+        """Stay until the other regions have what they need of this one to end too."""
+        self._link.finish(self._link.place.timing.grace_s)
+
+    def handed_out(self, state: TrainState, output: Output) -> None:
+        """Tell the others how far this region is; let in who waits for it."""
+        assert state.sync is not None
+        starts = [start for _, start in state.sync.in_flight]
+        self.step, oldest = state.step, min(starts, default=state.step)
+        self._note_shared(state)
+        try:
+            waiting = self._link.at(oldest)
+        except LeftBehindError as error:
+            error.state = joining.Carried(state, self._shared)
+            raise
+        for region, boot in waiting.items():
+            copy = joining.copy_of(self._program, state)
+            self._link.let_in(region, boot, copy, oldest)
+        for sync in output.syncs:
+            k = sync.fragment_id
+            line = {
+                "fragment": k,
+                "start_step": sync.start_step,
+                "apply_step": sync.apply_step,
+                "epoch": self._link.view.epoch,
+                "regions": self._route.in_mean.pop((k, sync.start_step), None),
+                "time": time.time(),
+            }
+            if self._digests:
+                line["digest"] = _digest(state.sync.outer.params[k])
+            self._write(SYNCS_FILE, line)
+
+    def _note_shared(self, state: TrainState) -> None:
+        """Keep the outer parameters that a run cut in two had in common.
+
+        They are those at the end of the turn in which regions were first missed; nobody
+        knows which part of it will go on.
+        """
+        assert state.sync is not None
+        before, self._view = self._view, self._link.view
+        if before.seats.keys() - self._view.seats.keys():
+            if self._shared is None:
+                self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
+        elif self._view.seats.keys() - before.seats.keys():
+            self._shared = None
+
+    def joined(self, line: dict[str, Any]) -> None:
+        """Note that this region takes part now."""
+        self._write(JOINS_FILE, line)
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _digest(fragment: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(fragment):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def last_merge(folder: pathlib.Path) -> int:
+    """Return the last step whose merge a region has noted, 0 for none."""
+    try:
+        with (folder / SYNCS_FILE).open("rb") as file:
+            file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines[:-1]):  # A kill may have cut off the last.
+        with contextlib.suppress(ValueError, KeyError):
+            return json.loads(line)["apply_step"]
+    return 0
