@@ -92,9 +92,9 @@ class Deciding(Views):
             # Without the dead there will be another view.
             alive = [self._is_alive(r, b, now) for r, b in missing.items()]
             if not missing or (is_late and all(alive)):
-                self._choose(sync, rows, now)
+                self._choose(sync, rows)
 
-    def _choose(self, sync: SyncId, rows: dict, now: float) -> None:
+    def _choose(self, sync: SyncId, rows: dict) -> None:
         """Decide a sync of what is there, and tell all."""
         members = members_of(rows, self._boot_of, self.shunned)
         for region, seat in self.view.seats.items():
