@@ -164,8 +164,8 @@ def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
             "workdir to begin anew"
         )
     print(
-        f"regions {missing} {waited}: region {place.region} goes on without them from "
-        f"step {own_step}{' of its own checkpoint' if own_step else ''}",
+        f"regions {missing} {waited}: region {place.region} goes on without them, from "
+        f"{'its own ' if own_step else ''}step {own_step}",
         file=sys.stderr,
         flush=True,
     )
