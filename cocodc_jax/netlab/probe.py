@@ -18,6 +18,7 @@ from cocodc_jax.network import direct, gloo
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.links import LinkState
 from cocodc_jax.runtime.devices import mesh, transfer
+from cocodc_jax.runtime.devices.outer import outer_rows, outer_sharding
 from cocodc_jax.runtime.exchange import collectives, combine
 
 # By the names of the runtime; what `cocodc_jax.network` calls them.
@@ -43,8 +44,8 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
       outer: as from `outer_devices`.
       num_values: float32 values of a process's vector.
     """
-    num, everywhere = outer.size, mesh.outer_sharding(outer)
-    rows = transfer.put(np.ones((num, num_values), np.float32), mesh.outer_rows(outer))
+    num, everywhere = outer.size, outer_sharding(outer)
+    rows = transfer.put(np.ones((num, num_values), np.float32), outer_rows(outer))
     kind, _, is_gathered = name.partition("_")
     if is_gathered:
         gather = functools.partial(

@@ -153,6 +153,7 @@ class RegionProgram:
             transport.outer_channels,
             # Nothing would run beside the steps of a CPU but what they wait for.
             is_near=route == "program" and is_one_cpu(self.mesh),
+            divides_host=route == "outer",
             optimizer_memory=memory,
         )
         # Every program is wrapped in one jit that lives as long as this object.

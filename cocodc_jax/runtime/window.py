@@ -10,7 +10,7 @@ import numpy as np
 
 from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
-from cocodc_jax.runtime.exchange.shared import outer_step
+from cocodc_jax.runtime.exchange.outer_step import outer_step
 from cocodc_jax.runtime.merge import make_merge, merge_arguments
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState

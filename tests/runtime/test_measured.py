@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.devices.mesh import outer_sharding
+from cocodc_jax.runtime.devices.outer import outer_sharding
 from cocodc_jax.runtime.exchange import combine as combining
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints

@@ -12,7 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 from cocodc_jax import methods
 from cocodc_jax.runtime import program as program_module
-from cocodc_jax.runtime.devices.mesh import make_mesh, outer_device
+from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.devices.outer import outer_device
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS, run

@@ -1,4 +1,4 @@
-"""Devices: the inner mesh of regions, and the device that keeps the outer state.
+"""Devices: the inner mesh of regions.
 
 The inner mesh has the axes `(region, stage, data, sequence, model)`. Programs are
 manual over `region` alone; data and tensor parallelism inside a region stay with the
@@ -7,19 +7,6 @@ the stages of a pipeline), and shares of a sequence with that alone.
 With fewer devices than regions each shard of the region axis holds a block of
 regions. With several processes each holds whole regions, or each region is several
 whole processes.
-
-The outer state has one copy in each process, whatever the number of regions. It lives
-on a host device that no region computes on: the process's own CPU where regions are on
-accelerators, a spare virtual device where regions are on the CPU. Where all regions
-share one CPU device and messages are averaged there, it lies beside them: nothing is
-left to run meanwhile, and moving arrays took more time than the outer step. With
-several processes these devices form the *outer mesh*, over which messages can cross
-while the inner mesh computes. Its axes are `(process, member)`: where a region is
-several processes these are the members, and each sends its share of the region's
-message.
-A device runs one program after another. So that several messages can cross at once
-there may be several outer meshes of the same shape, the *channels*: another spare
-device of every process each, with connections of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +22,6 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
 )
 
 from cocodc_jax.runtime.devices.host_memory import keep_freed_memory
@@ -45,7 +30,6 @@ REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
 SEQUENCE = "sequence"
 # The axes inside a region, in the mesh's order.
 INSIDE = (STAGE, DATA, SEQUENCE, MODEL)
-PROCESS, MEMBER = "process", "member"
 
 
 def use_cpu_devices(num_devices: int) -> None:
@@ -161,96 +145,6 @@ def _index_in_process(device: Any) -> int:
     """Tell where `device` stands among those of its process and kind."""
     alike = [d for d in jax.devices() if d.process_index == device.process_index]
     return alike.index(device)
-
-
-def outer_device(mesh: Mesh, process: int | None = None, channel: int = 0) -> Any:
-    """Find the device that keeps the outer state: a CPU outside of `mesh` if any.
-
-    Args:
-      mesh: the inner mesh.
-      process: whose; None is this one.
-      channel: of which of the outer meshes; `check_channels` tells whether there are as
-        many.
-    """
-    process = jax.process_index() if process is None else process
-    spare = _spare_devices(mesh, process)
-    own = [d for d in mesh.devices.flat if d.process_index == process]
-    return spare[-1 - channel] if spare else own[0]
-
-
-def _spare_devices(mesh: Mesh, process: int) -> list[Any]:
-    """List the CPU devices of a process outside of the inner mesh."""
-    used = set(mesh.devices.flat)
-    try:
-        cpus = jax.devices("cpu")
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out.
-        return []
-    return [d for d in cpus if d.process_index == process and d not in used]
-
-
-def check_channels(mesh: Mesh, outer_channels: int) -> None:
-    """Refuse more channels than there are devices for.
-
-    Raises:
-      ValueError: naming the process that has too few.
-    """
-    for process in _processes(mesh.devices):
-        there = len(_spare_devices(mesh, process))
-        if outer_channels > max(there, 1):
-            raise ValueError(
-                f"outer_channels={outer_channels} needs as many CPU devices outside "
-                f"the inner mesh, but process {process} has {there}; use fewer, or "
-                "ask for more devices (`use_cpu_devices`)"
-            )
-
-
-def outer_sharding(mesh: Mesh, channel: int = 0) -> Sharding:
-    """Tell where outer state lies: whole on the outer device of every process."""
-    if jax.process_count() == 1:
-        return SingleDeviceSharding(outer_device(mesh, channel=channel))
-    return NamedSharding(outer_mesh(mesh, channel), PartitionSpec())
-
-
-def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
-    """Tell where messages `[R, n]` lie to cross: with their regions' processes.
-
-    The members of a region have equal shares of its columns.
-    """
-    if jax.process_count() == 1:
-        return SingleDeviceSharding(outer_device(mesh, channel=channel))
-    return NamedSharding(outer_mesh(mesh, channel), PartitionSpec(PROCESS, MEMBER))
-
-
-def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
-    """Make a mesh of the outer devices of all processes, in the order of their regions.
-
-    Args:
-      mesh: the inner mesh.
-      channel: which of the outer meshes.
-
-    Raises:
-      ValueError: if processes neither hold whole regions nor make up whole ones.
-    """
-    shards = [_processes(shard) for shard in mesh.devices]
-    processes = _processes(mesh.devices)
-    members = len(shards[0])
-    is_even = {len(shard) for shard in shards} == {members}
-    if not is_even or (members > 1 and len(processes) != members * len(shards)):
-        raise ValueError(
-            f"the shards of the mesh's region axis lie in the processes {shards}: "
-            "each process must hold whole shards, or each shard be so many processes "
-            "of its own"
-        )
-    devices = np.array([outer_device(mesh, p, channel) for p in processes])
-    axes = (PROCESS, MEMBER)
-    return Mesh(
-        devices.reshape(-1, members), axes, axis_types=(AxisType.Auto,) * len(axes)
-    )
-
-
-def _processes(devices: np.ndarray) -> list[int]:
-    """List of which processes `devices` are, in their order."""
-    return list(dict.fromkeys(d.process_index for d in devices.flat))
 
 
 def is_one_cpu(mesh: Mesh) -> bool:

@@ -11,12 +11,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import (
-    DATA,
+from cocodc_jax.runtime.devices.mesh import DATA, INSIDE, regional
+from cocodc_jax.runtime.devices.outer import (
     check_channels,
     outer_rows,
     outer_sharding,
-    regional,
+    over_processes,
+    process_grid,
 )
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
@@ -50,6 +51,8 @@ class Shardings:
       staged: of each fragment with its region axis.
       channels: the outer meshes; fragments are dealt to them in turn.
       is_near: whether outer state lies on the one device that regions compute on.
+      divides_host: whether the processes of a region divide the outer state among them,
+        as their devices divide the parameters.
     """
 
     mesh: Mesh
@@ -59,6 +62,7 @@ class Shardings:
     staged: tuple[ByPath, ...]
     channels: tuple[Channel, ...]
     is_near: bool = False
+    divides_host: bool = False
 
     @classmethod
     def of(
@@ -70,6 +74,7 @@ class Shardings:
         specs: PyTree | None,
         outer_channels: int = 1,
         is_near: bool = False,
+        divides_host: bool = False,
         optimizer_memory: str | None = None,
     ) -> Shardings:
         """Derive everything from how one region's parameters are laid out.
@@ -84,6 +89,8 @@ class Shardings:
             `PartitionSpec` over the axes inside a region; None for all replicated.
           outer_channels: how many outer meshes.
           is_near: keep outer state on the mesh, of one device, as fragments lie there.
+          divides_host: have the processes of a region divide outer state, where it has
+            several.
           optimizer_memory: kind of the devices' memories in which what is like a
             parameter lies in the inner optimizer's state; None is their own.
 
@@ -140,18 +147,74 @@ class Shardings:
             ),
             channels=channels,
             is_near=is_near,
+            divides_host=divides_host and math.prod(process_grid(mesh) or ()) > 1,
         )
 
     def channel(self, fragment_id: int) -> Channel:
         """Tell where a fragment's outer state is, and where its messages cross."""
         return self.channels[fragment_id % len(self.channels)]
 
-    def on_host(self, fragment_id: int, tree: PyTree) -> PyTree:
-        """Keep all of `tree` on the fragment's outer device."""
+    def on_host(
+        self, fragment_id: int, tree: PyTree, channel: int | None = None
+    ) -> PyTree:
+        """Keep `tree` on the fragment's outer device, of each process its part.
+
+        Args:
+          fragment_id: which.
+          tree: arrays, or their shapes; what is like the fragment is divided where
+            processes divide outer state.
+          channel: another than the fragment's own.
+        """
         if self.is_near:
             return self.of_all(fragment_id, tree)
-        host = self.channel(fragment_id).host
-        return jax.tree.map(lambda _: host, tree)
+        host = self.channel(fragment_id if channel is None else channel).host
+        if not self.divides_host:
+            return jax.tree.map(lambda _: host, tree)
+
+        def sharding(path, x):
+            found = _named(self.fragments[fragment_id], path)
+            return self._divided_host(host, found, x.shape) if found else host
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def params_on_host(self) -> PyTree:
+        """Lay one set of parameters over the outer devices of the first channel."""
+        host = self.channels[0].host
+        if not self.divides_host:
+            return jax.tree.map(lambda _: host, self.params)
+        return jax.tree.map(lambda x: self._divided_host(host, x), self.params)
+
+    def _divided_host(
+        self, host: Sharding, inside: NamedSharding, shape: tuple[int, ...] = ()
+    ) -> Sharding:
+        """Divide over processes what lies `inside` regions.
+
+        Args:
+          host: whole on the outer devices.
+          inside: over the devices of a region.
+          shape: of the array; a free side that divides is divided over the axes that
+            do not divide the array otherwise.
+        """
+        assert isinstance(host, NamedSharding)
+        axes = [
+            (each,) if isinstance(each, str) else tuple(each or ())
+            for each in inside.spec
+        ]
+        if len(shape) < len(axes) and shape:  # Factored: no copy of its parameter.
+            return host
+        outer = cast(Mesh, host.mesh)
+        kept = list(over_processes(axes, self.mesh, outer))
+        kept += [()] * (len(shape) - len(kept))
+        for axis in INSIDE:
+            if axis in sum(kept, ()) or outer.shape[axis] == 1:
+                continue
+            free = [
+                i for i, size in enumerate(shape)
+                if not kept[i] and size and size % outer.shape[axis] == 0
+            ]  # fmt: skip
+            if free:
+                kept[free[0]] = (axis,)
+        return NamedSharding(outer, P(*(each or None for each in kept)))
 
     def of_regions(self, fragment_id: int, tree: PyTree) -> PyTree:
         """Lay out leaves `[R, ...]`: what is like the fragment lies as it does."""

@@ -3,21 +3,25 @@
 With several processes an array may lie on devices of all of them, and JAX moves
 nothing between two such arrays' devices. But every process has what it needs at hand:
 a value that is the same for all regions is whole on each process's own devices, and a
-regional value's rows are where the regions are. So each process moves its own, and
-what results is declared to be one array again. Nothing here waits, or crosses regions.
+regional value's rows are where the regions are. So each process moves its own, shard by
+shard (`shards.py`), and what results is declared to be one array again. Nothing here
+waits, or crosses regions.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices import shards
 
 PyTree = Any
 # The memory of an accelerator's host that the accelerator reaches by itself.
@@ -71,8 +75,8 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     is handed on as it is, and not copied.
 
     Args:
-      tree: arrays that are whole on some device of every process, or can be made so
-        inside each region.
+      tree: arrays of which every process has what its devices shall have, or which can
+        be made whole on all devices first.
       shardings: one for all leaves, or a tree of them.
     """
     leaves, treedef = jax.tree.flatten(tree)
@@ -88,12 +92,9 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     def one(x, sharding):
         if x.is_fully_addressable and sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        mine = _replicated(x).addressable_data(0)
-        shards = [
-            jax.device_put(_cut(mine, index), _place(device, sharding))
-            for device, index in _own_indices(sharding, x.shape).items()
-        ]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+        if not shards.are_at_hand(x.sharding, sharding, x.shape):
+            x = _replicated(x)
+        return shards.moved(x, sharding)
 
     return treedef.unflatten([one(*pair) for pair in pairs])
 
@@ -135,13 +136,17 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
     """Move regional arrays `[R, ...]` to one device a process, rows side by side.
 
     Args:
-      tree: arrays with their leading axis over regions, whole inside each region.
+      tree: arrays with their leading axis over regions, whole inside each region; or
+        `[R, n]` with columns over the devices of a region, of which each process moves
+        its own devices' from these one by one.
       sharding: of the result: all rows on a device; or of arrays `[R, n]` the rows over
         one device of each process, in the order of the processes, and where a region
         has several an equal share of the columns on each, the last ones padded.
     """
 
     def one(x):
+        if _has_divided_columns(x):
+            return shards.moved(x, sharding)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         num_shares = _num_shares(sharding)
@@ -197,16 +202,17 @@ def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
     return dict(sharding.addressable_devices_indices_map(shape))
 
 
-def _place(device: Any, sharding: Sharding) -> Sharding:
-    """Tell where a part of an array lies on a device, its memory included."""
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-
-
 def _num_shares(sharding: Sharding) -> int:
     """Into how many parts `sharding` divides the columns of an array `[R, n]`."""
     assert isinstance(sharding, NamedSharding)
-    over = sharding.spec[1] if len(sharding.spec) > 1 else None
-    return 1 if over is None else sharding.mesh.shape[over]
+    over = sharding.spec[1] if len(sharding.spec) > 1 else ()
+    return math.prod(sharding.mesh.shape[axis] for axis in over or ())
+
+
+def _has_divided_columns(x: jax.Array) -> bool:
+    if x.is_fully_replicated or not isinstance(x.sharding, NamedSharding):
+        return False
+    return len(x.sharding.spec) > 1 and x.sharding.spec[1] is not None
 
 
 def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
@@ -215,11 +221,6 @@ def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
         return x
     part = x[:, first : first + width]
     return jnp.pad(part, ((0, 0), (0, width - part.shape[1])))
-
-
-def _cut(x: jax.Array, index: tuple[slice, ...]) -> jax.Array:
-    is_whole = all(part == slice(None) for part in index)
-    return x if is_whole else x[index]
 
 
 def _replicated(x: jax.Array) -> jax.Array:

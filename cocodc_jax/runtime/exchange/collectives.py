@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import MEMBER, PROCESS
+from cocodc_jax.runtime.devices.mesh import INSIDE
+from cocodc_jax.runtime.devices.outer import PROCESS
 
 ALL_REDUCES = ("direct", "ring")
 
@@ -41,15 +42,20 @@ def direct_gather(x: jax.Array, axis_name: str, num: int) -> jax.Array:
 
 
 def sum_over_processes(
-    rows: jax.Array, weights: jax.Array, everywhere: Sharding, kind: str
+    rows: jax.Array,
+    weights: jax.Array,
+    everywhere: Sharding,
+    kind: str,
+    in_shares: bool = False,
 ) -> jax.Array:
     """Sum `rows` `[R, n]` over all regions, `[n]`, whole on all processes.
 
     Args:
-      rows: with their regions' processes, columns over members.
+      rows: with their regions' processes, columns over those of a region.
       weights: `[R]`, of the rows' dtype.
       everywhere: whole on every process's outer device.
       kind: one of `ALL_REDUCES`.
+      in_shares: leave each process its columns, so that nothing crosses inside regions.
     """
     if kind == "direct" and isinstance(everywhere, NamedSharding):
         num = everywhere.mesh.shape[PROCESS]
@@ -61,17 +67,17 @@ def sum_over_processes(
         total = jax.shard_map(
             of_process,
             mesh=cast(Mesh, everywhere.mesh),
-            in_specs=(P(PROCESS, MEMBER), P(PROCESS)),
-            out_specs=P(MEMBER),
+            in_specs=(P(PROCESS, INSIDE), P(PROCESS)),
+            out_specs=P(INSIDE),
             check_vma=False,
         )(rows, weights)
     else:
         total = jnp.tensordot(weights, rows, axes=1)
-    return _whole(total, everywhere)
+    return _gathered(total, everywhere, in_shares)
 
 
 def gather_from_processes(
-    rows: jax.Array, everywhere: Sharding, kind: str
+    rows: jax.Array, everywhere: Sharding, kind: str, in_shares: bool = False
 ) -> jax.Array:
     """Gather `rows` `[R, n]` whole to all processes; see `sum_over_processes`."""
     if kind == "direct" and isinstance(everywhere, NamedSharding):
@@ -79,17 +85,17 @@ def gather_from_processes(
         rows = jax.shard_map(
             lambda x: direct_gather(x, PROCESS, num),
             mesh=everywhere.mesh,
-            in_specs=P(PROCESS, MEMBER),
-            out_specs=P(None, MEMBER),
+            in_specs=P(PROCESS, INSIDE),
+            out_specs=P(None, INSIDE),
             check_vma=False,  # What every process has is not seen to be the same.
         )(rows)
-    return _whole(rows, everywhere)
+    return _gathered(rows, everywhere, in_shares)
 
 
-def _whole(x: jax.Array, everywhere: Sharding) -> jax.Array:
+def _gathered(x: jax.Array, everywhere: Sharding, in_shares: bool) -> jax.Array:
     # In two steps, so that the slow network carries each share once a region.
     if isinstance(everywhere, NamedSharding):
-        shares = P(*(None,) * (x.ndim - 1), MEMBER)
+        shares = P(*(None,) * (x.ndim - 1), INSIDE)
         crossed = NamedSharding(everywhere.mesh, shares)
         x = jax.lax.with_sharding_constraint(x, crossed)
-    return jax.lax.with_sharding_constraint(x, everywhere)
+    return x if in_shares else jax.lax.with_sharding_constraint(x, everywhere)

@@ -24,7 +24,7 @@ def pack(tree: PyTree) -> jax.Array:
     """
     leaves = jax.tree.leaves(tree)
     if len({x.dtype for x in leaves}) > 1:
-        leaves = [_to_bytes(x) for x in leaves]
+        leaves = [as_bytes(x) for x in leaves]
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in leaves], axis=1)
 
 
@@ -45,12 +45,13 @@ def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
         at += size
         lead = buffer.shape[:-1]
         if is_bytes:
-            part = _from_bytes(part.reshape(*lead, -1, width), like.dtype)
+            part = from_bytes(part.reshape(*lead, -1, width), like.dtype)
         out.append(part.reshape(*lead, *like.shape))
     return jax.tree.unflatten(structure, out)
 
 
-def _to_bytes(x: jax.Array) -> jax.Array:
+def as_bytes(x: jax.Array) -> jax.Array:
+    """Return `[r, ...]` as its bytes, uint8 `[r, n]`."""
     rows = x.reshape(x.shape[0], -1)
     if rows.dtype == jnp.bool_:
         return rows.astype(jnp.uint8)
@@ -58,7 +59,8 @@ def _to_bytes(x: jax.Array) -> jax.Array:
     return flat.reshape(x.shape[0], -1)
 
 
-def _from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
+def from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
+    """Undo `as_bytes` of uint8 `[..., itemsize]`, `[...]`."""
     if dtype == jnp.bool_:
         return x[..., 0].astype(dtype)
     if dtype.itemsize == 1:

@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.region_map import psum_over_regions
 from cocodc_jax.runtime.exchange.combine import make_combine
+from cocodc_jax.runtime.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.robust import VERDICT, without
 
@@ -117,6 +118,7 @@ def make_judged_combine(
     shapes: PyTree,
     num_times: int,
     all_reduce: str,
+    layout: ShardBuffer | None = None,
 ) -> Callable:
     """Make the program that crosses the outer mesh; see `combine.make_combine`.
 
@@ -128,9 +130,12 @@ def make_judged_combine(
     mean_of = None
     if setting.sync.message.compressor(rank) is not None:
         is_summed, mean_of = False, functools.partial(judged_mean, setting, rank)
-    at = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    leaves = jax.tree.leaves(shapes)
+    at = sum(math.prod(x.shape) for x in leaves)
+    if layout is not None and robust is not None:
+        at = layout.column(len(leaves))
     shapes = with_length(setting, shapes, rank)
-    crossing = make_combine(mean_of, everywhere, shapes, num_times, all_reduce)
+    crossing = make_combine(mean_of, everywhere, shapes, num_times, all_reduce, layout)
 
     def combine(rows, weights):
         told = {}

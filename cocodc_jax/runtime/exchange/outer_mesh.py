@@ -1,8 +1,11 @@
 """The route over the outer mesh: beside the inner steps, between hosts.
 
 One program encodes every region's message on the inner mesh and lays it out as a flat
-buffer; each process moves its own regions' rows to its outer device; another program
-crosses there, and takes the mean (`combine.py`), while the inner mesh goes on.
+buffer, each device what it has of it (`shard_buffer.py`); each process moves its own
+devices' columns of its own regions' rows to its outer device; another program crosses
+there, with the processes that stand alike in the other regions, and takes the mean of
+those columns (`combine.py`), while the inner mesh goes on. The outer state of them is
+there too, and what comes back goes to each device's shard.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.devices.mesh import outer_device, regional
+from cocodc_jax.runtime.devices.mesh import REGION, regional
+from cocodc_jax.runtime.devices.outer import outer_device, process_grid
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange import flat_buffer
-from cocodc_jax.runtime.exchange.combine import make_buffer
+from cocodc_jax.runtime.exchange.combine import make_buffer, sent_shapes
 from cocodc_jax.runtime.exchange.judged import (
     abstract_verdict,
     make_judged_combine,
@@ -33,6 +37,7 @@ from cocodc_jax.runtime.exchange.outgoing import (
     make_restore,
     start_step_of,
 )
+from cocodc_jax.runtime.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
@@ -143,10 +148,7 @@ class OnOuterMesh:
         k, start_step = sync_id
         draws = self._setting.sync.message.average.draws
         host = self.places(k)[0]
-        encoded = self._setting.sync.message.encoded(
-            self._setting.outer_shapes[k], rank
-        )
-        sent = with_length(self._setting, encoded, rank)
+        sent = self._message_shapes(k, rank)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
         like = jax.eval_shape(flat_buffer.pack, one)
         step = np.int32(start_step) if draws else None
@@ -160,12 +162,34 @@ class OnOuterMesh:
         )
 
     def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
-        pack = functools.partial(
-            make_buffer, compressor=self._setting.sync.message.compressor(rank)
-        )
-        return jit_outgoing(self._setting, k, rank, kept, pack), self._make_combine(
-            k, rank
-        )
+        layout = self._layout(k, rank)
+        compressor = self._setting.sync.message.compressor(rank)
+        pack = functools.partial(make_buffer, compressor=compressor, layout=layout)
+        where = layout.sharding if layout else None
+        encode = jit_outgoing(self._setting, k, rank, kept, pack, where)
+        return encode, self._make_combine(k, rank)
+
+    def _message_shapes(self, k: int, rank: int) -> PyTree:
+        """Return shapes of one region's message, with its length where it is judged."""
+        setting = self._setting
+        encoded = setting.sync.message.encoded(setting.outer_shapes[k], rank)
+        return with_length(setting, encoded, rank)
+
+    def _layout(self, k: int, rank: int) -> ShardBuffer | None:
+        """Tell how a message lies over a region's devices; None for a device's own.
+
+        Jobs hand messages to threads as they are on one device, whole.
+        """
+        setting = self._setting
+        mesh = setting.mesh
+        is_whole = mesh.size == mesh.shape[REGION] or process_grid(mesh) is None
+        if self._is_alone or is_whole:
+            return None
+        is_encoded = setting.sync.message.compressor(rank) is not None
+        shapes = self._message_shapes(k, rank)
+        sent = sent_shapes(is_encoded, shapes, self._num_times)
+        where = setting.shardings.of_all(k, sent)
+        return ShardBuffer.of(mesh, sent, jax.tree.map(lambda x: x.spec, where))
 
     @functools.cache  # noqa: B019  (as long as the programs)
     def _make_combine(self, k: int, rank: int) -> Callable:
@@ -179,14 +203,19 @@ class OnOuterMesh:
             message.encoded(setting.outer_shapes[k], rank),
             self._num_times,
             self.all_reduce,
+            self._layout(k, rank),
         )
         restore = make_restore(setting, k)
+        # Of each process its part, where a region's processes divide what is outer.
+        mean = host
+        if not self._is_alone:
+            mean = setting.shardings.on_host(k, setting.outer_shapes[k])
 
         def arriving(rows, weights, start_step):
             mean, times, told = combine(rows, weights)
             return restore(mean, start_step), times, told
 
-        return jax.jit(arriving, out_shardings=host)
+        return jax.jit(arriving, out_shardings=(mean, host, host))
 
     def places(self, k: int) -> tuple[Sharding, Sharding]:
         """Tell where a fragment's mean is taken, and where it then is."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices.mesh import REGION, regional
@@ -100,7 +101,12 @@ def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
 
 
 def jit_outgoing(
-    setting: Setting, fragment_id: int, rank: int, kept: PyTree, pack: Callable
+    setting: Setting,
+    fragment_id: int,
+    rank: int,
+    kept: PyTree,
+    pack: Callable,
+    where: NamedSharding | None = None,
 ) -> Callable:
     """Make the program that encodes a fragment and leaves the crossing to others.
 
@@ -110,6 +116,7 @@ def jit_outgoing(
       rank: of the message, where the schedule sets one.
       kept: shapes of the compressors' state, `[R, ...]`.
       pack: `pack(messages, times) -> [R, n]`, a flat buffer.
+      where: the buffer shall lie; None is whole inside each region.
 
     Returns:
       `encode(params, stale_params, state, weights, keys, start_step, times) ->
@@ -129,7 +136,8 @@ def jit_outgoing(
     shardings = setting.shardings
     staged = shardings.staged[fragment_id] if STAGED in setting.sync.copies else None
     kept = shardings.of_regions(fragment_id, kept)
-    return jax.jit(encode, out_shardings=(staged, shardings.region.key, kept))
+    where = where or shardings.region.key
+    return jax.jit(encode, out_shardings=(staged, where, kept))
 
 
 def in_specs(setting: Setting) -> tuple:

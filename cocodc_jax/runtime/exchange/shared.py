@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from cocodc_jax.runtime.arriving import arrived
 from cocodc_jax.runtime.devices import transfer
@@ -20,8 +19,15 @@ from cocodc_jax.runtime.devices.local_regions import (
 )
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.combine import times_bytes
+from cocodc_jax.runtime.exchange.compressors import Compressors
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
-from cocodc_jax.runtime.exchange.outgoing import Departure, mean_norm
+from cocodc_jax.runtime.exchange.outer_step import (
+    copies,
+    make_join,
+    make_near,
+    make_steps,
+)
+from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
@@ -31,9 +37,7 @@ from cocodc_jax.runtime.state import (
     RegionState,
     SyncState,
 )
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import NORM, STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.robust import LENGTH_BYTES
@@ -48,6 +52,7 @@ class SharedOuterModel:
     Attributes:
       place: of its state.
       where: the shardings of that.
+      compressors: what the regions' remember.
     """
 
     def __init__(self, setting: Setting, outer: SharedOuter, route: Route):
@@ -62,23 +67,22 @@ class SharedOuterModel:
         self.place = OuterPlace(setting, outer)
         # Whether the outer step is a program of the inner mesh.
         self.steps_on_mesh = self.place.on_mesh
-        self._resize: dict[tuple[int, int], Callable] = {}
+        self.compressors = Compressors(setting)
         each = range(len(setting.fragments))
+        self._step = make_steps(self.place)
         if setting.is_fused:
-            self._step = [self._make_step(k) for k in each]
-            self._near = [self._make_near(k) for k in each]
-        else:
-            step = functools.partial(outer_step, outer.optimizer)
-            self._step = [jax.jit(step, donate_argnums=(0, 1))] * len(each)
-        self._copy = jax.jit(_copies)
+            self._near = [make_near(self.place, k) for k in each]
+        self._copy = jax.jit(copies)
         self._take = jax.jit(_take, donate_argnums=0)
         self._start = jax.jit(outer.start) if outer.start else None
-        self._join = self._make_join()
+        self._join = make_join(self.place)
         shardings = setting.shardings
         shapes, regional = jax.eval_shape(self._make, setting.params)
         self.where, where_regional = self._where(shapes, regional)
-        # One program makes all of it, so on one device.
-        first = self.where if self.steps_on_mesh else shardings.on_host(0, shapes)
+        first = self.where
+        if not self.steps_on_mesh:  # One program makes all of it, so on one channel.
+            lay = functools.partial(shardings.on_host, channel=0)
+            first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
         self._new_regional = jax.jit(
             lambda x: self._make(x)[1], out_shardings=where_regional
@@ -91,32 +95,19 @@ class SharedOuterModel:
           params: one region's parameters, on the mesh.
           schedule: the schedule's state.
         """
-        channels = self._setting.shardings.channels
-        near = params if self.steps_on_mesh else transfer.move(params, channels[0].host)
+        shardings = self._setting.shardings
+        near = params
+        if not self.steps_on_mesh:
+            near = transfer.move(params, shardings.params_on_host())
         outer = self._new_outer(near)
-        if len(channels) > 1:
+        if len(shardings.channels) > 1:
             outer = transfer.move(outer, self.where)
         return SyncState(outer, schedule, *self._new_regional(params))
 
     def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
         parts = outer_parts(self._setting.fragments, params)
         outer = OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
-        return outer, (self.compressors(parts, rank), self._stale_params(parts))
-
-    def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
-        """Return what regions' compressors remember before the first message.
-
-        Args:
-          parts: the fragments.
-          rank: of the message, where the schedule sets one.
-        """
-        spread = functools.partial(
-            for_all_regions, num_regions=self._setting.regions.num
-        )
-        message = self._setting.sync.message
-        return tuple(
-            message.of_regions(spread(message.init(part, rank))) for part in parts
-        )
+        return outer, (self.compressors.init(parts, rank), self._stale_params(parts))
 
     def _stale_params(self, parts: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
         if not self._setting.sync.schedule.is_by_region:
@@ -185,7 +176,8 @@ class SharedOuterModel:
         """
         k, rank = departure.event.fragment_id, departure.event.rank
         if rank != sync.schedule.rank:  # That of the messages before.
-            sync = self._resized(sync, rank)
+            states = self.compressors.resized(sync, rank)
+            sync = dataclasses.replace(sync, compressors=states)
         kept = {}
         if STALE in self._setting.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
@@ -265,57 +257,12 @@ class SharedOuterModel:
         where = jax.tree.map(lambda x: x.sharding, outer)
         return transfer.move(arrived(flight.mean), where)
 
-    def _make_step(self, fragment_id: int) -> Callable:
-        """Make the outer step as a program of the mesh, which returns what it takes."""
-        place, shapes = self.place, self._setting.outer_shapes[fragment_id]
-        state = jax.eval_shape(self._outer.optimizer.init, shapes)
-        where = place.lay(fragment_id, shapes), place.lay(fragment_id, state), None
-        step = functools.partial(step_at, place, fragment_id)
-        return jax.jit(step, donate_argnums=(0, 1), out_shardings=where)
-
-    def _make_near(self, fragment_id: int) -> Callable:
-        near = functools.partial(self.place.near, fragment_id)
-        return jax.jit(
-            near, out_shardings=self._setting.shardings.fragments[fragment_id]
-        )
-
-    def _make_join(self) -> Callable:
-        fragments, place = self._setting.fragments, self.place
-        if not self._setting.is_fused:
-            # A copy: what a program hands on as it is would be donated later.
-            return jax.jit(lambda parts: _copies(fragments.join(parts)))
-
-        def join(parts):
-            return fragments.join(tuple(map(place.taken, range(len(parts)), parts)))
-
-        return jax.jit(join, out_shardings=self._setting.shardings.params)
-
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, where they are."""
         if self.place.memory_kind is None:
             return self._copy(part)
         where = jax.tree.map(lambda x: x.sharding, part)
         return jax.device_put(part, where, may_alias=False)
-
-    def _resized(self, sync: SyncState, rank: int) -> SyncState:
-        """Return the state with compressors that fit messages of `rank`."""
-        states = []
-        for k, state in enumerate(sync.compressors):
-            if (k, rank) not in self._resize:
-                part = sync.outer.params[k]
-                self._resize[k, rank] = self._make_resize(k, part, rank)
-            states.append(self._resize[k, rank](state))
-        return dataclasses.replace(sync, compressors=tuple(states))
-
-    def _make_resize(self, fragment_id: int, part: Fragment, rank: int) -> Callable:
-        message = self._setting.sync.message
-        assert isinstance(message, Ranked | SummedFactors)
-        shapes = jax.eval_shape(lambda x: x, part)
-        (kept,) = jax.eval_shape(lambda x: self.compressors((x,), rank), shapes)
-        return jax.jit(
-            jax.vmap(lambda state: message.resize(state, shapes, rank)),
-            out_shardings=self._setting.shardings.of_regions(fragment_id, kept),
-        )
 
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return what regions are given of an outer fragment, where they are."""
@@ -336,8 +283,9 @@ class SharedOuterModel:
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
         parts, shardings = sync.outer.params, self._setting.shardings
-        if len(shardings.channels) > 1:  # One program joins them, so on one device.
-            parts = transfer.move(parts, shardings.channels[0].host)
+        if len(shardings.channels) > 1:  # One program joins them, so on one channel.
+            lay = functools.partial(shardings.on_host, channel=0)
+            parts = transfer.move(parts, tuple(map(lay, range(len(parts)), parts)))
         whole = self._join(parts)
         if self._setting.is_fused:
             return whole
@@ -366,58 +314,6 @@ class SharedOuterModel:
         stale_params = replaced(sync.stale_params, k, stale)
         sync = dataclasses.replace(sync, stale_params=stale_params)
         return sync, outer, participating
-
-
-def step_at(
-    place: OuterPlace,
-    fragment_id: int,
-    params: Fragment,
-    opt_state: PyTree,
-    mean_pseudo_gradient: Fragment,
-    stale_params: Fragment | None,
-) -> tuple[PyTree, PyTree, jax.Array]:
-    """Step as `outer_step` where the state lies over the mesh; it stays as it lies."""
-    params, opt_state, mean, stale = (
-        place.taken(fragment_id, tree)
-        for tree in (params, opt_state, mean_pseudo_gradient, stale_params)
-    )
-    params, opt_state, norm = outer_step(
-        place.outer.optimizer, params, opt_state, mean, stale
-    )
-    returned = (place.returned(fragment_id, tree) for tree in (params, opt_state))
-    return *returned, norm
-
-
-def outer_step(
-    optimizer: optax.GradientTransformation,
-    params: Fragment,
-    opt_state: PyTree,
-    mean_pseudo_gradient: Fragment,
-    stale_params: Fragment | None,
-) -> tuple[PyTree, PyTree, jax.Array]:
-    """Step the outer optimizer on one fragment.
-
-    Args:
-      optimizer: given `stale_params` where there are any.
-      params: the outer fragment.
-      opt_state: its state.
-      mean_pseudo_gradient: old minus new; the optimizer's gradient.
-      stale_params: the outer fragment that it was measured from, or None.
-
-    Returns:
-      New outer fragment, new optimizer state, and the mean pseudo-gradient's norm
-      (float32 scalar).
-    """
-    extra = {} if stale_params is None else {"stale_params": stale_params}
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        mean_pseudo_gradient, opt_state, params, **extra
-    )
-    norm = mean_norm(mean_pseudo_gradient)
-    return optax.apply_updates(params, updates), opt_state, norm
-
-
-def _copies(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
 def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:

@@ -9,15 +9,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices import mesh as mesh_module
+from cocodc_jax.runtime.devices import outer as outer_module
 from cocodc_jax.runtime.devices.mesh import (
-    check_channels,
     inner_devices,
     make_mesh,
+    regional,
+)
+from cocodc_jax.runtime.devices.outer import (
+    check_channels,
     outer_device,
     outer_mesh,
     outer_rows,
     outer_sharding,
-    regional,
 )
 
 
@@ -155,14 +158,20 @@ def grid(shards):
     )
 
 
+def rows_of(inner, channel=0):
+    """The outer devices, those of a region in a row."""
+    found = outer_mesh(inner, channel)
+    return found.reshape(len(found), -1).astype(str).tolist()
+
+
 def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
     three_of_two_processes, monkeypatch
 ):
-    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
     inner = types.SimpleNamespace(
         devices=np.array(inner_devices(2)[::-1]).reshape(4, 1, 1, 1)
     )
-    assert outer_mesh(inner).astype(str).tolist() == [["1.2"], ["0.2"]]
+    assert rows_of(inner) == [["1.2"], ["0.2"]]
     assert str(outer_device(inner, 0)) == "0.2"
     inner.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
     assert str(outer_device(inner, 1)) == "1.0"  # None to spare.
@@ -171,11 +180,11 @@ def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
 def test_each_channel_has_another_device_of_every_process(
     three_of_two_processes, monkeypatch
 ):
-    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
     inner = types.SimpleNamespace(
         devices=np.array(inner_devices(1)).reshape(2, 1, 1, 1)
     )
-    channels = [outer_mesh(inner, channel).astype(str).tolist() for channel in range(2)]
+    channels = [rows_of(inner, channel) for channel in range(2)]
     assert channels == [[["0.2"], ["1.2"]], [["0.1"], ["1.1"]]]
     check_channels(inner, 2)
     three_of_two_processes.remove(inner_devices(2)[3])  # Of process 1.
@@ -189,11 +198,12 @@ def test_each_channel_has_another_device_of_every_process(
 def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):
     found = [Device(p, i) for p in range(6) for i in range(3)]
     monkeypatch.setattr(jax, "devices", lambda platform=None: found)
-    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
     inner = types.SimpleNamespace(
         devices=np.array(inner_devices(2)).reshape(2, 3, 2, 1)  # Three stages.
     )
-    assert outer_mesh(inner).astype(str).tolist() == [
+    assert outer_mesh(inner).shape == (2, 3, 1, 1)  # Along the stages.
+    assert rows_of(inner) == [
         ["0.2", "1.2", "2.2"],
         ["3.2", "4.2", "5.2"],
     ]
@@ -216,7 +226,8 @@ def test_a_process_that_is_part_of_two_regions_is_refused(shards, text):
 
 def test_in_one_process_the_outer_mesh_is_one_device():
     mesh = make_mesh(4)
-    assert outer_mesh(mesh).shape == {"process": 1, "member": 1}
+    names = ("process", "stage", "data", "sequence", "model")
+    assert outer_mesh(mesh).shape == dict.fromkeys(names, 1)
     (device,) = outer_mesh(mesh).devices.flat
     assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
     assert device == outer_device(mesh)

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.devices.mesh import make_mesh, outer_device, regional
+from cocodc_jax.runtime.devices.mesh import make_mesh, regional
+from cocodc_jax.runtime.devices.outer import outer_device
 
 TREE = {"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "n": np.arange(4)}
 

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.devices.mesh import make_mesh, outer_device
+from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.devices.outer import outer_device
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices.local_regions import LocalRegions, for_all_regions
-from cocodc_jax.runtime.devices.mesh import MEMBER, PROCESS, REGION, make_mesh
+from cocodc_jax.runtime.devices.mesh import INSIDE, REGION, make_mesh
+from cocodc_jax.runtime.devices.outer import PROCESS
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.exchange import collectives, flat_buffer, per_step
 from cocodc_jax.runtime.exchange import combine as combining
@@ -23,8 +24,9 @@ RNG = np.random.default_rng(3)
 
 
 def processes_mesh(shards, members=1):
-    devices = np.array(jax.devices()[: shards * members]).reshape(shards, members)
-    return Mesh(devices, (PROCESS, MEMBER), axis_types=(AxisType.Auto,) * 2)
+    devices = np.array(jax.devices()[: shards * members])
+    devices = devices.reshape(shards, 1, members, 1, 1)
+    return Mesh(devices, (PROCESS, *INSIDE), axis_types=(AxisType.Auto,) * 5)
 
 
 def either_way(compressor, everywhere, shapes, rows, weights):
@@ -67,7 +69,7 @@ def test_direct_and_ring_are_one_sum(shards, members):
     everywhere = NamedSharding(mesh, P())
     part = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(4)}
     rows = RNG.normal(size=(shards, 10)).astype(np.float32)
-    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
+    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, INSIDE)))
     weights = jax.device_put(RNG.uniform(size=shards).astype("f4"), everywhere)
     means, found = either_way(None, everywhere, part, rows, weights)
     for name, x in means["ring"].items():
@@ -93,7 +95,7 @@ def test_compressed_messages_cross_directly_as_they_are(shards, members):
     rows = flat_buffer.pack(messages)
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % members)))
     width = rows.shape[1] // members
-    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
+    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, INSIDE)))
     weights = jax.device_put(RNG.uniform(size=shards).astype("f4"), everywhere)
     means, found = either_way(compressor, everywhere, shapes, rows, weights)
     np.testing.assert_array_equal(means["direct"]["w"], means["ring"]["w"])

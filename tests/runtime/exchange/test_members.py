@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import MEMBER, PROCESS
+from cocodc_jax.runtime.devices.mesh import INSIDE as AXES
+from cocodc_jax.runtime.devices.outer import PROCESS
 from cocodc_jax.runtime.exchange import combine as combining
 from cocodc_jax.runtime.exchange import flat_buffer
 from cocodc_jax.sync.messages import Compressed
@@ -34,8 +35,8 @@ DELTAS = {
 @pytest.fixture(scope="module")
 def mesh():
     devices = np.array(jax.devices()[: NUM_REGIONS * NUM_MEMBERS])
-    axes = (PROCESS, MEMBER)
-    grid = devices.reshape(NUM_REGIONS, NUM_MEMBERS)
+    axes = (PROCESS, *AXES)
+    grid = devices.reshape(NUM_REGIONS, 1, NUM_MEMBERS, 1, 1)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -94,9 +95,9 @@ def combine(mesh, compressor, deltas):
         )
     shapes = jax.eval_shape(lambda m: jax.tree.map(lambda x: x[0], m), messages)
     rows = flat_buffer.pack(messages)
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % mesh.shape[MEMBER])))
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % mesh.shape["data"])))
     everywhere = NamedSharding(mesh, P())
-    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, MEMBER)))
+    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, AXES)))
     weights = jax.device_put(WEIGHTS, everywhere)
     mean_of = Compressed(compressor).combine if compressor else None
     program = jax.jit(
@@ -137,7 +138,7 @@ def test_shares_of_compressed_messages_cross_as_they_are(mesh):
 
 
 def test_a_region_of_one_process_gathers_nothing_inside(mesh):
-    alone = Mesh(mesh.devices[:, :1], mesh.axis_names, axis_types=mesh.axis_types)
+    alone = Mesh(mesh.devices[:, :, :1], mesh.axis_names, axis_types=mesh.axis_types)
     _, _, found = combine(alone, None, DELTAS)
     assert [(kind, shape) for kind, shape, _ in found] == [("all-reduce", "f32[21]")]
 

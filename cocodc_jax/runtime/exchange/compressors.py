@@ -1,0 +1,59 @@
+"""What regions' compressors remember of the messages before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from cocodc_jax.runtime.devices.local_regions import for_all_regions
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.state import SyncState
+from cocodc_jax.sync.factors import SummedFactors
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.messages import Ranked
+
+
+class Compressors:
+    """The states of compressors, and programs that fit them to messages of a rank."""
+
+    def __init__(self, setting: Setting):
+        """Compile nothing yet."""
+        self._setting = setting
+        self._resize: dict[tuple[int, int], Callable] = {}
+
+    def init(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
+        """Return what regions' compressors remember before the first message.
+
+        Args:
+          parts: the fragments.
+          rank: of the message, where the schedule sets one.
+        """
+        spread = functools.partial(
+            for_all_regions, num_regions=self._setting.regions.num
+        )
+        message = self._setting.sync.message
+        return tuple(
+            message.of_regions(spread(message.init(part, rank))) for part in parts
+        )
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the states of `sync` fitted to messages of `rank`."""
+        states = []
+        for k, state in enumerate(sync.compressors):
+            if (k, rank) not in self._resize:
+                part = sync.outer.params[k]
+                self._resize[k, rank] = self._make_resize(k, part, rank)
+            states.append(self._resize[k, rank](state))
+        return tuple(states)
+
+    def _make_resize(self, fragment_id: int, part: Fragment, rank: int) -> Callable:
+        message = self._setting.sync.message
+        assert isinstance(message, Ranked | SummedFactors)
+        shapes = jax.eval_shape(lambda x: x, part)
+        (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), shapes)
+        return jax.jit(
+            jax.vmap(lambda state: message.resize(state, shapes, rank)),
+            out_shardings=self._setting.shardings.of_regions(fragment_id, kept),
+        )
