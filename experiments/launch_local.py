@@ -21,6 +21,7 @@ from absl import flags as absl_flags
 
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags, processes
+from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.help import options, render
 
 from . import commands, planned, train
@@ -143,7 +144,8 @@ def main(argv: Sequence[str]) -> int:
             train_flags.append(f"--regions={own.regions}")
         # Read here too, so that what is wrong is said once, before anything starts.
         flags.parse([argv[0], *train_flags])
-        config, workdir = train.read_flags(planned.unsaid)
+        config, named = train.read_flags(planned.unsaid)
+        workdir = folder_here(named)  # Of the logs.
         if own.restart and not own.jobs:
             raise ValueError("restart=True goes with --jobs; processes end together")
         if own.jobs:

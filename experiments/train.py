@@ -7,7 +7,6 @@ DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events, checkpoints,
 summary.json.
 """
 
-import pathlib
 import sys
 from collections.abc import Callable
 
@@ -48,7 +47,7 @@ def main() -> None:
 
 def read_flags(
     plan: Callable[[TrainConfig], TrainConfig] | None = None,
-) -> tuple[TrainConfig, pathlib.Path]:
+) -> tuple[TrainConfig, str]:
     """Return what to train, and the folder of the run.
 
     Args:
@@ -60,8 +59,8 @@ def read_flags(
     config = flags.config()
     if plan is not None:
         config = plan(config)
-    default = pathlib.Path("runs") / f"{config.preset}_{config.method.method}"
-    return config, pathlib.Path(flags.value("workdir") or default)
+    default = f"runs/{config.preset}_{config.method.method}"
+    return config, flags.value("workdir") or default
 
 
 def define() -> None:

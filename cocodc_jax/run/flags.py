@@ -86,7 +86,10 @@ def define(without: Sequence[str] = ()) -> None:
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
     define_one(
-        str, "workdir", None, "Folder of the run; an interrupted run goes on there."
+        str,
+        "workdir",
+        None,
+        "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there.",
     )
     _define_processes()
     for name, leaf in JOBS.items():

@@ -5,6 +5,7 @@ The order of the checks is that in which their errors help most.
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from cocodc_jax.data import load
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.agreement import check_alike
+from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import (
     build_evaluate,
     build_program,
@@ -46,7 +48,7 @@ def prepare(
 
     Args:
       config: of the run.
-      workdir: its folder; made if missing.
+      workdir: its folder, or one of a bucket (`gs://`); made if missing.
       open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
       earlier: sessions whose compiled programs to use again where they are the same.
       processes: who takes part; started already.
@@ -67,9 +69,12 @@ def prepare(
     mesh = mesh_of(run, devices)
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
-    workdir = pathlib.Path(workdir)
     if place is not None:
-        workdir /= f"region_{place.region}"
+        workdir = f"{os.fspath(workdir)}/region_{place.region}"
+    bucket = Bucket.of(workdir)
+    if bucket:
+        bucket.begin(jax.process_index())
+    workdir = bucket.workdir if bucket else pathlib.Path(workdir)
     check_workdir(config, workdir)
     Source.of(config)  # Its own checks.
     text = open_for(open_text, config, mesh, place)
@@ -88,6 +93,7 @@ def prepare(
         tracking,
         place,
         jobs,
+        bucket,
     )
     if jax.process_index() == 0:
         write_config(config, workdir)

@@ -28,6 +28,7 @@ from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
 from cocodc_jax.run.attendance import Attendance
+from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import (
     init_params,
 )
@@ -85,6 +86,7 @@ class Session:
       tracking: where process 0 shows its records besides.
       place: of this region, if each is a job of its own.
       jobs: the flags of such regions.
+      bucket: that the workdir stands for, if it does.
     """
 
     config: TrainConfig
@@ -97,6 +99,7 @@ class Session:
     tracking: Tracking = NO_TRACKING
     place: Place | None = None
     jobs: Jobs = NO_JOBS
+    bucket: Bucket | None = None
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
         """Trains to the last step, going on from the newest checkpoint if there is one.
@@ -116,8 +119,9 @@ class Session:
         stream = self.text.train_stream()
         with (
             only_writer(self.own_dir),
+            self._writing_to_bucket(),
             contextlib.closing(stream),
-            Checkpoints(self.workdir / CHECKPOINTS, run.keep_checkpoints) as saved,
+            Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
         ):
             finished = self._finished(saved)
             if finished is not None:
@@ -191,7 +195,7 @@ class Session:
                         {
                             "progress": progress,
                             "stream": stream.get_state(),
-                            "metrics_bytes": writer.offset,
+                            "metrics_bytes": self._sent(writer.offset),
                             "seconds": watch.seconds,
                             "began_s": began_s,
                         }
@@ -291,6 +295,22 @@ class Session:
         if found is None:
             return self.program.init(*self._first_params()), None, {}
         return found
+
+    def _writing_to_bucket(self) -> contextlib.AbstractContextManager:
+        if self.bucket is None:
+            return contextlib.nullcontext()
+        return self.bucket.writing(jax.process_index())
+
+    def _sent(self, offset: int) -> int:
+        """Have the files that a checkpoint refers to where they outlive the machine."""
+        if self.bucket:
+            self.bucket.send(jax.process_index())
+        return offset
+
+    @property
+    def checkpoint_dir(self) -> Any:
+        """Where the checkpoints are, in a folder or a bucket."""
+        return (self.bucket.folder if self.bucket else self.workdir) / CHECKPOINTS
 
     @property
     def own_dir(self) -> pathlib.Path:

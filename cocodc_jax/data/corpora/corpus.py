@@ -11,6 +11,7 @@ from cocodc_jax.data.corpora.files import list_stdlib_files, list_text_files, un
 from cocodc_jax.data.corpora.hf_sets import open_hf_set
 from cocodc_jax.data.corpora.prepare import prepare_corpus
 from cocodc_jax.data.corpora.tfds_sets import open_tfds_set
+from cocodc_jax.files import fetched, is_in_bucket
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -34,7 +35,10 @@ def open_corpus(config: DataConfig) -> Corpus:
     if kind == "tfds":
         return open_tfds_set(rest, config.data_dir, config.validation_fraction)
     if kind == "text":
-        builder_class, found = builders.TextFiles, list_text_files(rest.split(","))
+        builder_class, found = (
+            builders.TextFiles,
+            list_text_files(_at_hand(rest.split(","), config)),
+        )
         undecodable = config.undecodable
         if undecodable == "skip":
             _tell_of_skipped(unreadable(found), len(found))
@@ -56,6 +60,19 @@ def open_corpus(config: DataConfig) -> Corpus:
         has_sources=True,
         fingerprint=f"{kind}-{content}",
     )
+
+
+def _at_hand(names: Sequence[str], config: DataConfig) -> list[str]:
+    """Return the paths, of what lies in a bucket those of its copy here."""
+    try:
+        return [
+            str(fetched(name, cache_dir(config.data_dir)))
+            if is_in_bucket(name)
+            else name
+            for name in names
+        ]
+    except (ValueError, OSError) as error:
+        raise ValueError(f"dataset={config.dataset!r}: {error}") from error
 
 
 def _tell_of_skipped(skipped: Sequence[pathlib.Path], num_files: int) -> None:

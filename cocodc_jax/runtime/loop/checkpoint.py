@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from cocodc_jax._extras import later
+from cocodc_jax.files import is_in_bucket
 from cocodc_jax.runtime.loop import checksums
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
@@ -54,7 +55,8 @@ class Checkpoints:
         """Open or create `directory`.
 
         Args:
-          directory: where checkpoints go, one folder a step.
+          directory: where checkpoints go, one folder a step; a path of a bucket too,
+            as of `files.in_bucket`.
           keep: how many of the newest to keep, at least 1.
 
         Raises:
@@ -63,7 +65,10 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
-        self._directory = pathlib.Path(directory).absolute()
+        self._in_bucket = is_in_bucket(directory)
+        self._directory: Any = directory
+        if not self._in_bucket:
+            self._directory = pathlib.Path(directory).absolute()
         self._directory.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         self._manager = ocp.CheckpointManager(
@@ -233,7 +238,8 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         """Note what all files of the finished checkpoint are, before it is visible."""
-        if jax.process_index() == 0:
+        # A bucket has checksums of its own, and no folder that is not visible yet.
+        if jax.process_index() == 0 and not self._in_bucket:
             for folder in self._directory.glob("*.orbax-checkpoint-tmp"):
                 checksums.write(folder)
 

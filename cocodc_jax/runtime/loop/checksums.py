@@ -99,7 +99,8 @@ def set_aside(
     if jax.process_index() == 0:
         names = {step: f"damaged_{step}" for step in damaged}
         for step, name in names.items():
-            shutil.rmtree(directory / name, ignore_errors=True)
+            if (directory / name).exists():
+                _remove(directory / name)
             (directory / str(step)).rename(directory / name)
         print(
             f"warning: damaged in {directory}: {listed(damaged)}; moved to "
@@ -113,6 +114,13 @@ def set_aside(
 def listed(damaged: Mapping[int, str]) -> str:
     """Return every damaged step with what is wrong, in words."""
     return "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+
+
+def _remove(folder: Any) -> None:
+    if isinstance(folder, pathlib.Path):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        folder.rmtree(missing_ok=True)  # Of a bucket.
 
 
 def _noted(folder: pathlib.Path) -> dict[str, tuple[int, str]]:

@@ -1,0 +1,212 @@
+"""Runs and texts in a bucket, which is a folder here under the name of one."""
+
+import json
+import os
+import pathlib
+import shutil
+import types
+
+import pytest
+from etils.epath import backend, gpath
+from orbax.checkpoint._src.path import gcs_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from cocodc_jax import files
+from cocodc_jax._extras import MissingExtraError
+from cocodc_jax.run import bucket as buckets
+from cocodc_jax.run.preparing import prepare
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+
+NAME = "gs://bucket/runs/one"
+
+
+def mapped(root):
+    """`gs://X` as `root/X`, for whatever takes a path."""
+
+    def one(path):
+        text = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if isinstance(text, str) and text.startswith("gs://"):
+            return str(root / text.removeprefix("gs://"))
+        return text
+
+    return one
+
+
+@pytest.fixture
+def gs(tmp_path, monkeypatch):
+    """The folder that is all buckets; and no cache but the test's own."""
+    root = tmp_path / "buckets"
+    (root / "bucket").mkdir(parents=True)
+    one = mapped(root)
+
+    class Folder(type(backend.os_backend)):
+        """What is asked of a bucket, asked of the folder; no appending, no renaming."""
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name.startswith("_") or not callable(found):
+                return found
+            assert name not in ("rename", "replace"), "a bucket does not rename"
+
+            def call(*args, **kwargs):
+                assert name != "open" or "a" not in args[1], "a bucket does not append"
+                return found(*map(one, args), **kwargs)
+
+            return call
+
+        def glob(self, path):
+            found = super().glob(path)
+            return ["gs://" + os.path.relpath(x, root) for x in found]
+
+        def open(self, path, mode):
+            if "w" in mode:  # A bucket has no folders that have to be there.
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            return super().open(path, mode)
+
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Folder())
+    # Arrays go past `epath`, by TensorStore's own client.
+    monkeypatch.setattr(tensorstore_utils, "_use_gcs_driver", lambda directory: False)
+    monkeypatch.setattr(tensorstore_utils, "_normalize_path", one)
+    plain = types.SimpleNamespace(hierarchical_namespace_enabled=False)
+    monkeypatch.setattr(gcs_utils, "get_bucket", lambda name: plain)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return root
+
+
+class KilledError(Exception):
+    """The machine is gone."""
+
+
+def config(tmp_path, dataset):
+    return PRESETS["smoke"].replace(
+        regions=2, num_layers=1, steps=6, checkpoint_every=2, eval_every=0,
+        log_every=1, method="diloco", sync_interval=2, data_dir=str(tmp_path / "data"),
+        dataset=dataset,
+    )  # fmt: skip
+
+
+def write_text(folder: pathlib.Path):
+    (folder / "deep").mkdir(parents=True)
+    words = " ".join(f"word{i % 97}" for i in range(30_000))
+    (folder / "a.txt").write_text(words)
+    (folder / "deep" / "b.txt").write_text(words[::-1])
+    (folder / ".hidden.txt").write_text("not read")
+
+
+def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
+    gs, tmp_path, monkeypatch, capsys
+):
+    write_text(gs / "bucket" / "texts")
+    run = config(tmp_path, "text:gs://bucket/texts")
+    plain = tmp_path / "plain"
+    first = prepare(run, plain)
+    expected = first.train()
+    save, steps = Checkpoints.save, []
+
+    def save_twice(self, program, state, extra):
+        if len(steps) == 2:
+            steps.append("killed")
+            raise KilledError
+        steps.append(state.step)
+        state = save(self, program, state, extra)
+        self.wait()
+        return state
+
+    def send(*given):
+        if "killed" not in steps:
+            files.send(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", save_twice)
+        patched.setattr(buckets, "send", send)
+        with pytest.raises(KilledError):
+            prepare(run, NAME, earlier=[first]).train()
+    there = gs / "bucket" / "runs" / "one"
+    assert {"2", "4"} <= {path.name for path in (there / "checkpoints").iterdir()}
+    assert not (there / "summary.json").exists()
+    # Another machine has none of what was here.
+    shutil.rmtree(tmp_path / "cache")
+    assert "warning" not in capsys.readouterr().err
+    found = prepare(run, NAME, earlier=[first]).train()
+    warning = capsys.readouterr().err
+    assert "gs://bucket/runs/one was written to by process" in warning
+    assert found["eval_loss"] == expected["eval_loss"]
+    for name in ("config.json", "metrics.jsonl"):
+        assert (there / name).read_bytes() == (plain / name).read_bytes()
+    assert json.loads((there / "summary.json").read_text()) == found
+    assert not (there / ".writer").exists()
+    # It is finished, for whoever asks next.
+    shutil.rmtree(tmp_path / "cache")
+    assert prepare(run, NAME, earlier=[first]).train() == found
+    with pytest.raises(ValueError, match="holds a run of another configuration"):
+        prepare(run.replace(steps=8), NAME)
+
+
+def test_a_text_of_a_bucket_is_read_as_it_is_there(gs, tmp_path):
+    folder = gs / "bucket" / "texts"
+    write_text(folder)
+    (folder / "c.log").write_text("a text too")
+
+    def here():
+        found = files.fetched("gs://bucket/texts/", tmp_path / "cache")
+        paths = (path for path in found.rglob("*") if path.is_file())
+        return {path.relative_to(found).as_posix(): path.read_text() for path in paths}
+
+    first = here()
+    assert set(first) == {"a.txt", "c.log", "deep/b.txt"}
+    assert first["a.txt"] == (folder / "a.txt").read_text()
+    (folder / "c.log").unlink()
+    (folder / "a.txt").write_text("other")
+    assert here() == {"a.txt": "other", "deep/b.txt": first["deep/b.txt"]}
+    one = files.fetched("gs://bucket/texts/deep/b.txt", tmp_path / "other")
+    assert one.read_text() == first["deep/b.txt"]
+    with pytest.raises(ValueError, match="gs://bucket/none does not exist"):
+        files.fetched("gs://bucket/none", tmp_path)
+
+
+def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = buckets.Bucket.of(NAME)
+    there = gs / "bucket" / "runs" / "one"
+    assert buckets.Bucket.of(str(tmp_path)) is None
+    own = run.workdir / "process_1"
+    own.mkdir(parents=True)
+    (own / "metrics.jsonl").write_text("1\n")
+    (own / "output.log").write_text("what the launcher keeps")
+    run.send(1)
+    assert [path.name for path in there.rglob("*.*")] == ["metrics.jsonl"]
+    written = there / "process_1" / "metrics.jsonl"
+    os.utime(written, (1, 1))
+    run.send(1)
+    assert written.stat().st_mtime == 1  # Not sent again.
+    (own / "metrics.jsonl").write_text("1\n2\n")
+    run.send(1)
+    assert written.read_text() == "1\n2\n"
+    # What is here and not there is of no run.
+    (run.workdir / "config.json").write_text("{}")
+    run.begin(0)
+    assert not (run.workdir / "config.json").exists()
+    (there / "config.json").write_text('{"a": 1}')
+    run.begin(1)
+    assert (run.workdir / "config.json").read_text() == '{"a": 1}'
+
+
+def test_what_reaches_no_bucket_is_told_at_once(tmp_path, monkeypatch):
+    class Missing:
+        def exists(self, path):
+            raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Missing())
+    with pytest.raises(
+        MissingExtraError, match=r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]"
+    ):
+        buckets.Bucket.of(NAME)
+
+    class Refused:
+        def exists(self, path):
+            raise RuntimeError("401 anonymous caller")
+
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Refused())
+    with pytest.raises(ValueError, match="gs://.*one cannot be reached: 401 anony"):
+        buckets.Bucket.of(NAME)
