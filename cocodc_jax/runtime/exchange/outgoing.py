@@ -136,8 +136,8 @@ def jit_outgoing(
     shardings = setting.shardings
     staged = shardings.staged[fragment_id] if STAGED in setting.sync.copies else None
     kept = shardings.of_regions(fragment_id, kept)
-    where = where or shardings.region.key
-    return jax.jit(encode, out_shardings=(staged, where, kept))
+    lying = where or shardings.region.key
+    return jax.jit(encode, out_shardings=(staged, lying, kept))
 
 
 def in_specs(setting: Setting) -> tuple:

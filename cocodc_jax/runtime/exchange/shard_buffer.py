@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ class ShardBuffer:
         if not isinstance(everywhere, NamedSharding):
             leaves = [self._whole(x, buffer, {}) for x in self.pieces]
             return self.structure.unflatten(leaves)
-        mesh = everywhere.mesh
+        mesh = cast(Mesh, everywhere.mesh)
         kept = [over_processes(x.axes, self.mesh, mesh) for x in self.pieces]
         leaves = jax.shard_map(
             lambda rows: [
