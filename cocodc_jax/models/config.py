@@ -8,7 +8,7 @@ import math
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
-REMAT_POLICIES = ("none", "dots", "attention", "full")
+REMAT_POLICIES = ("none", "dots", "attention", "full", "offload")
 ATTENTIONS = ("auto", "plain", "cudnn", "splash")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
@@ -45,7 +45,9 @@ class TransformerConfig:
       remat: what backward computes again: "none" keeps every activation,
         "dots" the products with weights and what a flash kernel gives, "attention"
         the inputs of blocks and what a flash kernel gives, "full" the inputs of
-        blocks only.
+        blocks only. "offload" keeps what "attention" does, but in the memory of the
+        accelerator's host, which takes it in as backward comes to it; a flash
+        kernel's forward pass is then computed again.
       attention: "plain" holds the scores of all pairs of positions; "cudnn" (GPUs,
         bfloat16) and "splash" (TPUs) are flash kernels; "auto" is the platform's own.
       compute_dtype: "float32" or "bfloat16" for activations and for the weights

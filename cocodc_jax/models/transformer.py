@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from cocodc_jax._extras import extra
@@ -36,6 +37,8 @@ with extra("train"):
     from flax import nnx
 
 Params = dict[str, Any]
+# What a block's backward pass begins with, and a policy may keep elsewhere.
+BLOCK_INPUT = "block_input"
 LossFn = Callable[
     [Params, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]
 ]
@@ -84,7 +87,9 @@ class Transformer(nnx.Module):
         """Pass the residual stream [B, L, D] through all blocks."""
         rotation = self._rotation(x_BLD.shape[1])
         run = _rematerialise(
-            lambda graph, params, x: nnx.merge(graph, params)(x, rotation),
+            lambda graph, params, x: nnx.merge(graph, params)(
+                checkpoint_name(x, BLOCK_INPUT), rotation
+            ),
             self.config.remat,
             in_scan=self.config.scan_layers,
             is_divided=self.layout is not None,
@@ -240,6 +245,12 @@ def _rematerialise(
         return run
     attention = policies.save_only_these_names(ATTENTION)
     dots = policies.dots_with_no_batch_dims_saveable
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT, ATTENTION],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
     return jax.checkpoint(
         run,
         policy={
@@ -248,6 +259,7 @@ def _rematerialise(
             "dots": policies.save_from_both_policies(dots, attention),
             "attention": attention,
             "full": policies.nothing_saveable,
+            "offload": offload,
         }[remat],
         # Inside a scan the loop itself keeps XLA from undoing the recomputation.
         prevent_cse=not in_scan,

@@ -242,6 +242,20 @@ def test_rematerialisation_keeps_gradients(base, remat):
     )
 
 
+def test_what_is_kept_with_the_host_changes_no_gradient():
+    """JAX's CPU has that kind of memory too; products are those of remat=attention."""
+    tokens, params = _tokens(2, 9), _params(_SMALL)
+    near, far = (
+        dataclasses.replace(_SMALL, remat=remat) for remat in ("attention", "offload")
+    )
+    grads = (_grad(config, params, tokens) for config in (near, far))
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+    repeated = [_num_products(config, params, tokens) for config in (near, far)]
+    assert repeated[0] == repeated[1]
+    grad = jax.grad(make_loss_fn(far), has_aux=True)
+    assert "<host>" in str(jax.make_jaxpr(grad)(params, tokens, _KEY))
+
+
 def test_grouped_heads_equal_repeated_key_value_heads():
     grouped = dataclasses.replace(_SMALL, num_kv_heads=2)
     full = _SMALL
