@@ -9,19 +9,21 @@ chips; the data axis is as long as there are any. Prints for each program, of on
 device: memory, operations, collectives inside and between regions and which of them
 span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
 The window of each fragment (--fuse_syncs) holds the inner steps and compiles as long as
-they do; --fuse_syncs=no tells their memory and speed much sooner. Exits with 1 if the
+they do; --fuse_syncs=no tells their memory and speed much sooner, and --programs='start
+fragment 0' compiles one of them alone. Exits with 1 if the
 run does not fit, and proposes flags with which it would. Needs the extra `tpu` or
 `cuda`, and no accelerator.
 """
 
 import pathlib
+import re
 import sys
 from typing import Any
 
 from cocodc_jax._extras import extra
 from cocodc_jax.compiled import report
 from cocodc_jax.compiled.job import CompileError, Job
-from cocodc_jax.compiled.programs import place
+from cocodc_jax.compiled.programs import INNER_STEPS, place
 from cocodc_jax.compiled.targets import CHIPS, Target
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model
@@ -71,7 +73,15 @@ def read_flags() -> tuple[Job, pathlib.Path]:
     hlo_dir = workdir / "hlo" if flags.value("keep_hlo") else None
     if hlo_dir:
         hlo_dir.mkdir(parents=True, exist_ok=True)
-    return Job(config, target, hlo_dir=hlo_dir), workdir
+    programs = flags.value("programs")
+    try:
+        re.compile(programs)
+    except re.error as error:
+        raise ValueError(
+            f"programs={programs!r} is no regular expression ({error}); use part of a "
+            "name, as in 'fragment 0'"
+        ) from None
+    return Job(config, target, programs, hlo_dir), workdir
 
 
 def compile_run(job: Job, console: Console) -> dict[str, Any]:
@@ -116,7 +126,7 @@ def find_remedy(job: Job, say: Any) -> str | None:
             continue
         say(f"does it fit with {text}?")
         try:
-            _, programs = Job(config, job.target, only_steps=True).run()
+            _, programs = Job(config, job.target, f"^{INNER_STEPS}$").run()
         except CompileError:  # A compiler that dies has not shown that it fits.
             continue
         if all(program["fits"] for program in programs):
@@ -150,6 +160,13 @@ def define() -> None:
     flags.define_one(int, "slices", 1, "Slices of that shape, joined by their hosts.")
     flags.define_one(
         bool, "propose", True, "Whether to look for flags with which the run would fit."
+    )
+    flags.define_one(
+        str,
+        "programs",
+        "",
+        "Regular expression of the names of the programs to compile, as in "
+        "'start fragment 0'; all by default.",
     )
     flags.define_one(
         bool, "keep_hlo", False, "Whether to write the scheduled programs to hlo/."

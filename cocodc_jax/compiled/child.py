@@ -20,7 +20,6 @@ from cocodc_jax.compiled import costs, hlo, roofline
 from cocodc_jax.compiled.collectives import Collective, collectives
 from cocodc_jax.compiled.programs import (
     BETWEEN,
-    INNER_STEPS,
     Built,
     build,
     device_of,
@@ -43,14 +42,14 @@ def main(job_file: str, records_file: str) -> None:
     config = TrainConfig.from_json(job["config"])
     target = Target.parse(job["target"], job["slices"])
     with open(records_file, "w", buffering=1) as records:
-        compile_all(config, target, records, job["only_steps"], job["hlo_dir"])
+        compile_all(config, target, records, job["programs"], job["hlo_dir"])
 
 
 def compile_all(
     config: TrainConfig,
     target: Target,
     records: TextIO,
-    only_steps: bool,
+    programs: str,
     hlo_dir: str | None,
 ) -> None:
     """Compile the programs of a run, and write what was found.
@@ -59,7 +58,7 @@ def compile_all(
       config: as `programs.place` gives it.
       target: the machine.
       records: where to.
-      only_steps: leave out all but the inner steps.
+      programs: regular expression that is found in the names of those to compile.
       hlo_dir: folder for the scheduled programs, or None.
     """
     built = build(config, target)
@@ -82,8 +81,9 @@ def compile_all(
             least_bytes_inside=least_bytes_inside(built, config),
         )
     )
+    write(names=[listed.name for listed in built.listed])
     for listed in built.listed:
-        if only_steps and listed.name != INNER_STEPS:
+        if not re.search(programs, listed.name):
             continue
         write(begins=listed.name)
         write(program=compile_one(built, listed, target, hlo_dir))
@@ -128,6 +128,7 @@ def compile_one(
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         host_bytes=memory.host_argument_size_in_bytes,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
     )
     return record | measure(text, built, target) | _fits(record, built, target)
 

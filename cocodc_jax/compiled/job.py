@@ -28,13 +28,13 @@ class Job:
     Attributes:
       config: of the run, as `programs.place` gives it.
       target: the machine.
-      only_steps: leave out all but the inner steps.
+      programs: regular expression that is found in the names of those to compile.
       hlo_dir: folder for the scheduled programs, or None.
     """
 
     config: TrainConfig
     target: Target
-    only_steps: bool = False
+    programs: str = ""
     hlo_dir: pathlib.Path | None = None
 
     def run(
@@ -49,7 +49,8 @@ class Job:
           What holds for all programs, and a record of each, as `child` writes them.
 
         Raises:
-          CompileError: with the last lines that the process wrote.
+          CompileError: with the last lines that the process wrote; or if no program
+            has such a name.
         """
         with tempfile.TemporaryDirectory() as folder:
             job, records = (pathlib.Path(folder) / name for name in ("job", "records"))
@@ -60,7 +61,7 @@ class Job:
                         config=self.config.to_json(),
                         target=str(self.target),
                         slices=self.target.slices,
-                        only_steps=self.only_steps,
+                        programs=self.programs,
                         hlo_dir=self.hlo_dir and str(self.hlo_dir),
                     )
                 )
@@ -79,7 +80,13 @@ class Job:
                 raise CompileError(_why(process.returncode, lines, log.read_text()))
         found = [json.loads(line) for line in lines]
         about = next(line["about"] for line in found if "about" in line)
-        return about, [line["program"] for line in found if "program" in line]
+        programs = [line["program"] for line in found if "program" in line]
+        if not programs:
+            names = next(line["names"] for line in found if "names" in line)
+            raise CompileError(
+                f"programs={self.programs!r} is found in none of {', '.join(names)}"
+            )
+        return about, programs
 
 
 def _follow(

@@ -167,6 +167,12 @@ def lines(
                 f"host; a step takes them in and puts them back, {size(2 * held)} in "
                 "all, which the least time leaves out"
             )
+        if record["name"] == INNER_STEPS and (kept := record.get("host_temp_bytes")):
+            yield (
+                f"{record['name']}: {size(kept)} of temporaries lie with the host: "
+                f"what remat={config.model.remat} keeps, which a step puts there and "
+                "takes in; the least time leaves that out"
+            )
         for row in record.get("collectives", ()):
             yield (
                 f"{record['name']}: {row['count']} {row['kind']}"

@@ -64,12 +64,53 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
     target = Target.parse("v5e:1x2", 2)
     small = SMALL | dict(remat="none", optimizer_memory="host")
     config = place(PRESETS["smoke"].replace(**small), target, False)
-    about, (found,) = Job(config, target, only_steps=True).run()
+    about, (found,) = Job(config, target, "^inner steps$").run()
     # Two moments of every parameter, all in tiles, and the parameters themselves.
     assert found["host_bytes"] > 8 * 16_000
     assert found["host_bytes"] / 2 < found["argument_bytes"] < found["host_bytes"]
     said = report.lines(config, about, [found], report.summarise(about, [found]))
     assert any("of the optimizer's state lie with the host" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_what_is_offloaded_takes_no_memory_of_a_tpu():
+    target, found = Target.parse("v5e:1x2", 2), {}
+    model = dict(num_layers=4, width=128, scan_layers=True, sequence_length=256)
+    for remat in ("attention", "offload"):
+        small = SMALL | model | dict(remat=remat, batch_per_region=64)
+        config = place(PRESETS["smoke"].replace(**small), target, False)
+        about, (found[remat],) = Job(config, target, "^inner steps$").run()
+    # What enters each block, of half of the sequences.
+    kept_bytes = 4 * 32 * 256 * 128 * 4
+    near, far = found["attention"], found["offload"]
+    assert near["host_temp_bytes"] == 0
+    assert far["host_temp_bytes"] >= kept_bytes
+    assert far["temp_bytes"] <= near["temp_bytes"] - 0.7 * kept_bytes
+    # The flash kernel's forward pass is in backward again.
+    assert near["flops"] < far["flops"] < 1.1 * near["flops"]
+    said = report.lines(config, about, [far], report.summarise(about, [far]))
+    assert any("what remat=offload keeps" in line for line in said)
+
+
+def test_one_program_alone_is_compiled_by_name(run, tmp_path):
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    start = ("experiments.compile", "--preset=smoke", "--method=streaming_diloco")
+    machine = ("--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}")
+    code, _, error = run(*start, *machine, "--programs=(")
+    assert (code, "programs='(' is no regular expression" in error) == (2, True)
+    if importlib.util.find_spec("libtpu") is None:
+        return
+    code, _, error = run(*start, *flags, *machine, "--programs=fragment 3")
+    assert code == 1
+    assert "programs='fragment 3' is found in none of first state, inner" in error
+    code, _, error = run(*start, *flags, *machine, "--programs=^first|mean of")
+    assert code == 0, error
+    found = json.loads((tmp_path / "compile.json").read_text())
+    names = [program["name"] for program in found["programs"]]
+    assert names == ["first state", "mean of regions"]
 
 
 @pytest.mark.slow
