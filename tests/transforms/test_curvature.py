@@ -123,7 +123,7 @@ def test_capped_normalized_product_fades_as_the_displacement_does():
 
 def dense_hessian(loss, params):
     vector, unravel = ravel_pytree(params)
-    return np.asarray(jax.hessian(lambda v: loss(unravel(v)))(vector))
+    return np.asarray(jax.jit(jax.hessian(lambda v: loss(unravel(v))))(vector))
 
 
 @pytest.mark.parametrize("units", ["gradient", "parameter", "adam"])
@@ -141,12 +141,16 @@ def test_hessian_vector_equals_the_dense_hessian(problem, units):
 def test_gauss_newton_equals_the_dense_matrix(problem, units):
     extra, _ = problem
     vector, unravel = ravel_pytree(extra["stale_params"])
-    jacobian = jax.jacobian(lambda v: extra["model_fn"](unravel(v)).ravel())(vector)
-    outputs = extra["model_fn"](extra["stale_params"])
-    head = jax.hessian(lambda o: extra["output_loss_fn"](o.reshape(outputs.shape)))(
-        outputs.ravel()
-    )
-    dense = np.asarray(jacobian).T @ np.asarray(head) @ np.asarray(jacobian)
+
+    @jax.jit
+    def parts(vector):
+        jacobian = jax.jacobian(lambda v: extra["model_fn"](unravel(v)).ravel())(vector)
+        outputs = extra["model_fn"](unravel(vector))
+        of_flat = lambda o: extra["output_loss_fn"](o.reshape(outputs.shape))  # noqa: E731
+        return jacobian, jax.hessian(of_flat)(outputs.ravel())
+
+    jacobian, head = map(np.asarray, parts(vector))
+    dense = jacobian.T @ head @ jacobian
     scale = {"gradient": 1.0, "parameter": 0.3}[units]
     product = call(curvature.gauss_newton(units), D, learning_rate=0.3, **extra)
     np.testing.assert_allclose(flat(product), scale * (dense @ d), rtol=1e-10)
@@ -170,7 +174,7 @@ def test_one_hutchinson_sample_is_exact_on_a_diagonal_hessian():
 
 
 def test_norm_is_differentiable_at_zero():
-    slope = jax.grad(safe_norm)({"a": jnp.zeros(3), "b": jnp.zeros(())})
+    slope = jax.jit(jax.grad(safe_norm))({"a": jnp.zeros(3), "b": jnp.zeros(())})
     np.testing.assert_array_equal(flat(slope), np.zeros(4))
 
 

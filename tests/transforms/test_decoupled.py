@@ -61,16 +61,20 @@ def regions():
     return common + 0.3 * rng.normal(size=(M, ROWS, COLUMNS))
 
 
-def encode_all(compressor, regions, states=None):
-    if states is None:
-        states = jax.vmap(compressor.init)(regions)
-    return jax.jit(jax.vmap(compressor.encode))(regions, states)
+def encode_all(compressor, regions):
+    def of_one(x):
+        return compressor.encode(x, compressor.init(x))[0]
+
+    return jax.jit(jax.vmap(of_one))(regions)
+
+
+def averaged(messages, compressor):
+    return jax.jit(lambda m: average_duplicates(m, compressor))(messages)
 
 
 def test_mean_over_senders(regions):
     compressor = compression.dct_top_k(k=K, chunk_side=SIDE)
-    messages, _ = encode_all(compressor, regions)
-    actual = jax.jit(lambda m: average_duplicates(m, compressor))(messages)
+    actual = averaged(encode_all(compressor, regions), compressor)
     spectra = np.stack([transform(pad(x), scipy.fft.dctn) for x in regions])
     masks = np.stack([largest(s) for s in spectra])
     assert {0, 1, 2, 3} == set(masks.sum(0).ravel())
@@ -83,12 +87,18 @@ def test_demo_steps_against_numpy(regions):
     compressor = compression.error_feedback(
         compression.dct_top_k(k=K, chunk_side=SIDE), decay=beta
     )
-    states, d = None, np.zeros((M, ROWS, COLUMNS))
+
+    @jax.jit
+    def step(x, states):
+        messages, states = jax.vmap(compressor.encode)(x, states)
+        return average_duplicates(messages, compressor), states
+
+    states, d = jax.vmap(compressor.init)(regions), np.zeros((M, ROWS, COLUMNS))
     theta, ours = np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, COLUMNS))
     for t in range(4):
         gradients = np.roll(regions, t, axis=1)
-        messages, states = encode_all(compressor, eta * gradients, states)
-        ours = ours - eta * np.sign(average_duplicates(messages, compressor))
+        mean, states = step(eta * gradients, states)
+        ours = ours - eta * np.sign(mean)
 
         d = beta * d + eta * gradients
         spectra = np.stack([transform(pad(x), scipy.fft.dctn) for x in d])
@@ -106,24 +116,23 @@ def test_demo_steps_against_numpy(regions):
 )
 def test_of_everything_sent_it_is_the_mean(text, regions):
     compressor = compression.parse(text)
-    messages, _ = encode_all(compressor, regions)
-    actual = average_duplicates(messages, compressor)
+    actual = averaged(encode_all(compressor, regions), compressor)
     np.testing.assert_allclose(actual, regions.mean(0), atol=1e-10)
 
 
 def test_of_one_region_it_is_decode(regions):
     compressor = compression.parse("dct_top_k(3, 4, values=int2(3))")
-    messages, _ = encode_all(compressor, regions[:1])
-    one = jax.tree.map(lambda x: x[0], messages)
-    actual = average_duplicates(messages, compressor)
-    np.testing.assert_allclose(actual, compressor.decode(one), rtol=1e-6, atol=1e-7)
+    messages = encode_all(compressor, regions[:1])
+    one = jax.tree.map(lambda x: np.asarray(x)[0], messages)
+    actual = averaged(messages, compressor)
+    decoded = jax.jit(compressor.decode)(one)
+    np.testing.assert_allclose(actual, decoded, rtol=1e-6, atol=1e-7)
 
 
 def test_compressed_values_are_decoded_before_they_are_averaged():
     regions = np.array([[127.0, 0, 0, 1], [0, 254.0, 0, 1], [127.0, 2.0, 0, 0]])
     compressor = compression.parse("top_k(0.5, values=int8())")
-    messages, _ = encode_all(compressor, regions)
-    actual = average_duplicates(messages, compressor)
+    actual = averaged(encode_all(compressor, regions), compressor)
     # 254 has steps of 2: region 1 sends its 1 as 0 or 2.
     np.testing.assert_allclose(actual[:3], [127, 128, 0], rtol=1e-6)
 
@@ -147,8 +156,7 @@ def test_trees_and_dtypes_in_shard_map_after_all_gather():
     go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
     actual = go(tree)
     assert actual["b"][0].dtype == jnp.bfloat16
-    messages, _ = jax.vmap(lambda x: compressor.encode(x, ()))(tree)
-    wanted = average_duplicates(messages, compressor)
+    wanted = averaged(encode_all(compressor, tree), compressor)
     for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         for region in np.asarray(a, np.float32):
             np.testing.assert_allclose(region, np.asarray(w, np.float32), atol=1e-6)

@@ -1,5 +1,7 @@
 """The short form names the same compressors as the long one, and its errors say why."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,20 +33,34 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("text", PAIRS)
-def test_short_and_long_form_send_the_same(text):
-    x = np.random.default_rng(0).normal(size=(10, 12)).astype(np.float32)
-    sent = []
-    for form in (text, PAIRS[text]):
-        built = compression.parse(form)
+def program_of(built):
+    """Its operations as they are written, their constants, and what comes out."""
+
+    def encode(x):
         # Twice, so that a decay shows.
         _, state = built.encode(x, built.init(x))
-        message, _ = built.encode(x[::-1], state)
-        sent.append((built.name, message))
-    (name, message), (long_name, long_message) = sent
-    assert name == long_name
-    assert jax.tree.structure(message) == jax.tree.structure(long_message)
-    jax.tree.map(np.testing.assert_array_equal, message, long_message)
+        return built.encode(x[::-1], state)[0]
+
+    x = np.zeros((10, 12), np.float32)
+    traced, message = jax.make_jaxpr(encode, return_shape=True)(x)
+    return re.sub("0x[0-9a-f]+", "", str(traced)), traced.consts, message
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_short_and_long_form_send_the_same(text):
+    short, long = map(compression.parse, (text, PAIRS[text]))
+    assert short.name == long.name
+    (operations, constants, message), (others, other_constants, other_message) = map(
+        program_of, (short, long)
+    )
+    assert operations == others
+    jax.tree.map(np.testing.assert_array_equal, constants, other_constants)
+    assert message == other_message
+
+
+def test_another_decay_is_not_the_same():
+    programs = [program_of(compression.parse(f"ef:{b}+topk:0.25")) for b in (0.5, 0.6)]
+    assert programs[0][0] != programs[1][0]
 
 
 def test_every_name_and_every_factory_is_covered():

@@ -1,5 +1,7 @@
 """Thresholding against a loop in NumPy: what is sent, what overflows, when it sorts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +20,16 @@ def _float64():
 
 def run(compressor, calls):
     """Return what is decoded and the state after every call."""
-    step = jax.jit(lambda x, s: compressor.encode(x, s))
+
+    @jax.jit
+    def step(x, state):
+        message, state = compressor.encode(x, state)
+        return compressor.decode(message), state
+
     state, decoded, states = compressor.init(calls[0]), [], []
     for x in calls:
-        message, state = step(x, state)
-        decoded.append(jax.tree.map(np.asarray, compressor.decode(message)))
+        back, state = step(x, state)
+        decoded.append(jax.tree.map(np.asarray, back))
         states.append(state)
     return decoded, states
 
@@ -51,12 +58,12 @@ def test_against_numpy():
 def test_state_and_message_dtypes_and_shapes():
     x = {"a": np.ones((4, 4), jnp.bfloat16), "b": np.float64(2)}
     compressor = threshold(density=0.25)
-    message, state = compressor.encode(x, compressor.init(x))
+    message, state = jax.jit(lambda x: compressor.encode(x, compressor.init(x)))(x)
     assert state.num_calls.dtype == jnp.int32
     assert [t.dtype for t in state.thresholds] == [jnp.float32] * 2
     assert message["a"].arrays["values"].shape == (6,)
     assert message["b"].arrays["values"].shape == (1,)
-    back = compressor.decode(message)
+    back = jax.jit(compressor.decode)(message)
     assert back["a"].dtype == jnp.bfloat16
     assert back["b"] == 2
 
@@ -89,18 +96,28 @@ def test_error_feedback_sends_what_overflowed():
     np.testing.assert_allclose(np.sum(decoded, axis=0), x, rtol=1e-10)
 
 
+@functools.cache
+def positions(size):
+    """Returns a program that tells the positions sent, and how many there may be."""
+    compressor, capacity = threshold(density=0.3, slack=2.0), max(1, round(0.6 * size))
+
+    @jax.jit
+    def of(x):
+        state = compressor.init(x)._replace(
+            num_calls=jnp.int32(1), thresholds=(jnp.float32(0.5),)
+        )
+        message, _ = compressor.encode(x, state)
+        return unpack(message.arrays["indices"], index_bits(size + 1), capacity)
+
+    return of, capacity
+
+
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 def test_positions_come_in_order_and_then_padding(size, share):
     x = np.where(np.random.default_rng(size).random(size) < share, 1.0, 0.1)
-    compressor = threshold(density=0.3, slack=2.0)
-    state = compressor.init(x)._replace(
-        num_calls=jnp.int32(1), thresholds=(jnp.float32(0.5),)
-    )
-    message, _ = compressor.encode(x, state)
-    capacity = max(1, round(0.6 * size))
-    wanted = np.flatnonzero(x > 0.5)[:capacity]
-    places = unpack(message.arrays["indices"], index_bits(size + 1), capacity)
+    of, capacity = positions(size)
+    wanted, places = np.flatnonzero(x > 0.5)[:capacity], of(x)
     np.testing.assert_array_equal(places[: len(wanted)], wanted)
     np.testing.assert_array_equal(places[len(wanted) :], size)
 
