@@ -301,7 +301,8 @@ def _delays(setup: Setup) -> list[int]:
     return delays
 
 
-def _define() -> None:
+def define() -> None:
+    """Define the program's flags."""
     notes = attribute_notes(Setup)
     for field in dataclasses.fields(Setup):
         default = field.default
@@ -310,7 +311,7 @@ def _define() -> None:
 
 def cli() -> None:
     """Run the program as a command."""
-    _define()
+    define()
     flags.run_main(main, commands.shown(__doc__))
 
 

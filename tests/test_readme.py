@@ -1,5 +1,6 @@
 """The code in README.md and CONTRIBUTING.md runs as it stands; README's is short."""
 
+import json
 import os
 import pathlib
 import re
@@ -30,6 +31,7 @@ def start_code(block, folder, **variables):
         [sys.executable, "-W", "error", "-c", block],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +44,49 @@ def output_of(process):
     return out
 
 
+# Runs blocks one after another, each with names and devices of its own: to import what
+# they need takes longer than most of them.
+IN_TURN = """
+import contextlib, io, json, sys, traceback
+import jax, jax.extend.backend
+
+for block in json.load(sys.stdin):
+    out, error = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, "block", "exec"), {"__name__": "__main__"})
+    except Exception:
+        error = traceback.format_exc()
+    print(json.dumps([out.getvalue(), error]), flush=True)
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+"""
+
+
+def run_in_turn(blocks, folder):
+    """Return what each block printed, and how it failed, if it did."""
+    process = start_code(IN_TURN, folder)
+    out, error = process.communicate(json.dumps(blocks), timeout=300)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert len(found) == len(blocks), error
+    return found
+
+
 LOSS, LINEN, EQUINOX, PROCESSES, CHECKPOINTS, TRANSFORM, GALLERY, METHOD = range(8)
+# The others are run by themselves.
+TOGETHER = [LOSS, LINEN, EQUINOX, CHECKPOINTS, TRANSFORM, GALLERY, METHOD]
+
+
+@pytest.fixture(scope="module")
+def readme(tmp_path_factory):
+    blocks = [README[number] for number in TOGETHER]
+    found = run_in_turn(blocks, tmp_path_factory.mktemp("readme"))
+    return dict(zip(TOGETHER, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    return run_in_turn(RECIPES, tmp_path_factory.mktemp("recipes"))
 
 
 def test_there_are_blocks_and_what_comes_first_is_short():
@@ -57,9 +101,10 @@ def test_there_are_five_recipes_and_each_is_short():
         assert num_lines(block) < 30
 
 
-@pytest.mark.parametrize("number", range(len(README)))
-def test_block_runs(number, tmp_path):
-    printed = output_of(start_code(README[number], tmp_path))
+@pytest.mark.parametrize("number", TOGETHER)
+def test_block_runs(number, readme):
+    printed, error = readme[number]
+    assert error is None, error
     words = [line.split() for line in printed.splitlines()]
     if number == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed
@@ -105,5 +150,6 @@ def test_the_script_for_processes_does_the_same_as_two(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(len(RECIPES)))
-def test_recipe_runs(number, tmp_path):
-    output_of(start_code(RECIPES[number], tmp_path))
+def test_recipe_runs(number, recipes):
+    _, error = recipes[number]
+    assert error is None, error

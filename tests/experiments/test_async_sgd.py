@@ -111,13 +111,13 @@ def test_sizes_are_checked(field):
         dataclasses.replace(SMALL, **{field: 0})
 
 
-def test_the_command_prints_a_table(run):
-    code, out, _ = run("experiments.async_sgd", "--updates=20", "--seeds=2")
+def test_the_command_prints_a_table(call):
+    code, out, _ = call(async_sgd, "--updates=20", "--seeds=2")
     assert code == 0
     assert all(name in out for name in async_sgd.names(SMALL))
 
 
-def test_a_wrong_flag_is_one_line(run):
-    code, out, err = run("experiments.async_sgd", "--workers=0")
+def test_a_wrong_flag_is_one_line(call):
+    code, out, err = call(async_sgd, "--workers=0")
     assert (code, out) == (2, "")
     assert err == "error: --workers=0 must be at least 1\n"

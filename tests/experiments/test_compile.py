@@ -12,6 +12,7 @@ from cocodc_jax.compiled.job import CompileError, Job
 from cocodc_jax.compiled.programs import place
 from cocodc_jax.compiled.targets import Target
 from cocodc_jax.run.presets import PRESETS
+from experiments import compile as command
 
 # Small: one block, one fragment, two regions of two chips.
 SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="full")
@@ -20,10 +21,10 @@ SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="fu
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
-def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
+def test_a_run_is_compiled_for_a_tpu(call, tmp_path):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
-    code, out, error = run(
-        "experiments.compile", "--preset=smoke", "--method=streaming_diloco", *flags,
+    code, out, error = call(
+        command, "--preset=smoke", "--method=streaming_diloco", *flags,
         "--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}", "--keep_hlo",
     )  # fmt: skip
     assert code == 0, error
@@ -146,8 +147,8 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
     assert moved <= 1.01 * sent["sent_bytes"] / 4
 
 
-def test_what_is_refused_is_said_in_one_line(run):
-    code, _, error = run("experiments.compile", "--preset=smoke")
+def test_what_is_refused_is_said_in_one_line(call):
+    code, _, error = call(command, "--preset=smoke")
     assert (code, error.count("\n")) == (2, 1)
     assert "--target=None is no machine; use one of v4, v5e" in error
 
