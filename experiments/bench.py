@@ -13,10 +13,12 @@ One model, its batches and its inner optimizer in the hands of each contender:
 - `torch`: a plain DiLoCo loop of PyTorch, if that is installed, for the case gpt.
 
 All are timed in turn within one process, because machines are noisy: the ratios are
-the figures to read. A ratio is the median of those of single rounds.
+the figures to read. A ratio is the median of those of single rounds. `--contenders` has
+some of them only, where all take too long to compile.
 """
 
 import importlib.util
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -34,6 +36,7 @@ METHODS = {
     "streaming_diloco": {"num_fragments": 4, "delay_steps": 2},
     "cocodc": {"num_fragments": 4, "delay_steps": 2},
 }
+CONTENDERS = (*METHODS, "scan alone", "plain loops", "drjax", "torch")
 
 
 def main() -> None:
@@ -51,7 +54,7 @@ def main() -> None:
             )
         asked = [name for name in flags.value("growth").split(",") if name]
         growth.check(asked)
-        layouts = _layouts(regions)
+        layouts, wanted = _layouts(regions), _wanted()
         cc.use_cpu_devices(regions + 1)
         cases = [
             make_case(name, regions, interval)
@@ -61,7 +64,7 @@ def main() -> None:
     console = Console()
     for case in cases:
         for num_devices in layouts:
-            compare(case, num_devices, rounds, console)
+            compare(case, num_devices, rounds, console, wanted)
     for name in asked:
         growth.show(name, interval, rounds, console)
 
@@ -77,8 +80,33 @@ def _layouts(regions: int) -> list[int]:
     return layouts
 
 
-def compare(case: Case, num_devices: int, rounds: int, console: Console) -> None:
-    """Time all contenders in one layout, and print the ratios."""
+def _wanted() -> list[str]:
+    """Return the contenders that were asked for, by name; none are all."""
+    names = flags.value("contenders")
+    for name in names:
+        if name not in CONTENDERS:
+            raise ValueError(
+                f"contenders={name!r} is unknown; use some of {', '.join(CONTENDERS)}"
+            )
+    return names
+
+
+def compare(
+    case: Case,
+    num_devices: int,
+    rounds: int,
+    console: Console,
+    wanted: Sequence[str] = (),
+) -> None:
+    """Time contenders in one layout, and print the ratios.
+
+    Args:
+      case: what they train.
+      num_devices: that the regions are spread over.
+      rounds: turns that are timed of each.
+      console: to print to.
+      wanted: names of some of `CONTENDERS`; none are all that are installed.
+    """
     makers = {
         name: contenders.region_program(case, name, num_devices, **arguments)
         for name, arguments in METHODS.items()
@@ -91,6 +119,8 @@ def compare(case: Case, num_devices: int, rounds: int, console: Console) -> None
         makers["torch"] = torch_diloco(case)
     elif case.gpt:
         console.print("PyTorch is not installed: no row of it.", highlight=False)
+    if wanted:
+        makers = {name: make for name, make in makers.items() if name in wanted}
     timings = take_turns(makers, rounds)
     where = "one device" if num_devices == 1 else f"{num_devices} devices"
     title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"
@@ -110,6 +140,12 @@ def define() -> None:
     flags.define_one(int, "interval", 12, "Steps of a turn, H, an interval.")
     flags.define_one(
         list, "devices", [], "Layouts: devices of the regions. Default: 1, and M."
+    )
+    flags.define_one(
+        list,
+        "contenders",
+        [],
+        f"Those to time, of {', '.join(CONTENDERS)}. Default: all that are installed.",
     )
     flags.define_one(int, "repeats", 5, "Rounds: timed turns of each contender.")
     flags.define_one(

@@ -16,7 +16,7 @@ from .turns import take_turns
 # Of the preset smoke, for fragments with 32 layers; layers of the GPT.
 GROWTHS = {
     "regions": (1, 4, 16, 64),
-    "fragments": (1, 4, 16, 32),
+    "fragments": (1, 4, 8, 16, 32),
     "layers": (1, 2, 4, 8),
 }
 

@@ -139,6 +139,7 @@ def test_the_gpt_is_as_large_as_it_says():
         (["--interval=4"], "interval=4 must be a multiple of 4 from 8 on"),
         (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
         (["--growth=width"], "growth='width' is unknown"),
+        (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
     ],
 )
 def test_wrong_flags_are_told(call, monkeypatch, words, says):
@@ -161,3 +162,8 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     assert code == 0, err
     for name in ("diloco", "scan alone", "plain loops", "over 1 regions"):
         assert name in out
+    words = ["--cases=linear", "--regions=2", "--repeats=1", "--devices=1"]
+    code, out, err = call(bench, *words, "--contenders=scan alone,plain loops")
+    assert code == 0, err
+    assert "scan alone" in out
+    assert "diloco" not in out
