@@ -1,8 +1,10 @@
 """Virtual devices and compiled programs for every test, set before JAX starts."""
 
+import contextlib
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import pkgutil
@@ -84,6 +86,23 @@ def pytest_collection_finish():
     gc.set_threshold(200_000, 50, 100)
 
 
+def _main(patch, program, words):
+    """Runs a program's `main` with flags of its own, and returns its exit code."""
+    from absl.flags import FlagValues
+
+    from cocodc_jax.run import flags
+
+    patch.setattr(flags, "FLAGS", FlagValues())
+    patch.setattr(sys, "argv", [program.__name__, *map(str, words)])
+    try:
+        program.define()
+        flags.parse(sys.argv)
+        program.main()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a program's `main` in this process, with flags of its own.
@@ -91,21 +110,25 @@ def call(monkeypatch, capsys):
     Takes the program's module, with `define` and `main`, and its flags; returns its
     exit code, standard output and standard error.
     """
-    from absl.flags import FlagValues
+    return lambda program, *words: (
+        _main(monkeypatch, program, words),
+        *capsys.readouterr(),
+    )
 
-    from cocodc_jax.run import flags
+
+@pytest.fixture(scope="session")
+def call_once():
+    """As `call`, for fixtures whose files many tests read."""
 
     def finish(program, *words):
-        monkeypatch.setattr(flags, "FLAGS", FlagValues())
-        monkeypatch.setattr(sys, "argv", [program.__name__, *map(str, words)])
-        code = 0
-        try:
-            program.define()
-            flags.parse(sys.argv)
-            program.main()
-        except SystemExit as end:
-            code = end.code or 0
-        return code, *capsys.readouterr()
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = _main(patch, program, words)
+        return code, out.getvalue(), err.getvalue()
 
     return finish
 
