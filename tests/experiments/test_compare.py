@@ -8,17 +8,16 @@ import pytest
 
 from experiments import compare
 
-MODULE = compare.__name__
-
 
 @pytest.fixture(scope="module")
-def compared(run, corpus, tmp_path_factory):
+def compared(call_once, corpus, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("compared")
     flags = [
         "--preset=smoke", "--methods=data_parallel,streaming_diloco", "--steps=32",
-        "--seeds=1", *corpus, f"--workdir={workdir}",
+        "--num_layers=2", "--num_fragments=2", "--seeds=1", *corpus,
+        f"--workdir={workdir}",
     ]  # fmt: skip
-    code, out, err = run(MODULE, *flags)
+    code, out, err = call_once(compare, *flags)
     assert code == 0, err
     return workdir, flags, out
 
@@ -66,10 +65,10 @@ def test_a_method_that_diverges_has_a_row_that_says_so(compared, call):
     """The others are reported, and the exit code tells."""
     workdir, flags, _ = compared
     target = "--target_method=diloco"
+    others = [flag for flag in flags if not flag.startswith("--num_fragments")]
+    methods = "--methods=data_parallel,diloco"
     try:
-        code, out, err = call(
-            compare, *flags, "--methods=data_parallel,diloco", "--outer_lr=1e30", target
-        )
+        code, out, err = call(compare, *others, methods, "--outer_lr=1e30", target)
         assert code == 1
         assert re.search(r"^error: diloco, seed 0: .* at step \d+ in ", err, re.M)
         assert "warning: target_method='diloco' diverged" in err
