@@ -203,6 +203,7 @@ def make_outputs(
     return model, loss
 
 
+@functools.cache
 def num_params(config: TransformerConfig) -> int:
     """Count the parameters without allocating any."""
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))

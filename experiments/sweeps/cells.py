@@ -14,8 +14,6 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from scipy import stats
-
 from cocodc_jax.report.curves import steps_to_loss
 
 from .rows import Row
@@ -54,6 +52,8 @@ class Interval:
         mean, num = statistics.fmean(values), len(values)
         if num < 2:
             return cls(mean, None)
+        from scipy import stats  # Takes a second to import.
+
         quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, num - 1))
         return cls(mean, quantile * statistics.stdev(values) / math.sqrt(num))
 

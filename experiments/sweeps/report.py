@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.report import frontier
+from cocodc_jax.report.pareto import Point, pareto
 from cocodc_jax.report.units import format_bytes
 
 from .cells import (
@@ -61,7 +61,7 @@ class Report:
         """Return the cells that no other beats at their bytes, by bytes."""
         shown = [cell for cell in self.cells if _point(cell, _last(cell))]
         points = [p for cell in shown if (p := _point(cell, _last(cell)))]
-        return [shown[i] for i in frontier.pareto(points)]
+        return [shown[i] for i in pareto(points)]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: what a plan can be made from."""
@@ -211,6 +211,8 @@ class Report:
             if cell.columns[TUNED].values != cell.columns[PUBLISHED].values
             if (p := _point(cell, cell.columns[PUBLISHED]))
         ]
+        from cocodc_jax.report import frontier  # Matplotlib, on use.
+
         return frontier.frontier(points, open_points)
 
 
@@ -228,11 +230,11 @@ def _last(cell: Cell) -> Column:
     return cell.columns.get(TUNED) or next(iter(cell.columns.values()))
 
 
-def _point(cell: Cell, column: Column) -> frontier.Point | None:
+def _point(cell: Cell, column: Column) -> Point | None:
     if column.loss is None or not column.bytes_per_step:
         return None
     name = cell.label
-    return frontier.Point(
+    return Point(
         name,
         str(cell.flags["method"]),
         column.bytes_per_step,

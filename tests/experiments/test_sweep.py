@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cocodc_jax.report import frontier
-from cocodc_jax.report.frontier import Point
+from cocodc_jax.report.pareto import Point, pareto
 from experiments import sweep
 from experiments.sweeps import cells, grid, keys, report, rows
 from experiments.sweeps.halving import Halving, best
@@ -344,7 +343,7 @@ def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
 
 def test_points_that_nothing_beats():
     points = [Point("", "", b, y) for b, y in ((5, 2), (5, 1), (9, 1), (1, 4), (7, 0))]
-    assert frontier.pareto(points) == [3, 1, 4]
+    assert pareto(points) == [3, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -375,9 +374,10 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
         seeds = [0, 1]
         [base]
         preset = "smoke"
-        steps = 192
-        eval_every = 96
-        checkpoint_every = 48  # Of whole intervals: one length of a scan.
+        steps = 96
+        eval_every = 48
+        checkpoint_every = 16  # Of whole intervals: one length of a scan.
+        num_layers = 1
         devices = 1
         dataset = "{dataset}"
         data_dir = "{data_dir}"
@@ -391,7 +391,7 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
         second = folder / "runs"
         while process.poll() is None:
             done = rows.read(folder) if folder.exists() else []
-            if done and any(second.glob("*/checkpoints/48")):
+            if done and any(second.glob("*/checkpoints/16")):
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
@@ -405,8 +405,8 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     assert [row["seed"] for row in found] == [0, 1]
     assert "row 2/2, final: plain: method=diloco, seed 1" in out
     assert "seed 0" not in out
-    assert [step for step, _, _ in found[1]["curve"]] == [96, 192]
-    assert found[1]["bytes"] == 192 // 16 * 4 * found[1]["parameters"]
+    assert [step for step, _, _ in found[1]["curve"]] == [48, 96]
+    assert found[1]["bytes"] == 96 // 16 * 4 * found[1]["parameters"]
     assert not any((folder / "runs").iterdir())
     before = (folder / rows.FILE).read_bytes()
     code, out, err = call(sweep, *words)
