@@ -61,10 +61,8 @@ def make(method, num_regions=NUM_REGIONS, patterns=None):
 def train(program, targets=TARGETS, stops=()):
     """Trains over `targets`, and gives `(local, outer)` at each stop and at the end."""
     state, seen = program.init(PARAMS, jax.random.key(0)), []
-    while state.step < len(targets):
-        ahead = program.steps_to_event(state) or len(targets)
-        ahead = min([ahead, *(s - state.step for s in stops if s > state.step)])
-        state, _ = program.advance(state, targets[state.step :][:ahead])
+    while state.step < len(targets):  # One length of a scan is compiled, whatever H.
+        state, _ = program.advance(state, targets[state.step :][:1])
         if state.step in (*stops, len(targets)):
             parts = (state.region.params, program.outer_params(state))
             seen.append(jax.device_get(parts))
