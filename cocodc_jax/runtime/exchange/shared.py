@@ -87,6 +87,8 @@ class SharedOuterModel:
         self._new_regional = jax.jit(
             lambda x: self._make(x)[1], out_shardings=where_regional
         )
+        if not jax.tree.leaves(regional):  # Most compressors remember nothing.
+            self._new_regional = lambda _: regional
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
         """Return the state before the first step.
