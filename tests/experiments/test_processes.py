@@ -12,12 +12,12 @@ import time
 import pytest
 from absl.flags import FlagValues
 
-from experiments import launch_local
+from experiments import launch_local, train
 
-TRAIN, LAUNCH = "experiments.train", launch_local.__name__
+TRAIN, LAUNCH = train.__name__, launch_local.__name__
 SMOKE = [
     "--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0",
-    "--num_fragments=2", "--sync_interval=8", "--delay_steps=2",
+    "--num_fragments=2", "--sync_interval=8", "--delay_steps=2", "--num_layers=2",
     "--log_every=3",  # Every checkpoint is within what a record averages over.
 ]  # fmt: skip
 STREAMING = [*SMOKE, "--method=streaming_diloco"]
@@ -67,9 +67,9 @@ def port():
 
 
 @pytest.fixture(scope="module")
-def streaming_in_one(run, corpus, tmp_path_factory):
+def streaming_in_one(call_once, corpus, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("one")
-    code, _, err = run(TRAIN, *STREAMING, *corpus, f"--workdir={workdir}")
+    code, _, err = call_once(train, *STREAMING, *corpus, f"--workdir={workdir}")
     assert code == 0, err
     return workdir
 
