@@ -274,6 +274,7 @@ def test_summed_factors_follow_the_rank_and_go_on_bit_for_bit(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         state = checkpoints.save(program, state, {})
         state, seen = train(program, state, 36)
+        checkpoints.wait()
         restored, _ = checkpoints.restore(program)
     restored, again = train(program, restored, 36)
     assert_same(*(numbers(program.synchronize(x)) for x in (state, restored)))
