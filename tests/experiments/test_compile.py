@@ -21,10 +21,10 @@ SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="fu
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
-def test_a_run_is_compiled_for_a_tpu(call, tmp_path):
+def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
-    code, out, error = call(
-        command, "--preset=smoke", "--method=streaming_diloco", *flags,
+    code, out, error = run(
+        "experiments.compile", "--preset=smoke", "--method=streaming_diloco", *flags,
         "--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}", "--keep_hlo",
     )  # fmt: skip
     assert code == 0, error
