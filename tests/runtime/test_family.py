@@ -16,7 +16,6 @@ from cocodc_jax import methods
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.rings import ByRings
@@ -26,7 +25,6 @@ from cocodc_jax.transforms.mt_adam import mt_adam
 COMPILED = "/jax/core/compile/backend_compile_duration"
 NUM_STEPS, CUT = 16, 7
 
-# Events are 2 steps apart, so that one scan is compiled for each method.
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
 # One round late, on short runs: the usual momentum overshoots.
 GENTLE = {"outer_lr": 0.4, "outer_momentum": 0.5}
@@ -127,9 +125,11 @@ def stream(tiny, num_regions, first_step):
 
 
 def finish(tiny, program, state, num_steps):
+    """One step after the other, so that one length of a scan is compiled."""
     batches, outputs = stream(tiny, program.num_regions, state.step), []
-    for new, output in run(program, state, batches, num_steps):
-        state = new
+    for batch in itertools.islice(batches, num_steps):
+        batch = jax.tree.map(lambda x: x[None], batch)
+        state, output = program.advance(state, batch)
         outputs.append(output)
     return state, outputs
 
