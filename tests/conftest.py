@@ -50,7 +50,10 @@ settings.load_profile("fixed")
 
 # Most of the time here is compiling what then runs for microseconds: a program of small
 # kernels takes a tenth of the usual time so. Commands that tests start inherit it.
-_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+_XLA = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_use_xnnpack=false"
+)
 if _XLA not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA}".strip()
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
