@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from cocodc_jax.buckets import fetch, fetch_file, here_of, in_bucket, is_in_bucket, send
 from cocodc_jax.data.config import cache_dir
-from cocodc_jax.files import fetch, fetch_file, here_of, in_bucket, is_in_bucket, send
 from cocodc_jax.run.resume import CONFIG_FILE
 
 MARK = ".writer"
@@ -43,7 +43,7 @@ class Bucket:
     Attributes:
       folder: of the run in the bucket, an `etils.epath.Path`.
       workdir: the folder here that stands for it.
-      sent: see `files.send`, by folder.
+      sent: see `buckets.send`, by folder.
     """
 
     folder: Any

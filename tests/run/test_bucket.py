@@ -11,9 +11,9 @@ from etils.epath import backend, gpath
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from cocodc_jax import files
+from cocodc_jax import buckets
 from cocodc_jax._extras import MissingExtraError
-from cocodc_jax.run import bucket as buckets
+from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
@@ -115,11 +115,11 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
 
     def send(*given):
         if "killed" not in steps:
-            files.send(*given)
+            buckets.send(*given)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", save_twice)
-        patched.setattr(buckets, "send", send)
+        patched.setattr("cocodc_jax.run.bucket.send", send)
         with pytest.raises(KilledError):
             prepare(run, NAME, earlier=[first]).train()
     there = gs / "bucket" / "runs" / "one"
@@ -149,7 +149,7 @@ def test_a_text_of_a_bucket_is_read_as_it_is_there(gs, tmp_path):
     (folder / "c.log").write_text("a text too")
 
     def here():
-        found = files.fetched("gs://bucket/texts/", tmp_path / "cache")
+        found = buckets.fetched("gs://bucket/texts/", tmp_path / "cache")
         paths = (path for path in found.rglob("*") if path.is_file())
         return {path.relative_to(found).as_posix(): path.read_text() for path in paths}
 
@@ -159,17 +159,17 @@ def test_a_text_of_a_bucket_is_read_as_it_is_there(gs, tmp_path):
     (folder / "c.log").unlink()
     (folder / "a.txt").write_text("other")
     assert here() == {"a.txt": "other", "deep/b.txt": first["deep/b.txt"]}
-    one = files.fetched("gs://bucket/texts/deep/b.txt", tmp_path / "other")
+    one = buckets.fetched("gs://bucket/texts/deep/b.txt", tmp_path / "other")
     assert one.read_text() == first["deep/b.txt"]
     with pytest.raises(ValueError, match="gs://bucket/none does not exist"):
-        files.fetched("gs://bucket/none", tmp_path)
+        buckets.fetched("gs://bucket/none", tmp_path)
 
 
 def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = buckets.Bucket.of(NAME)
+    run = Bucket.of(NAME)
     there = gs / "bucket" / "runs" / "one"
-    assert buckets.Bucket.of(str(tmp_path)) is None
+    assert Bucket.of(str(tmp_path)) is None
     own = run.workdir / "process_1"
     own.mkdir(parents=True)
     (own / "metrics.jsonl").write_text("1\n")
@@ -201,7 +201,7 @@ def test_what_reaches_no_bucket_is_told_at_once(tmp_path, monkeypatch):
     with pytest.raises(
         MissingExtraError, match=r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]"
     ):
-        buckets.Bucket.of(NAME)
+        Bucket.of(NAME)
 
     class Refused:
         def exists(self, path):
@@ -209,4 +209,4 @@ def test_what_reaches_no_bucket_is_told_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Refused())
     with pytest.raises(ValueError, match="gs://.*one cannot be reached: 401 anony"):
-        buckets.Bucket.of(NAME)
+        Bucket.of(NAME)

@@ -4,6 +4,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from cocodc_jax.buckets import fetched, is_in_bucket
 from cocodc_jax.data.config import DataConfig, cache_dir
 from cocodc_jax.data.corpora import builders
 from cocodc_jax.data.corpora.documents import Corpus, read_split
@@ -11,7 +12,6 @@ from cocodc_jax.data.corpora.files import list_stdlib_files, list_text_files, un
 from cocodc_jax.data.corpora.hf_sets import open_hf_set
 from cocodc_jax.data.corpora.prepare import prepare_corpus
 from cocodc_jax.data.corpora.tfds_sets import open_tfds_set
-from cocodc_jax.files import fetched, is_in_bucket
 
 
 def open_corpus(config: DataConfig) -> Corpus:

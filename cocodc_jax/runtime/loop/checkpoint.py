@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from cocodc_jax._extras import later
-from cocodc_jax.files import is_in_bucket
+from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.runtime.loop import checksums
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
@@ -56,7 +56,7 @@ class Checkpoints:
 
         Args:
           directory: where checkpoints go, one folder a step; a path of a bucket too,
-            as of `files.in_bucket`.
+            as of `buckets.in_bucket`.
           keep: how many of the newest to keep, at least 1.
 
         Raises:

@@ -1,0 +1,151 @@
+"""Files of a bucket (`gs://`), which knows neither renaming nor appending.
+
+What grows is written here and sent there whole (`send`), and is fetched from there
+first (`fetch`). What reaches buckets is imported only where one is named.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+from cocodc_jax._extras import extra
+
+BUCKETS = ("gs://",)
+
+
+def is_in_bucket(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path names something in a bucket.
+
+    >>> is_in_bucket("gs://models/run"), is_in_bucket("runs/gs")
+    (True, False)
+    """
+    return str(path).startswith(BUCKETS)
+
+
+def in_bucket(path: str | os.PathLike[str]) -> Any:
+    """Return a path in a bucket, an `etils.epath.Path`, of which anything is asked.
+
+    Raises:
+      MissingExtraError: if what reaches buckets is not installed.
+      ValueError: if the bucket cannot be reached, with what its client says.
+    """
+    with extra("gcs"):
+        from etils import epath
+
+        found = epath.Path(path)
+        try:
+            found.exists()
+        except ImportError as error:
+            raise ModuleNotFoundError(str(error), name="gcsfs") from error
+        except Exception as error:  # Clients of buckets raise what they like.
+            raise ValueError(f"{path} cannot be reached: {error}") from error
+    return found
+
+
+def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:
+    """Copy a file or a folder of a bucket to this machine, what of it is not there yet.
+
+    Args:
+      path: in the bucket.
+      folder: for everything of all buckets.
+
+    Returns:
+      Where it is here.
+
+    Raises:
+      MissingExtraError: if what reaches buckets is not installed.
+      ValueError: if it cannot be reached, or does not exist.
+    """
+    source = in_bucket(path)
+    if not source.exists():
+        raise ValueError(f"{path} does not exist")
+    here = here_of(path, folder)
+    if source.is_dir():
+        fetch(source, here, is_deep=True)
+    else:
+        here.parent.mkdir(parents=True, exist_ok=True)
+        fetch_file(source, here)
+    return here
+
+
+def here_of(path: str | os.PathLike[str], folder: pathlib.Path) -> pathlib.Path:
+    """Return what stands in `folder` for a path in a bucket."""
+    scheme, _, rest = os.fspath(path).partition("://")
+    return folder / "buckets" / scheme / rest.strip("/")
+
+
+def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
+    """Make a folder hold what a folder of a bucket holds, and no other files.
+
+    What is hidden is left alone; and, of a run, logs (`*.log`) of who started it.
+
+    Args:
+      source: in the bucket; may be missing, which is empty.
+      folder: made if missing.
+      is_deep: fetch logs too, and what lies in folders below it.
+
+    Raises:
+      OSError: if a file cannot be read, or written here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = list(source.iterdir()) if source.exists() else []
+    names = set()
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        if not _is_ours(entry.name, is_deep):
+            continue
+        if entry.is_dir():
+            if is_deep:
+                fetch(entry, folder / entry.name, is_deep)
+            continue
+        names.add(entry.name)
+        fetch_file(entry, folder / entry.name)
+    for path in folder.iterdir():
+        if path.name in names or not path.is_file():
+            continue
+        if _is_ours(path.name, is_deep):
+            path.unlink(missing_ok=True)
+
+
+def fetch_file(source: Any, path: pathlib.Path) -> None:
+    """Copy one file of a bucket, unless it is here already, of the same time and size.
+
+    Raises:
+      OSError: if it cannot be read, or written here.
+    """
+    stat = source.stat()
+    there = path.stat() if path.exists() else None
+    if there and (there.st_size, int(there.st_mtime)) == (stat.length, stat.mtime):
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(source.read_bytes())
+    os.utime(partial, (stat.mtime, stat.mtime))
+    partial.replace(path)
+
+
+def send(folder: pathlib.Path, target: Any, sent: dict[str, tuple[int, int]]) -> None:
+    """Write the files of a folder, not of those below it, to a folder of a bucket.
+
+    A file of a bucket is there whole or not at all, as those of `write_whole`.
+
+    Args:
+      folder: of the files; what `fetch` leaves alone is left here.
+      target: in the bucket.
+      sent: size and time of each file as it was sent last, by name; brought up to date.
+
+    Raises:
+      OSError: if a file cannot be read or written.
+    """
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not _is_ours(path.name):
+            continue
+        stat = path.stat()
+        if sent.get(path.name) != (stat.st_size, stat.st_mtime_ns):
+            target.mkdir(parents=True, exist_ok=True)
+            (target / path.name).write_bytes(path.read_bytes())
+            sent[path.name] = (stat.st_size, stat.st_mtime_ns)
+
+
+def _is_ours(name: str, with_logs: bool = False) -> bool:
+    return not name.startswith(".") and (with_logs or not name.endswith(".log"))
