@@ -64,6 +64,14 @@ def read_flags() -> tuple[Job, pathlib.Path]:
     """
     if not flags.given("target"):
         raise ValueError(f"target=None is no machine; use one of {', '.join(CHIPS)}")
+    programs = flags.value("programs")
+    try:
+        re.compile(programs)
+    except re.error as error:
+        raise ValueError(
+            f"programs={programs!r} is no regular expression ({error}); use part of a "
+            "name, as in 'fragment 0'"
+        ) from None
     target = Target.parse(flags.value("target"), flags.value("slices"))
     config = place(flags.config(), target, flags.given("data_axis"))
     check_model(config, config.model)
@@ -73,14 +81,6 @@ def read_flags() -> tuple[Job, pathlib.Path]:
     hlo_dir = workdir / "hlo" if flags.value("keep_hlo") else None
     if hlo_dir:
         hlo_dir.mkdir(parents=True, exist_ok=True)
-    programs = flags.value("programs")
-    try:
-        re.compile(programs)
-    except re.error as error:
-        raise ValueError(
-            f"programs={programs!r} is no regular expression ({error}); use part of a "
-            "name, as in 'fragment 0'"
-        ) from None
     return Job(config, target, programs, hlo_dir), workdir
 
 

@@ -58,6 +58,9 @@ if _XLA not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA}".strip()
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
+# Which line of Python an operation comes from is a twentieth of a test's time.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # Commands that tests start stay there too, whatever compilers are installed.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

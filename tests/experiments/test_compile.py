@@ -96,22 +96,18 @@ def test_what_is_offloaded_takes_no_memory_of_a_tpu():
     assert any("what remat=offload keeps" in line for line in said)
 
 
-def test_one_program_alone_is_compiled_by_name(run, tmp_path):
-    flags = [f"--{name}={value}" for name, value in SMALL.items()]
-    start = ("experiments.compile", "--preset=smoke", "--method=streaming_diloco")
-    machine = ("--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}")
-    code, _, error = run(*start, *machine, "--programs=(")
-    assert (code, "programs='(' is no regular expression" in error) == (2, True)
-    if importlib.util.find_spec("libtpu") is None:
-        return
-    code, _, error = run(*start, *flags, *machine, "--programs=fragment 3")
-    assert code == 1
-    assert "programs='fragment 3' is found in none of first state, inner" in error
-    code, _, error = run(*start, *flags, *machine, "--programs=^first|mean of")
-    assert code == 0, error
-    found = json.loads((tmp_path / "compile.json").read_text())
-    names = [program["name"] for program in found["programs"]]
-    assert names == ["first state", "mean of regions"]
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_one_program_alone_is_compiled_by_name():
+    target = Target.parse("v5e:1x2", 2)
+    config = place(PRESETS["smoke"].replace(**SMALL), target, False)
+    with pytest.raises(
+        CompileError, match="'fragment 3' is found in none of first sta"
+    ):
+        Job(config, target, "fragment 3").run()
+    _, found = Job(config, target, "^first|mean of").run()
+    assert [program["name"] for program in found] == ["first state", "mean of regions"]
 
 
 @pytest.mark.slow
@@ -151,6 +147,8 @@ def test_what_is_refused_is_said_in_one_line(call):
     code, _, error = call(command, "--preset=smoke")
     assert (code, error.count("\n")) == (2, 1)
     assert "--target=None is no machine; use one of v4, v5e" in error
+    code, _, error = call(command, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
+    assert (code, "programs='(' is no regular expression" in error) == (2, True)
 
 
 def test_a_compiler_that_dies_is_reported(monkeypatch):
