@@ -41,10 +41,9 @@ Measured here: `cocodc` 1.776 (DiLoCo's last loss after 389 of 480 steps) and
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
 
 At equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, published 2.241,
-mix(0.5) 2.210, secant 2.193, by `python -m experiments.ablate_compensation`. At tau/H
-0.5 and 1 with large batches, int4 messages, N = K, both tuned, five seeds: 8 and 12.5 %
-fewer steps than `streaming_diloco` at equal bytes, by `python -m experiments.sweep
---grid=experiments/grids/long_delay.toml`; at tau/H 0.25 and small batches it loses.
+mix(0.5) 2.210, secant 2.193 (`experiments.ablate_compensation`). At tau/H 0.5 and 1,
+large batches, int4, N = K, tuned, five seeds: 8 and 12.5 % fewer steps than Streaming
+DiLoCo; at 0.25 or small batches it loses (`experiments/grids/long_delay.toml`).
 """
 
 from __future__ import annotations
