@@ -1,0 +1,230 @@
+r"""Fits losses of a sweep over parameters, regions and the interval (2503.09799).
+
+    python -m experiments.sweep --grid=experiments/grids/scaling.toml --workdir=DIR
+    python -m experiments.scaling_laws --workdir=DIR
+
+reads DIR/cells.json, of each setting the tuned column where there is one, fits
+L = A N^alpha M^beta H^gamma for every method that has enough of them, and prints the
+exponents with 95 % intervals, how well the law of the smaller sizes foretells the
+largest, and what the law gives at --predict parameters: an extrapolation, far outside
+of what was run, and shown as one. DIR gets scaling.json and scaling.png.
+"""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.report import plots
+from cocodc_jax.run import flags
+from cocodc_jax.run.config import dumps
+
+from . import commands
+from .sweeps.cells import PUBLISHED, TUNED
+from .sweeps.scaling import FACTORS, Law, Observation, fit, held_out
+
+Observations = dict[str, list[Observation]]
+
+
+def main() -> None:
+    """Read the cells, fit, print, write."""
+    console = Console()
+    with flags.usage_errors():
+        folder, at = _flags()
+        found = observations(_cells(folder))
+        laws, refused = fits(found)
+        if not laws:
+            raise ValueError(
+                f"workdir={str(folder)!r} has no method to fit: "
+                + "; ".join(f"{name}: {why}" for name, why in refused.items())
+            )
+    for name, law in laws.items():
+        for line in told(name, law, found[name], at):
+            console.print(line, highlight=False, soft_wrap=True)
+    for name, why in refused.items():
+        console.print(f"{name}: not fitted, {why}", highlight=False, soft_wrap=True)
+    write_whole(folder / "scaling.json", dumps(to_json(laws, found, at)))
+    plots.save_png(figure(laws, found), str(folder / "scaling.png"))
+    console.print(f"Written: {folder / 'scaling.json'}, scaling.png", soft_wrap=True)
+
+
+def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
+    """Return what can be fitted, by method.
+
+    Args:
+      cells: "cells" of a sweep's cells.json; one of which a seed diverged, or that was
+        not run to its end, is left out.
+
+    Raises:
+      KeyError: if an entry is missing.
+    """
+    found: Observations = {}
+    for cell in cells:
+        column = cell["columns"].get(TUNED) or cell["columns"].get(PUBLISHED)
+        if not column or column["loss"] is None:
+            continue
+        config = column["config"]
+        factors = {
+            "N": float(column["parameters"]),
+            "M": float(config["run"]["regions"]),
+            # A method that exchanges at every step has no interval: 1.
+            "H": float(cell["flags"].get("sync_interval") or 1),
+        }
+        method = found.setdefault(cell["flags"]["method"], [])
+        method.append(Observation(factors, column["loss"]["mean"]))
+    return found
+
+
+def fits(found: Observations) -> tuple[dict[str, Law], dict[str, str]]:
+    """Return the law of each method, and why others have none."""
+    laws, refused = {}, {}
+    for name, seen in found.items():
+        try:
+            laws[name] = fit(seen)
+        except ValueError as error:
+            refused[name] = str(error)
+    return laws, refused
+
+
+def to_json(laws: Mapping[str, Law], found: Observations, at: float) -> dict[str, Any]:
+    """Return plain values."""
+    return {
+        name: {
+            "A": law.scale,
+            "exponents": {
+                factor: {"mean": e.mean, "half": e.half}
+                for factor in FACTORS
+                if (e := law.exponent(factor))
+            },
+            "residual": law.residual,
+            "fitted_over": law.sizes,
+            "largest_foretold_to": _foretold(found[name]),
+            "extrapolated": dict(
+                zip(
+                    ("loss", "low", "high"),
+                    law.predict(_at(found[name], at)),
+                    strict=True,
+                )
+            )
+            | {"factors": _at(found[name], at)},
+            "observations": [
+                {**seen.factors, "loss": seen.loss} for seen in found[name]
+            ],
+        }
+        for name, law in laws.items()
+    }
+
+
+def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
+    """Draw losses over parameters, a panel a method, with the laws' lines."""
+    made = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
+    panels = made.subplots(1, len(laws), sharey=True, squeeze=False)[0]
+    for axes, (name, law) in zip(panels, laws.items(), strict=True):
+        others = sorted({(s.factors["M"], s.factors["H"]) for s in found[name]})
+        for index, (regions, interval) in enumerate(others):
+            color = plots.COLORS[index % len(plots.COLORS)]
+            seen = [
+                s
+                for s in found[name]
+                if (s.factors["M"], s.factors["H"]) == (regions, interval)
+            ]
+            axes.scatter(
+                [s.factors["N"] for s in seen],
+                [s.loss for s in seen],
+                color=color,
+                s=14,
+            )
+            at = [{"N": n, "M": regions, "H": interval} for n in law.sizes]
+            axes.plot(
+                law.sizes,
+                [law.predict(a)[0] for a in at],
+                color=color,
+                linewidth=1,
+                label=f"M {regions:g}, H {interval:g}",
+            )
+        axes.set(xscale="log", yscale="log", xlabel="parameters", title=name)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+    panels[0].set_ylabel("evaluation loss (nats per token)")
+    return made
+
+
+def told(name: str, law: Law, seen: Sequence[Observation], at: float) -> list[str]:
+    """Return a law in three lines."""
+    powers = " ".join(
+        f"{factor}^({e:+.4f})" for factor in FACTORS if (e := law.exponent(factor))
+    )
+    smallest, largest = law.sizes
+    foretold = _foretold(seen)
+    off = "too few sizes" if foretold is None else f"{foretold:.2%} off"
+    factors = _at(seen, at)
+    loss, low, high = law.predict(factors)
+    return [
+        f"{name}: L = {law.scale:.3f} {powers}, residual {law.residual:.2%}, "
+        f"{len(seen)} settings of {smallest:,.0f} to {largest:,.0f} parameters",
+        f"  the largest size, by the law of the smaller ones: {off}",
+        f"  an extrapolation, {at / largest:,.0f} times the largest: {loss:.3f} "
+        f"({low:.3f} to {high:.3f}) at N {at:g}, M {factors['M']:g}, H "
+        f"{factors['H']:g}",
+    ]
+
+
+def _foretold(seen: Sequence[Observation]) -> float | None:
+    """Return the mean relative error at the largest size; None if that has no law."""
+    try:
+        pairs = held_out(seen)
+    except ValueError:
+        return None
+    errors = [abs(math.log(predicted / observed)) for predicted, observed in pairs]
+    return math.expm1(sum(errors) / len(errors))
+
+
+def _at(seen: Sequence[Observation], parameters: float) -> dict[str, float]:
+    """Return the most regions and the longest interval that were run, at a size."""
+    longest = {f: max(s.factors[f] for s in seen) for f in FACTORS}
+    return longest | {"N": parameters}
+
+
+def _flags() -> tuple[pathlib.Path, float]:
+    if not flags.value("workdir"):
+        raise ValueError("workdir=None is no folder; name that of a sweep")
+    at = flags.value("predict")
+    if not 1 <= at < math.inf:
+        raise ValueError(f"predict={at} must be a number of parameters, such as 1e9")
+    return pathlib.Path(flags.value("workdir")), at
+
+
+def _cells(folder: pathlib.Path) -> Sequence[Mapping[str, Any]]:
+    path = folder / "cells.json"
+    if not path.exists():
+        raise ValueError(
+            f"workdir={str(folder)!r} has no cells.json; experiments.sweep --report "
+            "writes it"
+        )
+    return read_table(path)["cells"]
+
+
+def define() -> None:
+    """Define the program's flags."""
+    flags.define_one(str, "workdir", None, "Folder of a sweep, with its cells.json.")
+    flags.define_one(
+        float,
+        "predict",
+        1e9,
+        "Parameters to extrapolate to, with the most regions "
+        "and the longest interval that were run.",
+    )
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    define()
+    flags.run_main(main, commands.shown(__doc__))
+
+
+if __name__ == "__main__":
+    cli()
