@@ -51,6 +51,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import optax
+
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
@@ -70,6 +72,7 @@ def cocodc(
     curvature: str | Curvature = "isotropic",
     curvature_units: str | None = None,
     compensation_strength: float = 0.3,
+    progress_weight: float = 1.0,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     fragment_strategy: str = "strided",
@@ -101,12 +104,18 @@ def cocodc(
       curvature_units: units of a curvature given by name; None is the paper's
         "parameter" for the diagonal forms and "adam" for products of the loss itself.
       compensation_strength: lambda, weight of the compensation's correction.
+      progress_weight: rho, how much of its own progress during the delay a region
+        keeps, in [0, 1]: g~ = rho g + lambda C(rho g, D). With the isotropic curvature
+        and rho = lambda it is Streaming DiLoCo's mix with alpha = lambda.
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential" or "balanced".
       max_delay_steps: the longest that "auto" may choose; None is about H.
       network_share: gamma in (0, 1], share of the network that an automatic N may use;
         None is 0.4.
+
+    Raises:
+      ValueError: if `progress_weight` is out of range, or as the parts say.
     """
     chosen = _curvature(curvature, curvature_units, sync_interval)
     if syncs_per_interval is None:
@@ -125,7 +134,10 @@ def cocodc(
             ),
             outer=nesterov(outer_lr, outer_momentum),
             merge=merge.compensate(
-                delay_compensation(chosen, compensation_strength), chosen.needs
+                _kept(
+                    progress_weight, delay_compensation(chosen, compensation_strength)
+                ),
+                chosen.needs,
             ),
             fragment_strategy=fragment_strategy,
         ),
@@ -178,6 +190,17 @@ def cocodc_paper(
         network_share=network_share,
     )
     return dataclasses.replace(method, name="cocodc_paper")
+
+
+def _kept(
+    weight: float, compensation: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Compensate for the delay what a region keeps of its progress."""
+    if not 0 <= weight <= 1:
+        raise ValueError(f"progress_weight={weight} must be from 0 to 1")
+    if weight == 1:
+        return compensation
+    return optax.chain(optax.scale(weight), compensation)
 
 
 def _curvature(

@@ -13,6 +13,11 @@ def test_syncs_per_interval_is_twice_k_where_the_interval_allows():
     assert made.schedule == adaptive(5, 3, 0, 5)
 
 
+def test_a_weight_of_progress_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"progress_weight=1.5 must be from 0 to 1"):
+        methods.get("cocodc", progress_weight=1.5)
+
+
 @pytest.mark.parametrize(
     ("options", "needs"),
     [

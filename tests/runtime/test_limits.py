@@ -151,6 +151,28 @@ def test_cocodc_with_n_equal_to_k_mixing_is_streaming():
     assert_same(train(make(cocodc, patterns=["b|c", "a"])), expected)
 
 
+def test_cocodc_that_keeps_as_much_progress_as_of_where_it_was_is_a_mix():
+    """Isotropic, rho = lambda = alpha: alpha theta^m + (1 - alpha) theta^g."""
+    options = {
+        "sync_interval": 4, "num_fragments": 2, "delay_steps": 2,
+        "syncs_per_interval": 2, **OUTER,
+    }  # fmt: skip
+
+    def trained(**more):
+        method = methods.get("cocodc", **options, **more)
+        return train(make(method))
+
+    streaming = methods.get("streaming_diloco", mixing_alpha=0.3)
+    mixed = methods.get("cocodc", **options).with_sync(merge=streaming.sync.merge)
+    ours, theirs = (
+        trained(compensation_strength=0.3, progress_weight=0.3), train(make(mixed))
+    )  # fmt: skip
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert_close(found, wanted)
+    whole = trained(compensation_strength=0.3)
+    assert max(np.abs(ours[0][n] - whole[0][n]).max() for n in SIZES) > 1e-2
+
+
 def compensated(strength):
     """What the region program makes of a step's delay, and what it should be.
 
