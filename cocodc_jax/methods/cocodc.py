@@ -42,8 +42,8 @@ Measured here: `cocodc` 1.776 (DiLoCo's last loss after 389 of 480 steps) and
 
 At equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, published 2.241,
 mix(0.5) 2.210, secant 2.193 (`experiments.ablate_compensation`). At tau/H 0.5 and 1,
-large batches, int4, N = K, tuned, five seeds: 8 and 12.5 % fewer steps than Streaming
-DiLoCo; at 0.25 or small batches it loses (`experiments/grids/long_delay.toml`).
+int4, N = K, five seeds: 24 to 42 % fewer steps than Streaming DiLoCo as published; with
+the inner rate tuned level or behind it (`experiments/grids/long_delay.toml`).
 """
 
 from __future__ import annotations
