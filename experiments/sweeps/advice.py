@@ -117,8 +117,13 @@ class Advice:
             else f"{self.stall_share:.0%} of the time is spent waiting"
         )
         of = f"of {self.choice.seeds} seed{'s' * (self.choice.seeds > 1)}"
+        loss = (
+            f"loss {self.loss:.3f} ({of})"
+            if math.isfinite(self.loss)
+            else "not evaluated so early,"
+        )
         return (
-            f"{self.choice.label}: loss {self.loss:.3f} ({of}) after {self.steps:.0f} "
+            f"{self.choice.label}: {loss} after {self.steps:.0f} "
             f"of {self.choice.steps:.0f} steps; {waits}; "
             f"{format_bytes(self.bytes_per_step)} a step"
         )

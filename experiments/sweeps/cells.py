@@ -123,7 +123,9 @@ def label(flags: Mapping[str, Any]) -> str:
     words += [f"H {interval}"] if interval is not None else []
     words += [f"tau {delay}"] if delay is not None else []
     words += [precision(flags)]
-    return " ".join(words + [f"{n}={v}" for n, v in flags.items() if n not in SHOWN])
+    # None is what a method takes where nothing is given.
+    others = {n: v for n, v in flags.items() if n not in SHOWN and v is not None}
+    return " ".join(words + [f"{n}={v}" for n, v in others.items()])
 
 
 def precision(flags: Mapping[str, Any]) -> str:

@@ -148,7 +148,9 @@ class Report:
     def _line(self, cell: Cell, is_best: bool) -> list[str]:
         flags, last = cell.flags, _last(cell)
         method = f"**{flags['method']}**" if is_best else flags["method"]
-        besides = [f"{n} {v}" for n, v in flags.items() if n not in _OWN]
+        besides = [
+            f"{n} {v}" for n, v in flags.items() if n not in _OWN and v is not None
+        ]
         line = [
             method,
             precision(flags),

@@ -71,6 +71,8 @@ def test_where_they_are_slow_who_waits_does_fewer_steps(cells):
     assert steps < 10
     assert second.steps == pytest.approx(steps, abs=1e-4)
     assert second.loss == float("inf")  # Never evaluated so early.
+    assert "not evaluated so early, after" in second.explain()
+    assert "inf" not in second.explain()
     assert second.stall_share == pytest.approx(sync_s / (2 + sync_s))
     assert second.bytes_per_step == 4 * num
 
