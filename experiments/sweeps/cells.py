@@ -115,7 +115,7 @@ class Cell:
 def label(flags: Mapping[str, Any]) -> str:
     """Return flags in a few words.
 
-    >>> label({"method": "diloco", "compress": None, "sync_interval": 8, "K": 2})
+    >>> label({"method": "diloco", "sync_interval": 8, "K": 2, "rank": None})
     'diloco H 8 float32 K=2'
     """
     interval, delay = flags.get("sync_interval"), flags.get("delay_steps")
