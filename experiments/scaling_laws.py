@@ -147,6 +147,10 @@ def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
                 label=f"M {regions:g}, H {interval:g}",
             )
         axes.set(xscale="log", yscale="log", xlabel="parameters", title=name)
+        for axis, form in ((axes.xaxis, "{x:,.0f}"), (axes.yaxis, "{x:g}")):
+            axis.set_major_formatter(form)
+            axis.set_minor_formatter(form)
+        axes.tick_params(axis="x", which="both", rotation=30)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
     panels[0].set_ylabel("evaluation loss (nats per token)")
