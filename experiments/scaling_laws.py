@@ -24,7 +24,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 
 from . import commands
-from .sweeps.cells import PUBLISHED, TUNED
+from .sweeps.cells import column_of
 from .sweeps.scaling import FACTORS, Law, Observation, fit, held_out
 
 Observations = dict[str, list[Observation]]
@@ -64,8 +64,8 @@ def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
     """
     found: Observations = {}
     for cell in cells:
-        column = cell["columns"].get(TUNED) or cell["columns"].get(PUBLISHED)
-        if not column or column["loss"] is None:
+        column = column_of(cell)
+        if column is None or column["loss"] is None:
             continue
         config = column["config"]
         factors = {
@@ -92,8 +92,11 @@ def fits(found: Observations) -> tuple[dict[str, Law], dict[str, str]]:
 
 def to_json(laws: Mapping[str, Law], found: Observations, at: float) -> dict[str, Any]:
     """Return plain values."""
-    return {
-        name: {
+    made = {}
+    for name, law in laws.items():
+        factors = _at(found[name], at)
+        loss, low, high = law.predict(factors)
+        made[name] = {
             "A": law.scale,
             "exponents": {
                 factor: {"mean": e.mean, "half": e.half}
@@ -103,20 +106,17 @@ def to_json(laws: Mapping[str, Law], found: Observations, at: float) -> dict[str
             "residual": law.residual,
             "fitted_over": law.sizes,
             "largest_foretold_to": _foretold(found[name]),
-            "extrapolated": dict(
-                zip(
-                    ("loss", "low", "high"),
-                    law.predict(_at(found[name], at)),
-                    strict=True,
-                )
-            )
-            | {"factors": _at(found[name], at)},
+            "extrapolated": {
+                "loss": loss,
+                "low": low,
+                "high": high,
+                "factors": factors,
+            },
             "observations": [
                 {**seen.factors, "loss": seen.loss} for seen in found[name]
             ],
         }
-        for name, law in laws.items()
-    }
+    return made
 
 
 def figure(laws: Mapping[str, Law], found: Observations) -> Figure:

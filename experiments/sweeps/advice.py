@@ -31,7 +31,7 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
 
-from .cells import PUBLISHED, TUNED, label
+from .cells import column_of, label
 from .networks import simulated
 
 # Of a run's flags, those that are told: how to get what is recommended.
@@ -153,10 +153,9 @@ def read(path: str | pathlib.Path) -> list[Choice]:
 
 
 def _choice(cell: Mapping[str, Any]) -> Choice | None:
-    """Return a cell's choice; None where a seed diverged."""
-    columns = cell["columns"]
-    column = columns[TUNED] if TUNED in columns else columns[PUBLISHED]
-    if column["diverged"] or not column["curve"]:
+    """Return a cell's choice; None where a seed diverged, or nothing ended."""
+    column = column_of(cell)
+    if column is None or column["diverged"] or not column["curve"]:
         return None
     return Choice(
         label(cell["flags"]),

@@ -128,6 +128,15 @@ def label(flags: Mapping[str, Any]) -> str:
     return " ".join(words + [f"{n}={v}" for n, v in others.items()])
 
 
+def column_of(cell: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the tuned column of a cell as cells.json has it, or else the published.
+
+    None is a cell that was not run to the end of either.
+    """
+    columns = cell["columns"]
+    return columns.get(TUNED) or columns.get(PUBLISHED)
+
+
 def precision(flags: Mapping[str, Any]) -> str:
     """Return how messages are written."""
     written = flags.get("compress")

@@ -164,6 +164,17 @@ def wants_flat_buffer(mesh: Mesh) -> bool:
     return jax.process_count() > 1 and platform == "cpu" and is_whole
 
 
+def spec_axes(spec: Iterable[Any]) -> list[tuple[str, ...]]:
+    """Return the axes of each entry of a `PartitionSpec`, the major one first.
+
+    >>> spec_axes(PartitionSpec("data", None, ("model", "stage")))
+    [('data',), (), ('model', 'stage')]
+    """
+    return [
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
+    ]
+
+
 def regional(mesh: Mesh, inside: Iterable[Any] = ()) -> NamedSharding:
     """Shard an array `[R, ...]`: regions over the mesh, the rest as `inside`."""
     return NamedSharding(mesh, PartitionSpec(REGION, *inside))

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import DATA, INSIDE, regional
+from cocodc_jax.runtime.devices.mesh import DATA, INSIDE, regional, spec_axes
 from cocodc_jax.runtime.devices.outer import (
     check_channels,
     outer_rows,
@@ -196,10 +196,7 @@ class Shardings:
             do not divide the array otherwise.
         """
         assert isinstance(host, NamedSharding)
-        axes = [
-            (each,) if isinstance(each, str) else tuple(each or ())
-            for each in inside.spec
-        ]
+        axes = spec_axes(inside.spec)
         if len(shape) < len(axes) and shape:  # Factored: no copy of its parameter.
             return host
         outer = cast(Mesh, host.mesh)

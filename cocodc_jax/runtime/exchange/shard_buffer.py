@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime.devices.mesh import INSIDE, REGION
+from cocodc_jax.runtime.devices.mesh import INSIDE, REGION, spec_axes
 from cocodc_jax.runtime.devices.outer import over_processes
 from cocodc_jax.runtime.exchange.flat_buffer import as_bytes, from_bytes
 
@@ -222,9 +222,7 @@ def _divided(
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
     """Return the axes of each dimension, and the shape of a shard."""
     entries = (*spec, *(None,) * (len(shape) - len(spec)))[: len(shape)]
-    axes = tuple(
-        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries
-    )
+    axes = tuple(spec_axes(entries))
     counts = [_length(sizes, each) for each in axes]
     if len(spec) > len(shape) or any(
         size % count for size, count in zip(shape, counts, strict=True)
