@@ -38,6 +38,9 @@ from .grid import Setting
 from .keys import completed, run_key
 
 RUNS = "runs"
+# Settings whose compiled programs stay, 180 MB each (tiny). When they are dropped, the
+# next setting compiles small programs anew that it shares with them, in seconds.
+_KEPT_PROGRAMS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Trainer:
         self._folder, self._keep, self._console = folder / RUNS, keep_runs, console
         self._open_text = functools.lru_cache(maxsize=8)(load)
         self._before: Session | None = None
+        self._num_programs = 0
 
     def train(self, row: Row) -> dict[str, Any]:
         """Train a row to its end, from its newest checkpoint if it has one.
@@ -147,8 +151,10 @@ class Trainer:
             [before] if before and _judged_alike(before.config, row.config) else []
         )
         session = self._before = prepare(row.config, folder, self._open_text, earlier)
-        if before and before.program is not session.program:
-            _release()
+        if before is None or before.program is not session.program:
+            self._num_programs += 1
+            if self._num_programs % _KEPT_PROGRAMS == 0:
+                _release()
         try:
             summary = session.train(self._console)
             if summary["steps"] < row.config.run.steps:
@@ -165,7 +171,7 @@ class Trainer:
 
 
 def _release() -> None:
-    """Drop all compiled programs: those of a row before are 200 MB that stay else."""
+    """Drop all compiled programs, which would stay else."""
     jax.clear_caches()
     gc.collect()
 
