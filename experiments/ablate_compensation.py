@@ -2,7 +2,7 @@
 
     python -m experiments.ablate_compensation --workdir=DIR
 
-For every delay: choose outer learning rate and strength on the tuning seeds, train
+For every delay: choose learning rates and strength on the tuning seeds, train
 the test seeds, and report the steps to the perplexity that tuned Streaming DiLoCo
 (alpha 0.5) and tuned DiLoCo end with, at equal tokens and equal bytes. Writes to DIR a
 file for each rule and delay as it is done, ablate_compensation.json with all of them,
@@ -152,7 +152,7 @@ def _print(summary: dict[str, Any], console: Console) -> None:
         )
         table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("rule", no_wrap=True)
-        for head in ("lr", "str.", "loss", "/streaming", "/DiLoCo", "corr."):
+        for head in ("inner", "lr", "str.", "loss", "/streaming", "/DiLoCo", "corr."):
             table.add_column(head, justify="right")
         for row in summary["rows"]:
             if row["delay_steps"] == delay:
@@ -170,6 +170,7 @@ def _print(summary: dict[str, Any], console: Console) -> None:
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["rule"],
+        _tuned(row, "inner_lr"),
         _tuned(row, "outer_lr"),
         _tuned(row, "strength"),
         _with_interval(row["final_loss"], 3),

@@ -40,6 +40,7 @@ class Trial:
     """One run: what differs between the runs of a job."""
 
     seed: int
+    inner_lr: float
     outer_lr: float
     strength: float | None
 
@@ -57,8 +58,8 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
     """
     begin_s = time.perf_counter()
     tried = [
-        Trial(seed, lr, strength)
-        for lr, strength in grid(settings, name, delay_steps)
+        Trial(seed, *numbers)
+        for numbers in grid(settings, name, delay_steps)
         for seed in settings.tuning_seeds
     ]
     tuning = train(settings, name, delay_steps, tried) if len(tried) > 1 else {}
@@ -68,6 +69,7 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
     return {
         "rule": name,
         "delay_steps": delay_steps,
+        "inner_lr": best.inner_lr,
         "outer_lr": best.outer_lr,
         "strength": best.strength,
         "tuning": [
@@ -89,8 +91,18 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
 
 def grid(
     settings: Settings, name: str, delay_steps: int
+) -> list[tuple[float, float, float | None]]:
+    """Inner learning rate, outer learning rate and strength to try together."""
+    return [
+        (inner_lr, *others)
+        for inner_lr in settings.inner_lrs
+        for others in _outer_grid(settings, name, delay_steps)
+    ]
+
+
+def _outer_grid(
+    settings: Settings, name: str, delay_steps: int
 ) -> list[tuple[float, float | None]]:
-    """Pairs of outer learning rate and strength to try."""
     if name == DATA_PARALLEL:
         return [(1.0, None)]
     strengths = ()
@@ -150,6 +162,7 @@ def _train_together(settings, name, delay_steps, trials):
         [trial.outer_lr for trial in trials],
         [0.0 if trial.strength is None else trial.strength for trial in trials],
         plan,
+        inner_scale=[trial.inner_lr / rules.INNER_LR for trial in trials],
         eval_tokens=eval_tokens(settings),
         eval_every=settings.eval_every,
     )

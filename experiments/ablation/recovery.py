@@ -150,6 +150,7 @@ def _judge(settings, trainer, fork: _Fork, judged, tokens, outer_lr):
     """Return cost, the share along D, and by rule what was got back, and losses."""
     key = jax.random.fold_in(jax.random.key(0), fork.step)
     batch = jax.tree.map(lambda x: x[fork.step - 1], tokens)
+    rate = jnp.full(outer_lr.shape, trainer.supplies.rate(fork.step))
     losses = functools.partial(_loss, settings, trainer)
     target, aim = fork.undelayed.params, losses(fork.undelayed.params)
     kept = _squared(target, fork.late.params)
@@ -163,7 +164,7 @@ def _judge(settings, trainer, fork: _Fork, judged, tokens, outer_lr):
                 fork.flight,
                 batch,
                 key,
-                trainer.supplies.rate(fork.step),
+                rate,
                 outer_lr,
                 jnp.full(outer_lr.shape, 0.0 if strength is None else strength),
                 0,

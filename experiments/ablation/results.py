@@ -18,6 +18,7 @@ from cocodc_jax.report.curves import steps_to_loss
 from .jobs import DILOCO
 
 STREAMING = "mix_0.5"
+_HEAD, _TUNED = ("rule", "delay_steps"), ("inner_lr", "outer_lr", "strength")
 
 # Student's t at 0.975 for 1 to 30 degrees of freedom.
 _STUDENT = (
@@ -88,10 +89,7 @@ def summarise(
         finals = [x for x in map(final_loss, curves) if x is not None]
         ratios = [r for r in job["correction_ratio"] if r is not None]
         rows.append(
-            {
-                key: job[key]
-                for key in ("rule", "delay_steps", "outer_lr", "strength", "seconds")
-            }
+            {key: job[key] for key in (*_HEAD, *_TUNED, "seconds")}
             | {
                 "bytes_sent_per_region": job["bytes_sent_per_region"],
                 "final_loss": interval(finals) if len(finals) == len(curves) else None,
@@ -137,7 +135,7 @@ def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
 def at_edge(job: dict[str, Any]) -> list[str]:
     """Which tuned numbers lie at an end of their grid, where more may be had."""
     found = []
-    for name in ("outer_lr", "strength"):
+    for name in _TUNED:
         tried = {trial[name] for trial in job["tuning"]} - {None}
         if len(tried) > 1 and job[name] in (min(tried), max(tried)):
             found.append(name)

@@ -30,6 +30,7 @@ class Settings:
       eval_sequences: validation sequences, the same ones at all times.
       test_seeds: reported.
       tuning_seeds: for the choice of outer learning rate and strength.
+      inner_lrs: peak inner learning rates, each tried with all of the following.
       outer_lrs: tried for a rule without strength.
       outer_lrs_with_strength: tried with each strength of a rule that has one.
       trials: runs that are trained side by side.
@@ -47,6 +48,7 @@ class Settings:
     eval_sequences: int = 128
     test_seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     tuning_seeds: tuple[int, ...] = (100,)
+    inner_lrs: tuple[float, ...] = (rules.INNER_LR,)
     outer_lrs: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.4)
     outer_lrs_with_strength: tuple[float, ...] = (0.4, 0.7, 1.1)
     trials: int = 6
@@ -60,7 +62,7 @@ class Settings:
         for name in ("steps", "trials", "eval_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("test_seeds", "tuning_seeds", "outer_lrs"):
+        for name in ("test_seeds", "tuning_seeds", "inner_lrs", "outer_lrs"):
             if not getattr(self, name):
                 raise ValueError(f"{name}=() is empty; name at least one")
         shared = set(self.test_seeds) & set(self.tuning_seeds)
@@ -83,7 +85,10 @@ class Settings:
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Inner AdamW; a constant rate, so that a step means the same at all times."""
+        """Inner AdamW; a constant rate, so that a step means the same at all times.
+
+        Trials with another of `inner_lrs` scale its updates (`simulate`).
+        """
         return OptimizerConfig(
             inner_lr=rules.INNER_LR,
             warmup_steps=self.warmup_steps,

@@ -82,6 +82,7 @@ def simulate(
     strength: Sequence[float],
     plan: Plan | None,
     *,
+    inner_scale: Sequence[float] | None = None,
     eval_tokens: Any = None,
     eval_every: int = 0,
 ) -> Outcome:
@@ -94,14 +95,24 @@ def simulate(
       outer_lr: of each trial.
       strength: of each trial; any number where the rule has none.
       plan: how trials synchronise; None averages gradients at every step instead.
+      inner_scale: of each trial, what its inner learning rate is over the trainer's;
+        None is 1.
       eval_tokens: one batch, the same for all trials.
       eval_every: steps between evaluations, the first before step 1; 0 for none.
 
     Returns:
       Curves and final state.
     """
+    num_trials = len(outer_lr)
+    scale = jnp.asarray(inner_scale or [1.0] * num_trials)
     run = _Run(
-        trainer, trials, tokens, jnp.asarray(outer_lr), jnp.asarray(strength), plan
+        trainer,
+        trials,
+        tokens,
+        jnp.asarray(outer_lr),
+        jnp.asarray(strength),
+        scale,
+        plan,
     )
     num_steps = jax.tree.leaves(tokens)[0].shape[0]
     curve: dict[int, jax.Array] = {}
@@ -112,7 +123,6 @@ def simulate(
             break
         next_eval = (run.step // (eval_every or 1) + 1) * (eval_every or num_steps)
         run.advance(min(num_steps, next_eval, run.next_event(num_steps)))
-    num_trials = len(outer_lr)
     return Outcome(
         [*curve],
         np.stack([*curve.values()], axis=1) if curve else np.zeros((num_trials, 0)),
@@ -126,12 +136,12 @@ def simulate(
 class _Run:
     """The state of a run between its events."""
 
-    def __init__(self, trainer, trials, tokens, outer_lr, strength, plan):
+    def __init__(self, trainer, trials, tokens, outer_lr, strength, scale, plan):
         self.trials: Trials = trials
         self.step = self.bytes_sent = 0
         self.ratios: list[jax.Array] = []
         self._trainer, self._tokens, self._plan = trainer, tokens, plan
-        self._outer_lr, self._strength = outer_lr, strength
+        self._outer_lr, self._strength, self._scale = outer_lr, strength, scale
         self._state = plan and plan.schedule.init()
         self._flights: dict[int, Flight] = {}
         self._key = jax.random.key(0)
@@ -150,6 +160,7 @@ class _Run:
             self.step,
             step,
             self._plan is None,
+            self._scale,
         )
         self.trials = self.trials._replace(params=params, opt_state=opt_state)
         num_steps, self.step = step - self.step, step
@@ -181,7 +192,7 @@ class _Run:
             self._flights.pop(k),
             jax.tree.map(lambda x: x[self.step - 1], self._tokens),
             jax.random.fold_in(self._key, draw),
-            self._trainer.supplies.rate(self.step),
+            self._trainer.supplies.rate(self.step) * self._scale,
             self._outer_lr,
             self._strength,
             k,

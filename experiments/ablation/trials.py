@@ -108,9 +108,17 @@ class Trainer:
     def _nesterov(self, outer_lr) -> optax.GradientTransformation:
         return optax.sgd(outer_lr, self._outer_momentum, nesterov=True)
 
-    def _advance(self, params, opt_state, tokens, first, last, reduce_gradients):
-        """Step `first` to `last` of all regions; tokens leaves `[T, E, R, ...]`."""
+    def _advance(
+        self, params, opt_state, tokens, first, last, reduce_gradients, scale=None
+    ):
+        """Step `first` to `last` of all regions; tokens leaves `[T, E, R, ...]`.
+
+        `scale` `[E]` multiplies the updates of a trial: its inner learning rate over
+        the optimizer's, as AdamW's updates are linear in it.
+        """
         shape = jax.tree.leaves(params)[0].shape[:2]
+        scale = jnp.ones(shape[0]) if scale is None else scale
+        scale = jnp.repeat(scale, shape[1])
         # One mapped axis in place of two: half as many batched products to lay out.
         merge_axes = functools.partial(
             jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:])
@@ -124,8 +132,9 @@ class Trainer:
                 params, batch, jax.random.key(0)
             )[0]
 
-        def update(grads, opt_state, params):
+        def update(grads, opt_state, params, scale):
             updates, opt_state = self._optimizer.update(grads, opt_state, params)
+            updates = jax.tree.map(lambda x: x * scale, updates)
             return optax.apply_updates(params, updates), opt_state
 
         def step(i, carry):
@@ -140,7 +149,7 @@ class Trainer:
                     split_axes(grads),
                 )
                 grads = merge_axes(grads)
-            return jax.vmap(update)(grads, opt_state, params)
+            return jax.vmap(update)(grads, opt_state, params, scale)
 
         carry = merge_axes((params, opt_state))
         return split_axes(jax.lax.fori_loop(first, last, step, carry))
@@ -182,7 +191,8 @@ def make_finish(
     Returns:
       `finish(trials, flight, batch, key, rate, outer_lr, strength, k)` gives the trials
       with fragment k stepped and merged, and the correction ratio `[E]`; batch
-      `[E, R, ...]` is the last one trained on.
+      `[E, R, ...]` is the last one trained on; rate, outer_lr
+      and strength `[E]`.
     """
     fragments, supplies = trainer.fragments, trainer.supplies
     wanted = make(1.0, delay_steps).needs
@@ -224,7 +234,7 @@ def make_finish(
         local = fragments.take(trials.params, k, lead=2)
         keys = jax.random.split(key, jax.tree.leaves(local)[0].shape[:2])
         in_region = (0, 0, None, 0, 0, 0, 0, None, None)
-        in_trial = (0, 0, 0, 0, 0, 0, 0, None, 0)
+        in_trial = (0, 0, 0, 0, 0, 0, 0, 0, 0)
         one = functools.partial(one_region, k=k)
         merged, ratio = jax.vmap(jax.vmap(one, in_region), in_trial)(
             local,

@@ -115,7 +115,7 @@ CASES = [*QUICK] + [
 @pytest.mark.parametrize(("name", "delay_steps"), CASES)
 def test_trials_are_the_region_program(name, delay_steps):
     """With a delay of H a fragment is in flight at all times, across every cycle."""
-    outer_lr, strength = [0.3, 0.6], [0.2, 0.7]
+    outer_lr, strength, inner_scale = [0.3, 0.6], [0.2, 0.7], [1.0, 1.5]
     data, make = batches(), MERGES[name]
     schedule = staggered(INTERVAL, NUM_FRAGMENTS, delay_steps)
     trainer = make_trainer()
@@ -127,8 +127,13 @@ def test_trials_are_the_region_program(name, delay_steps):
         outer_lr,
         strength,
         simulator.make_plan(trainer, schedule, make, REGIONS),
+        inner_scale=inner_scale,
     )
     trial = 1
+
+    def own_rate(step):
+        return inner_scale[trial] * rate(step)
+
     method = Method(
         name=name,
         sync=Sync(
@@ -139,12 +144,12 @@ def test_trials_are_the_region_program(name, delay_steps):
     )
     program = cc.RegionProgram(
         loss_fn,
-        optax.adamw(rate, b2=0.99),
+        optax.adamw(own_rate, b2=0.99),
         method,
         init_params(trial),
         REGIONS,
         mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]),
-        supplies=Supplies(rate, MOMENT, OUTPUTS),
+        supplies=Supplies(own_rate, MOMENT, OUTPUTS),
     )
     state = program.init(init_params(trial), jax.random.key(0))
     stream = (jax.tree.map(lambda x, t=t: x[t, trial], data) for t in range(STEPS))
@@ -249,7 +254,7 @@ def test_strengths_fall_with_the_delay_where_they_say_so():
 
 def test_the_choice_is_the_least_mean_and_never_diverged():
     tried = [
-        jobs.Trial(seed, lr, strength)
+        jobs.Trial(seed, 3e-3, lr, strength)
         for lr, strength in [(0.1, 1.0), (0.1, 2.0), (0.4, 1.0)]
         for seed in (8, 9)
     ]
@@ -261,6 +266,7 @@ def made_up(rule, delay, losses, tuning=()):
     return {
         "rule": rule,
         "delay_steps": delay,
+        "inner_lr": 3e-3,
         "outer_lr": 0.4,
         "strength": None,
         "seconds": 1.0,
@@ -313,7 +319,10 @@ def test_a_run_that_diverged_is_no_number():
 
 
 def test_the_best_at_an_end_of_its_grid_is_marked():
-    tried = [{"outer_lr": lr, "strength": None, "loss": 1.0} for lr in (0.2, 0.4, 0.8)]
+    tried = [
+        {"inner_lr": 3e-3, "outer_lr": lr, "strength": None, "loss": 1.0}
+        for lr in (0.2, 0.4, 0.8)
+    ]
     assert results.at_edge(made_up("x", 4, [[1.0]], tried)) == []
     assert results.at_edge(made_up("x", 4, [[1.0]], tried[1:])) == ["outer_lr"]
 
@@ -324,6 +333,7 @@ def test_the_best_at_an_end_of_its_grid_is_marked():
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"steps": 30}, "eval_every=20 must divide steps=30"),
         ({"test_seeds": (1, 2), "tuning_seeds": (2,)}, "holds test seeds .2."),
+        ({"inner_lrs": ()}, r"inner_lrs=\(\) is empty"),
         ({"outer_lrs": ()}, r"outer_lrs=\(\) is empty"),
         ({"num_fragments": 3}, "sync_interval=20 is not a multiple"),
     ],
