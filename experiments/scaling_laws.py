@@ -35,7 +35,7 @@ def main() -> None:
     console = Console()
     with flags.usage_errors():
         folder, at = _flags()
-        found = observations(_cells(folder))
+        found = _observed(folder)
         laws, refused = fits(found)
         if not laws:
             raise ValueError(
@@ -202,14 +202,19 @@ def _flags() -> tuple[pathlib.Path, float]:
     return pathlib.Path(flags.value("workdir")), at
 
 
-def _cells(folder: pathlib.Path) -> Sequence[Mapping[str, Any]]:
+def _observed(folder: pathlib.Path) -> Observations:
     path = folder / "cells.json"
     if not path.exists():
         raise ValueError(
             f"workdir={str(folder)!r} has no cells.json; experiments.sweep --report "
             "writes it"
         )
-    return read_table(path)["cells"]
+    try:
+        return observations(read_table(path)["cells"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no cells.json of experiments.sweep ({error!r})"
+        ) from error
 
 
 def define() -> None:
