@@ -36,7 +36,7 @@ KEY = jax.random.key(0)
 exact_jit = functools.partial(
     jax.jit,
     compiler_options={
-        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_use_fusion_emitters": True,
         "xla_disable_hlo_passes": "fusion",
     },
 )

@@ -53,6 +53,48 @@ def test_splash_is_plain_attention(sequence):
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2e-2)]
+)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_plain_attention_is_that_of_jax(kv_heads, dtype, tolerance):
+    """Values, gradients, and gradients differentiated forward, as merges want them."""
+    rng = np.random.default_rng(1)
+    query, key, value, weight = (
+        jnp.asarray(rng.normal(size=(3, 20, heads, 8)), dtype)
+        for heads in (4, kv_heads, kv_heads, 4)
+    )
+
+    def result(attention):
+        def weighed(*qkv):
+            return jnp.sum((attention(*qkv) * weight).astype(jnp.float32))
+
+        def gradient(*qkv):
+            return jax.grad(weighed, (0, 1, 2))(*qkv)
+
+        qkv = (query, key, value)
+        return attention(*qkv), jax.jit(lambda *x: jax.jvp(gradient, x, qkv))(*qkv)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32),
+            np.asarray(b, np.float32),
+            rtol=10 * tolerance,
+            atol=10 * tolerance,
+        ),
+        result(functools.partial(attend, kernel="plain")),
+        result(functools.partial(jax.nn.dot_product_attention, is_causal=True)),
+    )
+
+
+def test_plain_attention_of_large_scores_is_finite():
+    """The largest score of a row is taken off before the exponential."""
+    x = 300 * jax.random.normal(jax.random.key(0), (1, 9, 2, 16))
+    value, gradient = jax.value_and_grad(lambda x: attend(x, x, x, "plain").sum())(x)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
 SMALL = get("small")
 FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
 
