@@ -161,7 +161,7 @@ class Comparison:
     ) -> tuple[Pace, float]:
         return predict.predict(
             network,
-            self._base.replace(method=method).method.build(),
+            self._config(network, method).method.build(),
             stretch,
             run,
             alone.region_step_s,
@@ -173,17 +173,29 @@ class Comparison:
         self, network: cases.Network, method: str
     ) -> tuple[Measured, cases.Stretch]:
         folder = self._workdir / network.name / method
-        config, run = self._base.replace(method=method).method, self._base.run
-        stretch = cases.stretch(config.build(), run.log_every, self._intervals)
-        train = self._train_flags(method, stretch.last_step)
+        config = self._config(network, method)
+        stretch = cases.stretch(
+            config.method.build(), config.run.log_every, self._intervals
+        )
+        train = self._train_flags(network, method, stretch.last_step)
         command = lab_run.lab_command(network, folder, train)
         return lab_run.measured(command, folder, stretch, self._limit_s), stretch
 
-    def _train_flags(self, method: str, num_steps: int) -> list[str]:
+    def _config(self, network: cases.Network, method: str) -> TrainConfig:
+        # What others are held against sends nothing, or everything as it is.
+        is_control = network is self._wide
+        base = self._base.where(compress=None) if is_control else self._base
+        return base.replace(method=method)
+
+    def _train_flags(
+        self, network: cases.Network, method: str, num_steps: int
+    ) -> list[str]:
         """Return what was given and this method has a use for, and what is fixed."""
         taken = methods.defaults(method)
         leaves = {"preset": self._base.preset}
         for name in self._given:
+            if name == "compress" and network is self._wide:
+                continue
             if LEAVES[name].section != "method" or name in taken:
                 leaves[name] = flags.value(name)
         leaves |= {"method": method, "steps": num_steps, **FIXED}

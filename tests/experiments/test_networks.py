@@ -328,6 +328,26 @@ def test_flags_of_training_are_checked_before_anything_runs(
     assert not (tmp_path / "new").exists()
 
 
+def test_what_others_are_held_against_is_not_compressed(monkeypatch, tmp_path):
+    """Regions left alone send nothing, and hosts are timed by what they send whole."""
+    monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
+    asked = []
+
+    def measured(command, *_):
+        asked.append([word for word in command if "compress" in word])
+        raise compare_networks.LabRunError("not here")
+
+    monkeypatch.setattr(compare_networks.lab_run, "measured", measured)
+    values = compare_networks.define_flags()
+    words = f"x --workdir={tmp_path} --networks=20 --methods=streaming_diloco --"
+    train = values([*words.split(), "--preset=smoke", "--compress=ef+int4"])[1:]
+    comparison = compare_networks.Comparison(values, train)
+    with pytest.raises(compare_networks.LabRunError):
+        comparison.apart()
+    list(comparison.rows(alone=None, host_bytes_per_s=1e9))
+    assert asked == [[], ["--compress=ef+int4"]]
+
+
 @needs_lab
 @pytest.mark.slow
 def test_two_methods_over_one_network(command, corpus, tmp_path):
