@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from cocodc_jax.sync import merge
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
@@ -32,6 +34,9 @@ class Rule:
       falls_with_delay: strengths are divided by the delay.
       least_delay: delay in steps below which the rule has no meaning.
       note: what the rule is, in a few words.
+      kept_share: `kept_share(strength)`, how much of its progress during the delay a
+        region keeps; what it leaves out is added to its next message (error feedback of
+        the merge). None is no memory.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Rule:
     falls_with_delay: bool = False
     least_delay: int = 0
     note: str = ""
+    kept_share: Callable[[Any], Any] | None = None
 
     def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
         """Return the strengths to try at this delay."""
@@ -52,6 +58,28 @@ def _mix(alpha: float) -> Rule:
         f"mix_{alpha:g}",
         lambda strength, delay_steps: merge.mix(alpha),
         note=f"alpha mix, {alpha:g} on local" + " (Streaming DiLoCo)" * (alpha == 0.5),
+    )
+
+
+def _feedback() -> Rule:
+    """Alpha mix, tuned, whose loss of progress the next message makes good."""
+
+    def make(strength, delay_steps):
+        del delay_steps
+
+        def apply(local, staged, outer, **extra):
+            del staged, extra
+            mixed = lambda x, o: strength * x + (1 - strength) * o  # noqa: E731
+            return jax.tree.map(mixed, local, outer), {}
+
+        return merge.Merge("mix_feedback", apply)
+
+    return Rule(
+        "mix_feedback",
+        make,
+        (0.0, 0.25, 0.5, 0.75),
+        note="alpha mix; what it takes of the progress goes into the next message",
+        kept_share=lambda strength: strength,
     )
 
 
@@ -103,6 +131,7 @@ def _all(sync_interval: int) -> list[Rule]:
     exact: dict[str, Any] = {"strengths": (0.4, 1.2), "falls_with_delay": True}
     return [
         *map(_mix, (0.0, 0.25, 0.5, 0.75)),
+        _feedback(),
         _fixed("replay", curvature.none(), 0.0, "no curvature: keep all progress"),
         _fixed(
             "paper",

@@ -28,10 +28,12 @@ class Plan:
     Attributes:
       schedule: when fragments start and arrive.
       finish: from `trials.make_finish`, with the schedule's delay.
+      remembers: whether what merges leave out goes into the next message.
     """
 
     schedule: Schedule
     finish: Callable
+    remembers: bool = False
 
 
 def make_plan(
@@ -39,6 +41,7 @@ def make_plan(
     schedule: Schedule,
     make: Callable[[Any, int], Merge],
     num_regions: int,
+    kept_share: Callable[[Any], Any] | None = None,
 ) -> Plan:
     """Return the plan of one rule, with the copies that it wants kept.
 
@@ -47,11 +50,13 @@ def make_plan(
       schedule: of the syncs.
       make: `make(strength, delay_steps) -> Merge`, see `rules.Rule`.
       num_regions: R.
+      kept_share: of the rule, see `rules.Rule`.
     """
     delay_steps = schedule.delay_steps
     copies = needs.copies(make(1.0, delay_steps).needs)
     bound = schedule.bind(Regions.alike(num_regions), needs.HALFWAY in copies)
-    return Plan(bound, make_finish(trainer, make, delay_steps))
+    finish = make_finish(trainer, make, delay_steps, kept_share)
+    return Plan(bound, finish, kept_share is not None)
 
 
 class Outcome(NamedTuple):
@@ -137,6 +142,11 @@ class _Run:
     """The state of a run between its events."""
 
     def __init__(self, trainer, trials, tokens, outer_lr, strength, scale, plan):
+        if plan is not None and plan.remembers:
+            each = range(len(trainer.fragments))
+            nothing = jax.tree.map(jnp.zeros_like, trials.params)
+            memory = tuple(trainer.take(nothing, k) for k in each)
+            trials = trials._replace(memory=memory)
         self.trials: Trials = trials
         self.step = self.bytes_sent = 0
         self.ratios: list[jax.Array] = []
@@ -175,7 +185,10 @@ class _Run:
     def _carry_out(self, event: Event) -> None:
         k = event.fragment_id
         if event.kind == START:
-            started = self._trainer.start(self.trials.params, self.trials.outer[k], k)
+            memory = self.trials.memory and self.trials.memory[k]
+            started = self._trainer.start(
+                self.trials.params, self.trials.outer[k], k, memory
+            )
             self._flights[k] = Flight(*started)
             self.bytes_sent += self._trainer.fragments.num_bytes[k]
         elif event.kind == MIDWAY:

@@ -36,12 +36,15 @@ class Trials(NamedTuple):
       opt_state: inner optimizer states, `[E, R, ...]`.
       outer: outer fragments, an entry a fragment, `[E, ...]`.
       outer_state: their outer optimizer states, `[E, ...]`.
+      memory: what merges have left out of regions' progress and no message has told
+        yet, an entry a fragment, `[E, R, ...]`; None where it is forgotten.
     """
 
     params: PyTree
     opt_state: PyTree
     outer: tuple[PyTree, ...]
     outer_state: tuple[PyTree, ...]
+    memory: tuple[PyTree, ...] | None = None
 
 
 class Flight(NamedTuple):
@@ -163,9 +166,11 @@ class Trainer:
 
         return jax.lax.map(one, params)
 
-    def _start(self, params, outer, k):
-        staged = self.fragments.take(params, k, lead=2)
-        mean = jax.tree.map(lambda o, x: (o[:, None] - x).mean(1), outer, staged)
+    def _start(self, params, outer, k, memory=None):
+        told = staged = self.fragments.take(params, k, lead=2)
+        if memory is not None:
+            told = jax.tree.map(jnp.add, staged, memory)
+        mean = jax.tree.map(lambda o, x: (o[:, None] - x).mean(1), outer, told)
         return staged, mean
 
     def outer_step(self, outer, state, mean, outer_lr):
@@ -179,7 +184,10 @@ class Trainer:
 
 
 def make_finish(
-    trainer: Trainer, make: Callable[[Any, int], Merge], delay_steps: int
+    trainer: Trainer,
+    make: Callable[[Any, int], Merge],
+    delay_steps: int,
+    kept_share: Callable[[Any], Any] | None = None,
 ) -> Callable:
     """Compile what happens when a fragment arrives.
 
@@ -187,6 +195,7 @@ def make_finish(
       trainer: shared parts.
       make: `make(strength, delay_steps) -> Merge`, see `rules.Rule`.
       delay_steps: tau.
+      kept_share: of the rule, where what it leaves out is remembered.
 
     Returns:
       `finish(trials, flight, batch, key, rate, outer_lr, strength, k)` gives the trials
@@ -247,11 +256,21 @@ def make_finish(
             rate,
             strength,
         )
+        memory = trials.memory
+        if kept_share is not None:
+            share = 1 - kept_share(strength)
+            left_out = jax.tree.map(
+                lambda x, s: share.reshape(-1, *[1] * (x.ndim - 1)) * (x - s),
+                local,
+                flight.staged,
+            )
+            memory = replaced(memory, k, left_out)
         return Trials(
             fragments.put(trials.params, k, merged, lead=2),
             trials.opt_state,
             replaced(trials.outer, k, outer),
             replaced(trials.outer_state, k, outer_state),
+            memory,
         ), ratio.mean(1)
 
     return jax.jit(finish, static_argnums=7)
