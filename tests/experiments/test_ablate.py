@@ -246,6 +246,49 @@ def test_every_rule_is_a_merge(name, delay_steps):
     assert rule.name == name
 
 
+def test_what_a_merge_leaves_out_is_told_with_the_next_message():
+    """Error feedback of the mix, by hand: memory (1 - alpha) (local - staged)."""
+    rule, trainer = TABLE["mix_feedback"], make_trainer()
+    alpha = np.array([0.25, 1.0], np.float32)
+    plan = simulator.make_plan(
+        trainer, staggered(4, 2, 1), rule.make, REGIONS, rule.kept_share
+    )
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(TRIALS)))
+    begun = trainer.init(stacked, REGIONS)
+    staged = trainer.take(jax.tree.map(lambda x: x + 1, begun.params), 0)
+    local = trainer.fragments.put(
+        begun.params, 0, jax.tree.map(lambda x: x + 3, staged), lead=2
+    )
+    nothing = jax.tree.map(jnp.zeros_like, begun.params)
+    memory = tuple(trainer.take(nothing, k) for k in range(NUM_FRAGMENTS))
+    mean = jax.tree.map(lambda x: 0 * x, begun.outer[0])
+    merged, _ = plan.finish(
+        begun._replace(params=local, memory=memory),
+        trials.Flight(staged, mean),
+        jax.tree.map(lambda x: jnp.asarray(x[0]), batches()),
+        jax.random.key(0),
+        jnp.ones(TRIALS),
+        jnp.ones(TRIALS),
+        alpha,
+        0,
+    )
+    after = trainer.take(merged.params, 0)
+    for name, left_out in merged.memory[0].items():
+        by_trial = alpha.reshape(TRIALS, *[1] * (left_out.ndim - 1))
+        wanted = np.broadcast_to((1 - by_trial) * 3, left_out.shape)
+        np.testing.assert_allclose(left_out, wanted, rtol=1e-6)
+        # Regions were 4 from the outer fragment, of which they keep alpha.
+        away = after[name] - merged.outer[0][name][:, None]
+        wanted = np.broadcast_to(by_trial * 4, away.shape)
+        np.testing.assert_allclose(away, wanted, rtol=1e-5)
+    _, plain = trainer.start(merged.params, merged.outer[0], 0)
+    _, told = trainer.start(merged.params, merged.outer[0], 0, merged.memory[0])
+    jax.tree.map(
+        lambda t, p, e: np.testing.assert_allclose(t, p - e.mean(1), rtol=1e-5),
+        told, plain, merged.memory[0],
+    )  # fmt: skip
+
+
 def test_strengths_fall_with_the_delay_where_they_say_so():
     assert TABLE["isotropic"].strengths_at(10) == TABLE["isotropic"].strengths
     one, ten = (TABLE["outer_product"].strengths_at(tau) for tau in (1, 10))
