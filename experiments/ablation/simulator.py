@@ -141,7 +141,7 @@ def simulate(
 class _Run:
     """The state of a run between its events."""
 
-    def __init__(self, trainer, trials, tokens, outer_lr, strength, scale, plan):
+    def __init__(self, trainer, trials, tokens, outer_lr, strength, scale, plan: Any):
         if plan is not None and plan.remembers:
             each = range(len(trainer.fragments))
             nothing = jax.tree.map(jnp.zeros_like, trials.params)
