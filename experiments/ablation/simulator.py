@@ -108,6 +108,8 @@ def simulate(
     Returns:
       Curves and final state.
     """
+    if plan is not None and plan.remembers:
+        trials = trials._replace(memory=trainer.no_memory(trials.params))
     num_trials = len(outer_lr)
     scale = jnp.asarray(inner_scale or [1.0] * num_trials)
     run = _Run(
@@ -141,12 +143,7 @@ def simulate(
 class _Run:
     """The state of a run between its events."""
 
-    def __init__(self, trainer, trials, tokens, outer_lr, strength, scale, plan: Any):
-        if plan is not None and plan.remembers:
-            each = range(len(trainer.fragments))
-            nothing = jax.tree.map(jnp.zeros_like, trials.params)
-            memory = tuple(trainer.take(nothing, k) for k in each)
-            trials = trials._replace(memory=memory)
+    def __init__(self, trainer, trials, tokens, outer_lr, strength, scale, plan):
         self.trials: Trials = trials
         self.step = self.bytes_sent = 0
         self.ratios: list[jax.Array] = []

@@ -108,6 +108,11 @@ class Trainer:
             jax.tree.map(spread, params), jax.tree.map(spread, opt_state), outer, state
         )
 
+    def no_memory(self, params: PyTree) -> tuple[PyTree, ...]:
+        """Return what `Trials.memory` is before anything was left out."""
+        nothing = jax.tree.map(jnp.zeros_like, params)
+        return tuple(self.take(nothing, k) for k in range(len(self.fragments)))
+
     def _nesterov(self, outer_lr) -> optax.GradientTransformation:
         return optax.sgd(outer_lr, self._outer_momentum, nesterov=True)
 

@@ -259,8 +259,7 @@ def test_what_a_merge_leaves_out_is_told_with_the_next_message():
     local = trainer.fragments.put(
         begun.params, 0, jax.tree.map(lambda x: x + 3, staged), lead=2
     )
-    nothing = jax.tree.map(jnp.zeros_like, begun.params)
-    memory = tuple(trainer.take(nothing, k) for k in range(NUM_FRAGMENTS))
+    memory = trainer.no_memory(begun.params)
     mean = jax.tree.map(lambda x: 0 * x, begun.outer[0])
     merged, _ = plan.finish(
         begun._replace(params=local, memory=memory),
