@@ -53,6 +53,7 @@ def streaming_diloco(
     max_delay_steps: int | None = None,
     phase_steps: int = 0,
     merge_rule: str = "mix",
+    merge_feedback: bool = False,
 ) -> Method:
     """Build Streaming DiLoCo (arXiv 2501.18512): fragments, overlap, mixing.
 
@@ -73,15 +74,22 @@ def streaming_diloco(
         or its rest by H / K, merges fall on them.
       merge_rule: what a region does with what arrives, "mix" by `mixing_alpha`, or
         "replay" of its own progress since the start (LOSCAR's merge).
+      merge_feedback: whether a region's next message tells what the mix drops of its
+        progress during the delay; needs messages with error feedback (ours).
 
     Raises:
-      ValueError: if a number is out of range, or `merge_rule` is another one.
+      ValueError: if a number is out of range, `merge_rule` is another one, or
+        `merge_feedback` has nothing to tell.
     """
     rules = {"mix": merge.mix(mixing_alpha), "replay": merge.replay()}
     if merge_rule not in rules:
         raise ValueError(
             f"merge_rule={merge_rule!r} is unknown; use one of {tuple(rules)}"
         )
+    rule = rules[merge_rule]
+    if merge_feedback:
+        kept = 1.0 if merge_rule == "replay" else mixing_alpha
+        rule = merge.remembering(rule, kept)
     return Method(
         name="streaming_diloco",
         sync=Sync(
@@ -89,7 +97,7 @@ def streaming_diloco(
                 sync_interval, num_fragments, delay_steps, max_delay_steps, phase_steps
             ),
             outer=nesterov(outer_lr, outer_momentum),
-            merge=rules[merge_rule],
+            merge=rule,
             fragment_strategy=fragment_strategy,
         ),
     )

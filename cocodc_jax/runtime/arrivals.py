@@ -22,6 +22,7 @@ from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
+from cocodc_jax.runtime.left_out import make_left_out
 from cocodc_jax.runtime.merge import make_merge, merge_arguments, merging
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
@@ -40,7 +41,7 @@ from cocodc_jax.runtime.turns import AppliedSync, Turn, Turns
 from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.robust import VERDICT, left_out
-from cocodc_jax.sync.schedules.base import Event, Pending
+from cocodc_jax.sync.schedules.base import Event, Pending, replaced
 from cocodc_jax.sync.schedules.slotted import Slotted
 
 PyTree = Any
@@ -76,6 +77,11 @@ class Arrivals:
         self._route, self._outer, self._departures = route, outer, departures
         self._restore, self._turns = restore, turns
         self.merges = [self._make_merge(k) for k in range(len(setting.fragments))]
+        self._left_out = [
+            make_left_out(setting, k)
+            for k in range(len(setting.fragments))
+            if setting.sync.merge.told_later
+        ]
         # Whose slots means may be late until; None waits for them where they are due.
         self._slots: Slotted | None = None
         if isinstance(route, BetweenJobs) and route.goes_on:
@@ -152,6 +158,7 @@ class Arrivals:
         flight = flights.pop(event.sync_id)
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
         if done is None:
+            self._remember(turn, k, flight)
             if self._setting.steps_in_merge:
                 program = self.merges[k]
                 done = step_and_merge(self._setting, program, turn, event, flight)
@@ -175,6 +182,16 @@ class Arrivals:
                 flight.kept.get(VERDICT, _verdict(flight)),
             )
         )
+
+    def _remember(self, turn: Turn, k: int, flight: InFlight) -> None:
+        """Keep for the next message what the merge will drop, where it is told."""
+        if not self._left_out:
+            return
+        params = merging(self._setting, k, turn.region).params
+        staged, states = flight.kept[needs.STAGED], turn.sync.compressors
+        state = self._left_out[k](params, staged, states[k])
+        states = replaced(states, k, state)
+        turn.sync = dataclasses.replace(turn.sync, compressors=states)
 
     def _receive(self, turn: Turn, k: int, flight: InFlight) -> jax.Array:
         """Take an outer step with what arrived; returns its norm."""

@@ -50,11 +50,14 @@ class Merge:
         fragment and a dict of float32 scalars. All three are fragments of one region
         (flat dicts of arrays); `staged` is None unless "staged" is needed.
       needs: names of the extra arguments, see `sync.needs`.
+      told_later: share of a region's progress during the delay that the merge drops and
+        its next message tells, see `remembering`; 0 is that none is told.
     """
 
     name: str
     apply: Callable[..., tuple[PyTree, Metrics]]
     needs: frozenset[str] = frozenset()
+    told_later: float = 0.0
 
 
 # What `compensate` gives to its transform by itself.
@@ -153,6 +156,27 @@ def replay() -> Merge:
     The merge of LOSCAR-SGD (arXiv 2605.20866), and `compensate` without a curvature.
     """
     return dataclasses.replace(compensate(optax.identity()), name="replay")
+
+
+def remembering(rule: Merge, kept: float) -> Merge:
+    """Have the next message tell what the merge drops of a region's progress.
+
+    Error feedback of the merge, see `runtime/left_out.py`.
+
+    Args:
+      rule: which keeps a fixed share of the progress during the delay.
+      kept: that share, in [0, 1): alpha of the mix.
+
+    Raises:
+      ValueError: if nothing is dropped.
+    """
+    if kept >= 1:
+        raise ValueError(
+            "merge_feedback=True has nothing to tell where regions keep all of their "
+            "progress; leave it out, or lower mixing_alpha or progress_weight"
+        )
+    needs = rule.needs | {"staged"}
+    return dataclasses.replace(rule, needs=needs, told_later=1 - kept)
 
 
 def where_drawn(rule: Merge, mask: SharedMask) -> Merge:

@@ -13,12 +13,15 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax.runtime.running import run
 from cocodc_jax.sync import cutting, merge
+from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules import MIDWAY, events_at, staggered
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
+from cocodc_jax.transforms.compressor import identity
+from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.secant import secant
 from cocodc_jax.transforms.second_moment import adam_second_moment
 from experiments import ablate_compensation
@@ -55,6 +58,9 @@ def compensated(kind, strength):
 
 
 MERGES = {
+    "mix_feedback": lambda strength, delay: rules.table(20)["mix_feedback"].make(
+        strength, delay
+    ),
     "streaming": lambda strength, delay: merge.mix(0.5),
     "isotropic": lambda strength, delay: compensated(curvature.isotropic(), strength),
     "outer_product": lambda strength, delay: compensated(
@@ -104,7 +110,9 @@ def make_trainer():
     )
 
 
-QUICK = [("streaming", 4), ("isotropic", 4), ("hessian", 4)]
+QUICK = [("streaming", 4), ("isotropic", 4), ("hessian", 4), ("mix_feedback", 4)]
+# What a strength is of the progress that is kept, where the rest is remembered.
+REMEMBERED = {"mix_feedback": lambda strength: strength}
 CASES = [*QUICK] + [
     pytest.param(name, delay, marks=pytest.mark.slow)  # Each compiles for seconds.
     for name, delay in [*((name, 4) for name in MERGES), ("streaming", 1)]
@@ -126,7 +134,7 @@ def test_trials_are_the_region_program(name, delay_steps):
         jax.tree.map(jnp.asarray, data),
         outer_lr,
         strength,
-        simulator.make_plan(trainer, schedule, make, REGIONS),
+        simulator.make_plan(trainer, schedule, make, REGIONS, REMEMBERED.get(name)),
         inner_scale=inner_scale,
     )
     trial = 1
@@ -134,12 +142,17 @@ def test_trials_are_the_region_program(name, delay_steps):
     def own_rate(step):
         return inner_scale[trial] * rate(step)
 
+    rule, message = make(strength[trial], delay_steps), AsIs()
+    if name in REMEMBERED:
+        rule = merge.remembering(rule, REMEMBERED[name](strength[trial]))
+        message = Compressed(error_feedback(identity()))
     method = Method(
         name=name,
         sync=Sync(
             schedule=schedule,
             outer=SharedOuter(optax.sgd(outer_lr[trial], 0.9, nesterov=True)),
-            merge=make(strength[trial], delay_steps),
+            merge=rule,
+            message=message,
         ),
     )
     program = cc.RegionProgram(

@@ -1,0 +1,91 @@
+"""Error feedback of the merge: what it leaves out goes into the next message.
+
+During the delay a region makes the progress p = local - staged. A merge that keeps the
+share s of it (alpha of the mix) drops (1 - s) p, which no message has told. It is put
+into the residual e of the region's error feedback, as a pseudo-gradient is, old minus
+new:
+
+    e <- e - (1 - s) p
+
+so that the region's next message, of theta^g - theta^m + e, has it: averaged over
+regions, where it was too noisy to be kept whole by each. Ours; no published source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.region_map import region_shard_map
+from cocodc_jax.runtime.exchange.compressors import Compressors
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
+from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
+
+PyTree = Any
+
+
+def check(method: Method, fragments: Fragments, params: PyTree) -> None:
+    """Refuse merges that remember, where messages have no residual to remember it in.
+
+    Args:
+      method: of the run.
+      fragments: the cut of the parameters.
+      params: shapes of one region's.
+
+    Raises:
+      ValueError: naming the argument, and what would be right.
+    """
+    if method.sync is None or not method.sync.merge.told_later:
+        return
+    part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
+    state = jax.eval_shape(method.sync.message.init, part)
+    is_like = isinstance(state, ErrorFeedbackState) and jax.tree.map(
+        lambda x: x.shape, state.residual
+    ) == jax.tree.map(lambda x: x.shape, part)
+    if not is_like:
+        raise ValueError(
+            f"merge_feedback=True needs messages of method={method.name!r} with error "
+            "feedback of whole fragments, such as compress='ef+int4'"
+        )
+
+
+def make_left_out(setting: Setting, fragment_id: int) -> Callable:
+    """Make the program that remembers what the merge of a fragment will leave out.
+
+    Args:
+      setting: of the run.
+      fragment_id: which fragment.
+
+    Returns:
+      `remember(params, staged, state) -> state`: `params` of the regions before the
+      merge, the copy from when the sync started, and the regions' compressors' state
+      `[R, ...]`, which is donated.
+    """
+    share = setting.sync.merge.told_later
+    compressors, part = Compressors(setting), setting.outer_shapes[fragment_id]
+    (kept,) = jax.eval_shape(lambda x: compressors.init((x,), 0), part)
+
+    def remember(params, staged, state):
+        local = setting.fragments.take(params, fragment_id, lead=1)
+        residual = jax.tree.map(
+            lambda e, x, s: e - share * (x.astype(e.dtype) - s.astype(e.dtype)),
+            state.residual,
+            local,
+            staged,
+        )
+        return state._replace(residual=residual)
+
+    regions = P(REGION)
+    return jax.jit(
+        region_shard_map(
+            remember, setting.mesh, in_specs=(regions,) * 3, out_specs=regions
+        ),
+        donate_argnums=2,
+        out_shardings=setting.shardings.of_regions(fragment_id, kept),
+    )
