@@ -16,7 +16,8 @@ With theta^g the new outer value, theta^m the region's own at the step of arriva
 
 Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
 taken off. With no Hessian term, compensating is the *replay* of
-the region's own progress. `where_drawn` has a rule for the entries that were sent only.
+the region's own progress. `where_drawn` has a rule for the entries that were sent only;
+`remembering` has the next message tell what a rule drops of the progress.
 
 Each rule is a pure function of one region's fragment; the runtime maps it over
 regions.

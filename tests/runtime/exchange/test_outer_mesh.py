@@ -26,6 +26,10 @@ def final(tiny, method, exchange):
         ("streaming_diloco", {"num_fragments": 2}),
         ("streaming_diloco", {"num_fragments": 2, "compress": "int8"}),
         ("streaming_diloco", {"num_fragments": 2, "compress": "ef+topk:0.1"}),
+        (
+            "streaming_diloco",
+            {"num_fragments": 2, "compress": "ef+topk:0.1", "merge_feedback": True},
+        ),
         ("decoupled_diloco", {"num_fragments": 2, "compress": "int8"}),
         ("loscar", {}),
     ],
