@@ -18,9 +18,9 @@ mix, theta^m_p <- theta^g_p + (theta^m_p - theta^m_p(t_p)). What arrives at a st
 merged before anything leaves, also at tau = H, where a fragment leaves in the step in
 which it arrives. `merge_feedback` adds what the mix drops of the progress since the
 start, (1 - alpha) (theta^m_p(t_p + tau) - theta^m_p(t_p)), to the region's next message
-(ours, `runtime/left_out.py`). `phase_steps` is f, 0 here; programs that let merges fall
-on the multiples of H / K start tau steps before them, f = tau. `delay_steps="auto"`
-takes tau from what syncs last (`schedules.measured`, ours).
+(ours, `runtime/merge_feedback.py`). `phase_steps` is f, 0 here; programs that let
+merges fall on the multiples of H / K start tau steps before them, f = tau.
+`delay_steps="auto"` takes tau from what syncs last (`schedules.measured`, ours).
 
 Source: Streaming DiLoCo, Douillard et al., arXiv 2501.18512, algorithm 2 and section
 2.3; updates and mixing read from the authors' code, FP4 and tau from published tables.

@@ -74,12 +74,9 @@ def _plain(
     query_BKRd = query_BKGLd.reshape(shape[0], num_kv, -1, width)
     key_BKdS, value_BKSd = jnp.moveaxis(key_BSKd, 1, 3), jnp.moveaxis(value_BSKd, 1, 2)
     scores_BKRS = jnp.matmul(query_BKRd, key_BKdS, preferred_element_type=jnp.float32)
-    own_R, others_S = (
-        jnp.tile(own_L, query_BKGLd.shape[2]),
-        jnp.arange(key_BKdS.shape[3]),
-    )
+    own_R = jnp.tile(own_L, query_BKGLd.shape[2])
     scores_BKRS = jnp.where(
-        own_R[:, None] >= others_S[None],
+        own_R[:, None] >= jnp.arange(key_BKdS.shape[3])[None],
         scores_BKRS / math.sqrt(width),
         jnp.finfo(jnp.float32).min,
     )

@@ -22,8 +22,8 @@ from cocodc_jax.runtime.exchange.jobs import BetweenJobs
 from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
-from cocodc_jax.runtime.left_out import make_left_out
 from cocodc_jax.runtime.merge import make_merge, merge_arguments, merging
+from cocodc_jax.runtime.merge_feedback import make_remember
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
@@ -77,8 +77,8 @@ class Arrivals:
         self._route, self._outer, self._departures = route, outer, departures
         self._restore, self._turns = restore, turns
         self.merges = [self._make_merge(k) for k in range(len(setting.fragments))]
-        self._left_out = [
-            make_left_out(setting, k)
+        self._remembering = [
+            make_remember(setting, k)
             for k in range(len(setting.fragments))
             if setting.sync.merge.told_later
         ]
@@ -185,11 +185,11 @@ class Arrivals:
 
     def _remember(self, turn: Turn, k: int, flight: InFlight) -> None:
         """Keep for the next message what the merge will drop, where it is told."""
-        if not self._left_out:
+        if not self._remembering:
             return
         params = merging(self._setting, k, turn.region).params
         staged, states = flight.kept[needs.STAGED], turn.sync.compressors
-        state = self._left_out[k](params, staged, states[k])
+        state = self._remembering[k](params, staged, states[k])
         states = replaced(states, k, state)
         turn.sync = dataclasses.replace(turn.sync, compressors=states)
 

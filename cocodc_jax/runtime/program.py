@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.runtime import checks, left_out, step
+from cocodc_jax.runtime import checks, merge_feedback, step
 from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.devices import transfer
@@ -141,7 +141,7 @@ class RegionProgram:
         route = transport.resolve(method, jax.process_count())
         is_fused = transport.fuses(method, self.mesh, route)
         self.fragments = checks.checked_fragments(method, params, fragments)
-        left_out.check(method, self.fragments, params)
+        merge_feedback.check(method, self.fragments, params)
         self._optimizer = optimizer
         self._params = jax.eval_shape(lambda x: x, params)
         memory = memory_kind(optimizer_memory, self.mesh, method)

@@ -162,7 +162,7 @@ def replay() -> Merge:
 def remembering(rule: Merge, kept: float) -> Merge:
     """Have the next message tell what the merge drops of a region's progress.
 
-    Error feedback of the merge, see `runtime/left_out.py`.
+    Error feedback of the merge, see `runtime/merge_feedback.py`.
 
     Args:
       rule: which keeps a fixed share of the progress during the delay.

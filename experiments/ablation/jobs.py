@@ -216,7 +216,7 @@ def _plan(settings: Settings, name: str, delay_steps: int) -> Plan:
     trainer = make_trainer(settings, settings.num_fragments)
     parts = staggered(interval, settings.num_fragments, delay_steps)
     rule = rules.table(interval)[name]
-    return make_plan(trainer, parts, rule.make, settings.regions, rule.kept_share)
+    return make_plan(trainer, parts, rule.make, settings.regions)
 
 
 @functools.cache

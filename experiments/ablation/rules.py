@@ -34,9 +34,6 @@ class Rule:
       falls_with_delay: strengths are divided by the delay.
       least_delay: delay in steps below which the rule has no meaning.
       note: what the rule is, in a few words.
-      kept_share: `kept_share(strength)`, how much of its progress during the delay a
-        region keeps; what it leaves out is added to its next message (error feedback of
-        the merge). None is no memory.
     """
 
     name: str
@@ -45,7 +42,6 @@ class Rule:
     falls_with_delay: bool = False
     least_delay: int = 0
     note: str = ""
-    kept_share: Callable[[Any], Any] | None = None
 
     def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
         """Return the strengths to try at this delay."""
@@ -72,14 +68,14 @@ def _feedback() -> Rule:
             mixed = lambda x, o: strength * x + (1 - strength) * o  # noqa: E731
             return jax.tree.map(mixed, local, outer), {}
 
-        return merge.Merge("mix_feedback", apply)
+        needs = frozenset({"staged"})
+        return merge.Merge("mix_feedback", apply, needs, told_later=1 - strength)
 
     return Rule(
         "mix_feedback",
         make,
         (0.0, 0.25, 0.5, 0.75),
         note="alpha mix; what it takes of the progress goes into the next message",
-        kept_share=lambda strength: strength,
     )
 
 

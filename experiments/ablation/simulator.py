@@ -41,7 +41,6 @@ def make_plan(
     schedule: Schedule,
     make: Callable[[Any, int], Merge],
     num_regions: int,
-    kept_share: Callable[[Any], Any] | None = None,
 ) -> Plan:
     """Return the plan of one rule, with the copies that it wants kept.
 
@@ -50,13 +49,13 @@ def make_plan(
       schedule: of the syncs.
       make: `make(strength, delay_steps) -> Merge`, see `rules.Rule`.
       num_regions: R.
-      kept_share: of the rule, see `rules.Rule`.
     """
     delay_steps = schedule.delay_steps
     copies = needs.copies(make(1.0, delay_steps).needs)
     bound = schedule.bind(Regions.alike(num_regions), needs.HALFWAY in copies)
-    finish = make_finish(trainer, make, delay_steps, kept_share)
-    return Plan(bound, finish, kept_share is not None)
+    # Of a strength between nothing and all.
+    remembers = bool(make(0.5, delay_steps).told_later)
+    return Plan(bound, make_finish(trainer, make, delay_steps), remembers)
 
 
 class Outcome(NamedTuple):

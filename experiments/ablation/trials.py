@@ -192,7 +192,6 @@ def make_finish(
     trainer: Trainer,
     make: Callable[[Any, int], Merge],
     delay_steps: int,
-    kept_share: Callable[[Any], Any] | None = None,
 ) -> Callable:
     """Compile what happens when a fragment arrives.
 
@@ -200,13 +199,11 @@ def make_finish(
       trainer: shared parts.
       make: `make(strength, delay_steps) -> Merge`, see `rules.Rule`.
       delay_steps: tau.
-      kept_share: of the rule, where what it leaves out is remembered.
 
     Returns:
       `finish(trials, flight, batch, key, rate, outer_lr, strength, k)` gives the trials
       with fragment k stepped and merged, and the correction ratio `[E]`; batch
-      `[E, R, ...]` is the last one trained on; rate, outer_lr
-      and strength `[E]`.
+      `[E, R, ...]` is the last one trained on; rate, outer_lr and strength `[E]`.
     """
     fragments, supplies = trainer.fragments, trainer.supplies
     wanted = make(1.0, delay_steps).needs
@@ -262,8 +259,8 @@ def make_finish(
             strength,
         )
         memory = trials.memory
-        if kept_share is not None:
-            share = 1 - kept_share(strength)
+        if memory is not None:
+            share = jnp.asarray(make(strength, delay_steps).told_later)
             left_out = jax.tree.map(
                 lambda x, s: share.reshape(-1, *[1] * (x.ndim - 1)) * (x - s),
                 local,

@@ -111,8 +111,6 @@ def make_trainer():
 
 
 QUICK = [("streaming", 4), ("isotropic", 4), ("hessian", 4), ("mix_feedback", 4)]
-# What a strength is of the progress that is kept, where the rest is remembered.
-REMEMBERED = {"mix_feedback": lambda strength: strength}
 CASES = [*QUICK] + [
     pytest.param(name, delay, marks=pytest.mark.slow)  # Each compiles for seconds.
     for name, delay in [*((name, 4) for name in MERGES), ("streaming", 1)]
@@ -134,7 +132,7 @@ def test_trials_are_the_region_program(name, delay_steps):
         jax.tree.map(jnp.asarray, data),
         outer_lr,
         strength,
-        simulator.make_plan(trainer, schedule, make, REGIONS, REMEMBERED.get(name)),
+        simulator.make_plan(trainer, schedule, make, REGIONS),
         inner_scale=inner_scale,
     )
     trial = 1
@@ -143,8 +141,7 @@ def test_trials_are_the_region_program(name, delay_steps):
         return inner_scale[trial] * rate(step)
 
     rule, message = make(strength[trial], delay_steps), AsIs()
-    if name in REMEMBERED:
-        rule = merge.remembering(rule, REMEMBERED[name](strength[trial]))
+    if rule.told_later:
         message = Compressed(error_feedback(identity()))
     method = Method(
         name=name,
@@ -263,9 +260,8 @@ def test_what_a_merge_leaves_out_is_told_with_the_next_message():
     """Error feedback of the mix, by hand: memory (1 - alpha) (local - staged)."""
     rule, trainer = TABLE["mix_feedback"], make_trainer()
     alpha = np.array([0.25, 1.0], np.float32)
-    plan = simulator.make_plan(
-        trainer, staggered(4, 2, 1), rule.make, REGIONS, rule.kept_share
-    )
+    plan = simulator.make_plan(trainer, staggered(4, 2, 1), rule.make, REGIONS)
+    assert plan.remembers
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, range(TRIALS)))
     begun = trainer.init(stacked, REGIONS)
     staged = trainer.take(jax.tree.map(lambda x: x + 1, begun.params), 0)

@@ -55,7 +55,7 @@ def check(method: Method, fragments: Fragments, params: PyTree) -> None:
         )
 
 
-def make_left_out(setting: Setting, fragment_id: int) -> Callable:
+def make_remember(setting: Setting, fragment_id: int) -> Callable:
     """Make the program that remembers what the merge of a fragment will leave out.
 
     Args:
