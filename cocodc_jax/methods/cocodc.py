@@ -78,6 +78,7 @@ def cocodc(
     fragment_strategy: str = "strided",
     max_delay_steps: int | None = None,
     network_share: float | None = None,
+    merge_feedback: bool = False,
 ) -> Method:
     """Build CoCoDC (arXiv 2504.17672): compensation and adaptive transmission.
 
@@ -93,14 +94,12 @@ def cocodc(
         turn out to take, see `schedules.measured`.
       syncs_per_interval: N, syncs in one interval of adaptive transmission, at least
         K; None is 2 K, the paper's 8 for 4, "auto" as many as the network carries.
-      transmission_score: what the adaptive choice ranks fragments by:
-        "pseudo_gradient", "aged", "rms", "drift", "gain" or "disagreement"; or
-        "round_robin", which serves all in turn; see `schedules.adaptive`.
+      transmission_score: what ranks fragments: "pseudo_gradient", "aged", "rms",
+        "drift", "gain", "disagreement" or "round_robin"; see `schedules.adaptive`.
       curvature: what stands for the Hessian in the delay compensation, a name or a
-        value of `transforms.curvature` ("outer_product" is the published g * g * D / H
-        as specified; about 75 % sure is where 1/H belongs); or "secant", the isotropic
-        one with a weight for each tensor from the two halves of the overlap (a strength
-        of 0.5 to 1 did best).
+        value of `transforms.curvature` ("outer_product" is the published one); or
+        "secant", the isotropic one with a weight for each tensor from the two halves of
+        the overlap (a strength of 0.5 to 1 did best).
       curvature_units: units of a curvature given by name; None is the paper's
         "parameter" for the diagonal forms and "adam" for products of the loss itself.
       compensation_strength: lambda, weight of the compensation's correction.
@@ -113,6 +112,8 @@ def cocodc(
       max_delay_steps: the longest that "auto" may choose; None is about H.
       network_share: gamma in (0, 1], share of the network that an automatic N may use;
         None is 0.4.
+      merge_feedback: whether a region's next message tells the 1 - rho of its progress
+        that it does not keep; needs messages with error feedback (ours).
 
     Raises:
       ValueError: if `progress_weight` is out of range, or as the parts say.
@@ -120,6 +121,12 @@ def cocodc(
     chosen = _curvature(curvature, curvature_units, sync_interval)
     if syncs_per_interval is None:
         syncs_per_interval = min(2 * num_fragments, sync_interval)
+    rule = merge.compensate(
+        _kept(progress_weight, delay_compensation(chosen, compensation_strength)),
+        chosen.needs,
+    )
+    if merge_feedback:
+        rule = merge.remembering(rule, progress_weight)
     return Method(
         name="cocodc",
         sync=Sync(
@@ -133,12 +140,7 @@ def cocodc(
                 network_share,
             ),
             outer=nesterov(outer_lr, outer_momentum),
-            merge=merge.compensate(
-                _kept(
-                    progress_weight, delay_compensation(chosen, compensation_strength)
-                ),
-                chosen.needs,
-            ),
+            merge=rule,
             fragment_strategy=fragment_strategy,
         ),
     )

@@ -4,6 +4,9 @@ That whole runs are those of another implementation is in
 `tests/experiments/test_ablate.py`; that routes agree in `exchange/test_outer_mesh.py`.
 """
 
+import dataclasses
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -61,6 +64,37 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tiny):
 def test_where_nothing_can_be_remembered_it_is_refused(tiny, options, message):
     with pytest.raises(ValueError, match=message):
         make_program(tiny, delay_steps=2, **options)
+
+
+def test_what_compensation_drops_is_told_as_what_the_mix_drops(tiny):
+    """With rho = lambda = alpha isotropic compensation is the mix, feedback and all."""
+
+    def final(name, **options):
+        rule = methods.get(name, merge_feedback=True, **options).sync.merge
+        method = methods.get(
+            "streaming_diloco",
+            sync_interval=4,
+            num_fragments=2,
+            delay_steps=4,
+            compress="ef+int8",
+        )
+        sync = dataclasses.replace(method.sync, merge=rule)
+        method = dataclasses.replace(method, sync=sync)
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 4
+        )
+        state, _ = tiny.finish(program, tiny.start(program), 12)
+        return tiny.host((state.region.params, state.sync.outer))
+
+    mixed = final("streaming_diloco", mixing_alpha=0.25)
+    compensated = final("cocodc", compensation_strength=0.25, progress_weight=0.25)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, mixed, compensated)
+
+
+def test_compensation_that_keeps_all_progress_has_nothing_to_tell():
+    with pytest.raises(ValueError, match="or lower mixing_alpha or progress_weight"):
+        methods.get("cocodc", merge_feedback=True)
 
 
 def test_windows_are_refused(tiny):
