@@ -23,7 +23,7 @@ from cocodc_jax.runtime.exchange.regional import RegionalOuterModels
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.merge import make_merge, merge_arguments, merging
-from cocodc_jax.runtime.merge_feedback import make_remember
+from cocodc_jax.runtime.merge_feedback import jit_remember
 from cocodc_jax.runtime.restore import Restore
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
@@ -78,7 +78,7 @@ class Arrivals:
         self._restore, self._turns = restore, turns
         self.merges = [self._make_merge(k) for k in range(len(setting.fragments))]
         self._remembering = [
-            make_remember(setting, k)
+            jit_remember(setting, k)
             for k in range(len(setting.fragments))
             if setting.sync.merge.told_later
         ]

@@ -56,7 +56,7 @@ def check(method: Method, fragments: Fragments, params: PyTree) -> None:
 
 
 def make_remember(setting: Setting, fragment_id: int) -> Callable:
-    """Make the program that remembers what the merge of a fragment will leave out.
+    """Make what remembers what the merge of a fragment will leave out, not yet jitted.
 
     Args:
       setting: of the run.
@@ -65,11 +65,9 @@ def make_remember(setting: Setting, fragment_id: int) -> Callable:
     Returns:
       `remember(params, staged, state) -> state`: `params` of the regions before the
       merge, the copy from when the sync started, and the regions' compressors' state
-      `[R, ...]`, which is donated.
+      `[R, ...]`.
     """
     share = setting.sync.merge.told_later
-    compressors, part = Compressors(setting), setting.outer_shapes[fragment_id]
-    (kept,) = jax.eval_shape(lambda x: compressors.init((x,), 0), part)
 
     def remember(params, staged, state):
         local = setting.fragments.take(params, fragment_id, lead=1)
@@ -82,10 +80,17 @@ def make_remember(setting: Setting, fragment_id: int) -> Callable:
         return state._replace(residual=residual)
 
     regions = P(REGION)
+    return region_shard_map(
+        remember, setting.mesh, in_specs=(regions,) * 3, out_specs=regions
+    )
+
+
+def jit_remember(setting: Setting, fragment_id: int) -> Callable:
+    """Compile `make_remember` as a program of its own, which donates the state."""
+    compressors, part = Compressors(setting), setting.outer_shapes[fragment_id]
+    (kept,) = jax.eval_shape(lambda x: compressors.init((x,), 0), part)
     return jax.jit(
-        region_shard_map(
-            remember, setting.mesh, in_specs=(regions,) * 3, out_specs=regions
-        ),
+        make_remember(setting, fragment_id),
         donate_argnums=2,
         out_shardings=setting.shardings.of_regions(fragment_id, kept),
     )

@@ -12,6 +12,7 @@ from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
 from cocodc_jax.runtime.exchange.outer_step import outer_step
 from cocodc_jax.runtime.merge import make_merge, merge_arguments
+from cocodc_jax.runtime.merge_feedback import make_remember
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
@@ -109,7 +110,11 @@ def make_window(
     """
     setting = place.setting
     crossings = [make_crossing(setting, k, rank) for k, rank in leaving]
-    finish = None if last is None else make_finish(place, last)
+    finish = remember = None
+    if last is not None:
+        finish = make_finish(place, last)
+        if setting.sync.merge.told_later:
+            remember = make_remember(setting, last)
 
     def window(region, batches, participating, starts, own, told):
         left = []
@@ -136,6 +141,8 @@ def make_window(
             mean, told_along = crossing.arrive(each, start.start_step)
             if k == last:
                 assert finish is not None
+                if remember is not None:
+                    state = remember(region.params, staged, state)
                 kept = {} if staged is None else {STAGED: staged}
                 batch = jax.tree.map(lambda x: x[-1], batches)
                 merged, own, finished = finish(region, own, mean, kept, batch, told)

@@ -27,6 +27,13 @@ CASES = {
     "streaming": ("streaming_diloco", SHORT),
     "streaming, tau > H / K": ("streaming_diloco", SHORT | dict(delay_steps=5)),
     "streaming, int8": ("streaming_diloco", SHORT | dict(compress="ef+int8")),
+    "streaming, feedback": (
+        "streaming_diloco", SHORT | dict(compress="ef+int8", merge_feedback=True),
+    ),
+    "streaming, feedback, tau > H / K": (
+        "streaming_diloco",
+        SHORT | dict(compress="ef+int8", merge_feedback=True, delay_steps=6),
+    ),
     "cocodc": ("cocodc", SHORT | dict(syncs_per_interval=2)),
     "cocodc, second_moment, drift": (
         "cocodc",
@@ -107,7 +114,7 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
         np.testing.assert_allclose(norms, others, rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["streaming, int8", "cocodc"])
+@pytest.mark.parametrize("case", ["streaming, int8", "streaming, feedback", "cocodc"])
 @pytest.mark.parametrize("cut", [6, 7])
 def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, case, cut):
     """At the step of a start, which then leaves by itself; and with it in flight."""

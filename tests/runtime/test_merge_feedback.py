@@ -1,7 +1,8 @@
 """What merges leave out of regions' progress is told by the next message.
 
 That whole runs are those of another implementation is in
-`tests/experiments/test_ablate.py`; that routes agree in `exchange/test_outer_mesh.py`.
+`tests/experiments/test_ablate.py`; that routes agree in `exchange/test_outer_mesh.py`,
+windows with the plain form in `test_fused.py`.
 """
 
 import dataclasses
@@ -13,19 +14,16 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync import merge
 
 
-def make_program(tiny, transport=Transport(), **options):  # noqa: B008
+def make_program(tiny, **options):
     method = methods.get(
         "streaming_diloco", sync_interval=4, num_fragments=2, **options
     )
     optimizer = optax.sgd(0.05, 0.9)
-    return RegionProgram(
-        tiny.loss_fn, optimizer, method, tiny.make_params(), 4, transport=transport
-    )
+    return RegionProgram(tiny.loss_fn, optimizer, method, tiny.make_params(), 4)
 
 
 def test_without_a_delay_nothing_is_left_out(tiny):
@@ -95,12 +93,6 @@ def test_what_compensation_drops_is_told_as_what_the_mix_drops(tiny):
 def test_compensation_that_keeps_all_progress_has_nothing_to_tell():
     with pytest.raises(ValueError, match="or lower mixing_alpha or progress_weight"):
         methods.get("cocodc", merge_feedback=True)
-
-
-def test_windows_are_refused(tiny):
-    options = {"delay_steps": 2, "compress": "ef+int8", "merge_feedback": True}
-    with pytest.raises(ValueError, match="fuse_syncs='yes' is not possible: merge_fe"):
-        make_program(tiny, Transport("program", fuse_syncs="yes"), **options)
 
 
 def test_a_rule_that_remembers_keeps_the_copy_from_the_start():

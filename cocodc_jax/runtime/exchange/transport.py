@@ -198,8 +198,6 @@ class Transport:
             why = f"method={method.name!r} has no outer model that regions share"
         elif kind != "program":
             why = f"messages cross by exchange={kind!r}; use 'program'"
-        elif method.sync.merge.told_later:
-            why = "merge_feedback=True remembers between merges and messages"
         elif mesh.shape[REGION] == 1:
             why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
         if self.fuse_syncs == "yes" and why:
