@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterable
 
 from cocodc_jax import models
 from cocodc_jax.network import world
@@ -23,6 +24,7 @@ from .simulate_flags import named
 from .sweeps import advice
 
 AUTO, NONE = "auto", "none"
+# Always; of other arguments those that what is recommended does not leave alone.
 _CHOSEN = ("method", *advice.TOLD, "inner_lr")
 _GBPS, _LATENCY_MS = 1.0, 50.0
 
@@ -102,7 +104,18 @@ def _best(config: TrainConfig) -> advice.Advice | None:
         models.num_params(config.model),
         [flags.value("plan_step_s")],
     )
+    _refuse(found[0].choice.flags)
     return found[0]
+
+
+def _refuse(chosen: Iterable[str]) -> None:
+    """Refuse flags that were given beside a plan which chooses them."""
+    for name in chosen:
+        if flags.given(name):
+            raise ValueError(
+                f"{name}={flags.value(name)} is what --plan=auto chooses; leave out one"
+                " of the two"
+            )
 
 
 def _check(given: list[str]) -> None:
@@ -113,12 +126,7 @@ def _check(given: list[str]) -> None:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"
         )
-    for name in _CHOSEN:
-        if flags.given(name):
-            raise ValueError(
-                f"{name}={flags.value(name)} is what --plan=auto chooses; leave out one"
-                " of the two"
-            )
+    _refuse(_CHOSEN)
     if "plan_links" in given:
         for name in ("plan_gbps", "plan_latency_ms"):
             if name in given:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from cocodc_jax import methods
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.units import format_bytes
@@ -34,7 +35,7 @@ from cocodc_jax.run.config import TrainConfig
 from .cells import column_of, label
 from .networks import simulated
 
-# Of a run's flags, those that are told: how to get what is recommended.
+# Arguments of methods that are always told; others where they are not the default.
 TOLD = (
     "sync_interval", "num_fragments", "delay_steps", "syncs_per_interval", "compress",
     "transmission_score", "mixing_alpha", "compensation_strength", "outer_lr",
@@ -72,11 +73,16 @@ class Choice:
     @property
     def flags(self) -> dict[str, Any]:
         """What to give to `experiments.train`."""
-        method = self.config.method
-        own = {name: method.values.get(name) for name in TOLD}
-        found = {name: value for name, value in own.items() if value is not None}
-        inner_lr = self.config.optimizer.inner_lr
-        return {"method": method.method} | found | {"inner_lr": inner_lr}
+        name, values = self.config.method.method, self.config.method.values
+        own = {key: values[key] for key in TOLD if values.get(key) is not None}
+        for key, default in methods.defaults(name).items():
+            if key not in own and values[key] != default:
+                own[key] = values[key]
+        optimizer = self.config.optimizer
+        inner = {"inner_lr": optimizer.inner_lr}
+        if optimizer.inner_optimizer:
+            inner["inner_optimizer"] = optimizer.inner_optimizer
+        return {"method": name} | own | inner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tomllib
 
 import pytest
 from absl.flags import FlagValues
@@ -10,10 +11,24 @@ from absl.flags import FlagValues
 from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.run import flags
 from experiments import planned, train
-from experiments.sweeps import advice
+from experiments.sweeps import advice, grid
 
+from .test_advice import CURVES, cell
 from .test_advice import cells as cells  # a fixture
 
+UNUSUAL = """
+[base]
+preset = "smoke"
+[groups.streaming]
+method = "streaming_diloco"
+compress = "ef+int4"
+sync_interval = 16
+delay_steps = 4
+merge_feedback = true
+fragment_strategy = "balanced"
+inner_optimizer = "muon"
+inner_lr = 0.012
+"""
 LINKS = """
 regions: [here, there]
 default: {bandwidth_gbps: 1, latency_ms: 1}
@@ -44,6 +59,20 @@ def test_fast_links_and_slow_ones_have_other_plans(read, cells, capsys):
     told = capsys.readouterr().err
     assert "plan: streaming_diloco ef+int4: loss 2.400 (of 2 seeds)" in told
     assert "--method=streaming_diloco --sync_interval=16" in told
+
+
+def test_all_that_made_a_cell_is_chosen_with_it(read, tmp_path):
+    """Also what is seldom tuned: the run is the cell's, but for its links."""
+    table = tomllib.loads(UNUSUAL)
+    (setting,) = grid.from_table(table).settings
+    path = tmp_path / "cells.json"
+    path.write_text(json.dumps({"cells": [cell(setting, [125.0] * 4, CURVES[1])]}))
+    plan = ("--plan=auto", f"--plan_frontier={path}", "--plan_step_s=1")
+    config = read(*plan)
+    assert config.method.resolve() == setting.config.method.resolve()
+    assert config.optimizer == setting.config.optimizer
+    with pytest.raises(ValueError, match="merge_feedback=False is what --plan=auto"):
+        read(*plan, "--merge_feedback=false")
 
 
 def test_without_a_plan_nothing_is_chosen(read):
