@@ -79,7 +79,7 @@ class Choice:
             if key not in own and values[key] != default:
                 own[key] = values[key]
         optimizer = self.config.optimizer
-        inner = {"inner_lr": optimizer.inner_lr}
+        inner: dict[str, Any] = {"inner_lr": optimizer.inner_lr}
         if optimizer.inner_optimizer:
             inner["inner_optimizer"] = optimizer.inner_optimizer
         return {"method": name} | own | inner
