@@ -38,7 +38,9 @@ class _Flag:
 
 _FLAGS = {
     "plan_frontier": _Flag(
-        str, None, "cells.json of a sweep, the losses that were measured."
+        str,
+        None,
+        "cells.json of a sweep, or of several, with the losses that were measured.",
     ),
     "plan_step_s": _Flag(float, None, "Seconds of an inner step."),
     "plan_links": _Flag(str, None, "YAML file with regions and links."),

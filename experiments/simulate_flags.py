@@ -67,7 +67,10 @@ def _define_program(values: flags.FlagValues) -> None:
     boolean("help", False, "print this and exit")
     boolean("plan", False, "choose K, H, N and tau for the network and say why")
     boolean("table", False, "compare with published numbers")
-    note = "cells.json of a sweep: --plan recommends a method, precision and H from it"
+    note = (
+        "cells.json of a sweep, or of several with commas: --plan recommends a method, "
+        "precision and H from it"
+    )
     flags.DEFINE_string("frontier", None, note, flag_values=values)
     flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
 

@@ -71,6 +71,13 @@ class Choice:
         return self.curve[-1][0]
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """Parameters, steps and tokens of its runs."""
+        run, data = self.config.run, self.config.data
+        tokens = run.regions * data.batch_per_region * data.sequence_length
+        return self.parameters, self.steps, self.steps * tokens
+
+    @property
     def flags(self) -> dict[str, Any]:
         """What to give to `experiments.train`."""
         name, values = self.config.method.method, self.config.method.values
@@ -135,16 +142,31 @@ class Advice:
         )
 
 
-def read(path: str | pathlib.Path) -> list[Choice]:
-    """Return what a sweep measured: of each cell the tuned column, or the only one.
+def read(paths: str | pathlib.Path) -> list[Choice]:
+    """Return what sweeps measured: of each cell the tuned column, or the only one.
 
     Args:
-      path: cells.json of `experiments.sweep`.
+      paths: cells.json of `experiments.sweep`, or several with commas between them.
 
     Raises:
-      ValueError: naming the file, if it is none of those, or has nothing whole in it.
-      OSError: if it cannot be read.
+      ValueError: naming the file, if it is none of those, or has nothing whole in it;
+        if runs are not of as many parameters, steps and tokens.
+      OSError: if one cannot be read.
     """
+    found = [choice for path in str(paths).split(",") for choice in _read(path)]
+    sizes = {choice.size for choice in found}
+    if len(sizes) > 1:
+        several = " and ".join(
+            "{} parameters, {} steps, {} tokens".format(*x) for x in sorted(sizes)[:2]
+        )
+        raise ValueError(
+            f"frontier={paths} has runs of {several}: losses are comparable between "
+            "runs of one size alone; give the files of one"
+        )
+    return found
+
+
+def _read(path: str) -> list[Choice]:
     text = pathlib.Path(path).read_text()
     try:
         found = [_choice(cell) for cell in json.loads(text)["cells"]]

@@ -99,6 +99,19 @@ def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
     assert [each["loss"] for each in found] == [2.4, None]
 
 
+def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
+    both = json.loads(cells.read_text())["cells"]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, one in zip(paths, both, strict=True):
+        path.write_text(json.dumps({"cells": [one]}))
+    assert advice.read(",".join(map(str, paths))) == advice.read(cells)
+    both[1]["columns"]["published"]["parameters"] = 2000
+    paths[1].write_text(json.dumps({"cells": [both[1]]}))
+    message = "has runs of 1000 parameters, 20 steps, 10240 tokens and 2000 parameters"
+    with pytest.raises(ValueError, match=message):
+        advice.read(",".join(map(str, paths)))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
