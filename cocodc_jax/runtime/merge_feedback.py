@@ -87,10 +87,9 @@ def make_remember(setting: Setting, fragment_id: int) -> Callable:
 
 def jit_remember(setting: Setting, fragment_id: int) -> Callable:
     """Compile `make_remember` as a program of its own, which donates the state."""
-    compressors, part = Compressors(setting), setting.outer_shapes[fragment_id]
-    (kept,) = jax.eval_shape(lambda x: compressors.init((x,), 0), part)
+    part = setting.outer_shapes[fragment_id]
     return jax.jit(
         make_remember(setting, fragment_id),
         donate_argnums=2,
-        out_shardings=setting.shardings.of_regions(fragment_id, kept),
+        out_shardings=Compressors(setting).where(fragment_id, part),
     )

@@ -18,10 +18,14 @@ from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync import merge
 
 
-def make_program(tiny, **options):
+def make_program(tiny, rule=None, **options):
+    """Streaming DiLoCo, with another merge rule where one is given."""
     method = methods.get(
         "streaming_diloco", sync_interval=4, num_fragments=2, **options
     )
+    if rule is not None:
+        sync = dataclasses.replace(method.sync, merge=rule)
+        method = dataclasses.replace(method, sync=sync)
     optimizer = optax.sgd(0.05, 0.9)
     return RegionProgram(tiny.loss_fn, optimizer, method, tiny.make_params(), 4)
 
@@ -69,18 +73,7 @@ def test_what_compensation_drops_is_told_as_what_the_mix_drops(tiny):
 
     def final(name, **options):
         rule = methods.get(name, merge_feedback=True, **options).sync.merge
-        method = methods.get(
-            "streaming_diloco",
-            sync_interval=4,
-            num_fragments=2,
-            delay_steps=4,
-            compress="ef+int8",
-        )
-        sync = dataclasses.replace(method.sync, merge=rule)
-        method = dataclasses.replace(method, sync=sync)
-        program = RegionProgram(
-            tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 4
-        )
+        program = make_program(tiny, rule, delay_steps=4, compress="ef+int8")
         state, _ = tiny.finish(program, tiny.start(program), 12)
         return tiny.host((state.region.params, state.sync.outer))
 

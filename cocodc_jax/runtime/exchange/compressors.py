@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -13,6 +14,8 @@ from cocodc_jax.runtime.state import SyncState
 from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
+
+PyTree = Any
 
 
 class Compressors:
@@ -38,6 +41,17 @@ class Compressors:
             message.of_regions(spread(message.init(part, rank))) for part in parts
         )
 
+    def where(self, fragment_id: int, part: Fragment, rank: int = 0) -> PyTree:
+        """Return where the state of a fragment's compressors lies.
+
+        Args:
+          fragment_id: which fragment.
+          part: its shapes.
+          rank: of the message, as of `init`.
+        """
+        (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), part)
+        return self._setting.shardings.of_regions(fragment_id, kept)
+
     def resized(self, sync: SyncState, rank: int) -> tuple:
         """Return the states of `sync` fitted to messages of `rank`."""
         states = []
@@ -52,8 +66,7 @@ class Compressors:
         message = self._setting.sync.message
         assert isinstance(message, Ranked | SummedFactors)
         shapes = jax.eval_shape(lambda x: x, part)
-        (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), shapes)
         return jax.jit(
             jax.vmap(lambda state: message.resize(state, shapes, rank)),
-            out_shardings=self._setting.shardings.of_regions(fragment_id, kept),
+            out_shardings=self.where(fragment_id, shapes, rank),
         )
