@@ -77,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
         train += [f"--regions={own.regions}"]
         flags.parse([argv[0], *train])
         config, _ = read_flags()
-        data, workdir = config.data, pathlib.Path(own.workdir)
-        tokens = own.regions * data.batch_per_region * data.sequence_length
+        workdir, tokens = pathlib.Path(own.workdir), config.tokens_per_step
         found: dict[str, list[float]] = {"outer": [], "jobs": []}
         for pair in range(own.pairs):
             for route in ("outer", "jobs") if pair % 2 == 0 else ("jobs", "outer"):

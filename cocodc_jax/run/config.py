@@ -84,6 +84,12 @@ class TrainConfig:
                 f"one of {parts}"
             )
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step of all regions, where they are alike."""
+        of_region = self.data.batch_per_region * self.data.sequence_length
+        return self.run.regions * of_region
+
     def replace(self, **leaves: Any) -> TrainConfig:
         """Return a copy with leaves replaced by name, wherever they belong.
 

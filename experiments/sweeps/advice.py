@@ -73,9 +73,7 @@ class Choice:
     @property
     def size(self) -> tuple[int, int, int]:
         """Parameters, steps and tokens of its runs."""
-        run, data = self.config.run, self.config.data
-        tokens = run.regions * data.batch_per_region * data.sequence_length
-        return self.parameters, self.steps, self.steps * tokens
+        return self.parameters, self.steps, self.steps * self.config.tokens_per_step
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -72,8 +72,7 @@ class Row:
     @property
     def cost(self) -> float:
         """Multiplications of the whole run, up to a factor that all rows share."""
-        run, data = self.config.run, self.config.data
-        tokens = run.steps * run.regions * data.batch_per_region * data.sequence_length
+        tokens = self.config.run.steps * self.config.tokens_per_step
         return tokens * models.num_params(self.config.model)
 
 
