@@ -147,10 +147,13 @@ def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
                 label=f"M {regions:g}, H {interval:g}",
             )
         axes.set(xscale="log", yscale="log", xlabel="parameters", title=name)
-        for axis, form in ((axes.xaxis, "{x:,.0f}"), (axes.yaxis, "{x:g}")):
-            axis.set_major_formatter(form)
-            axis.set_minor_formatter(form)
-        axes.tick_params(axis="x", which="both", rotation=30)
+        # The sizes that were run: a narrow panel has no room for more of a log axis.
+        axes.set_xticks(sorted({s.factors["N"] for s in found[name]}), minor=False)
+        axes.set_xticks([], minor=True)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="x", rotation=30)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
     panels[0].set_ylabel("evaluation loss (nats per token)")
