@@ -148,7 +148,7 @@ def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
             )
         axes.set(xscale="log", yscale="log", xlabel="parameters", title=name)
         # The sizes that were run: a narrow panel has no room for more of a log axis.
-        axes.set_xticks(sorted({s.factors["N"] for s in found[name]}), minor=False)
+        axes.set_xticks(sorted({s.factors["N"] for s in found[name]}))
         axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:g}")
