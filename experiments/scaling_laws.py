@@ -18,13 +18,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import write_whole
 from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 
 from . import commands
-from .sweeps.cells import column_of
+from .sweeps.cells import column_of, read_cells
 from .sweeps.scaling import FACTORS, Law, Observation, fit, held_out
 
 Observations = dict[str, list[Observation]]
@@ -212,12 +212,7 @@ def _observed(folder: pathlib.Path) -> Observations:
             f"workdir={str(folder)!r} has no cells.json; experiments.sweep --report "
             "writes it"
         )
-    try:
-        return observations(read_table(path)["cells"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no cells.json of experiments.sweep ({error!r})"
-        ) from error
+    return read_cells(path, observations)
 
 
 def define() -> None:

@@ -18,7 +18,6 @@ and end with less loss than its curve has at that step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
 
-from .cells import column_of, label
+from .cells import column_of, label, read_cells
 from .networks import simulated
 
 # Arguments of methods that are always told; others where they are not the default.
@@ -165,13 +164,7 @@ def read(paths: str | pathlib.Path) -> list[Choice]:
 
 
 def _read(path: str) -> list[Choice]:
-    text = pathlib.Path(path).read_text()
-    try:
-        found = [_choice(cell) for cell in json.loads(text)["cells"]]
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"frontier={path} is no cells.json of experiments.sweep ({error!r})"
-        ) from error
+    found = read_cells(path, lambda found: [_choice(cell) for cell in found])
     whole = [choice for choice in found if choice is not None]
     if not whole:
         raise ValueError(f"frontier={path} has no cell whose seeds all ended well")

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
+from cocodc_jax.files import read_table
 from cocodc_jax.report.curves import steps_to_loss
 
 from .rows import Row
@@ -24,6 +26,8 @@ COLUMNS = (PUBLISHED, TUNED)
 # What has a column of its own in the table, by the name of its flag.
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
 CONFIDENCE = 0.95
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +121,36 @@ def label(flags: Mapping[str, Any]) -> str:
 
     >>> label({"method": "diloco", "sync_interval": 8, "K": 2, "rank": None})
     'diloco H 8 float32 K=2'
+    >>> label({"method": "cocodc", "merge_feedback": True, "exact": False})
+    'cocodc float32 merge_feedback'
     """
     interval, delay = flags.get("sync_interval"), flags.get("delay_steps")
     words = [flags["method"]]
     words += [f"H {interval}"] if interval is not None else []
     words += [f"tau {delay}"] if delay is not None else []
     words += [precision(flags)]
-    # None is what a method takes where nothing is given.
-    others = {n: v for n, v in flags.items() if n not in SHOWN and v is not None}
-    return " ".join(words + [f"{n}={v}" for n, v in others.items()])
+    # None is what a method takes where nothing is given; what is off says nothing.
+    for name, value in flags.items():
+        if name not in SHOWN and value is not None and value is not False:
+            words.append(name if value is True else f"{name}={value}")
+    return " ".join(words)
+
+
+def read_cells(
+    path: str | pathlib.Path, make: Callable[[Sequence[Mapping[str, Any]]], T]
+) -> T:
+    """Return what `make` makes of the cells in a cells.json.
+
+    Raises:
+      ValueError: naming the file, if it is none, or `make` misses something in it.
+      OSError: if it cannot be read.
+    """
+    try:
+        return make(read_table(path)["cells"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{path} is no cells.json of experiments.sweep ({error!r})"
+        ) from error
 
 
 def column_of(cell: Mapping[str, Any]) -> Mapping[str, Any] | None:
