@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.runtime import checks
+from cocodc_jax.runtime import checks, counted
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 
@@ -18,11 +18,17 @@ PyTree = Any
 
 
 class Batches:
-    """Puts batches where a mesh wants them: B over the data axis."""
+    """Puts batches where a mesh wants them: B over the data axis.
 
-    def __init__(self, mesh: Mesh, num_regions: int):
+    Attributes:
+      counts: whether the inner steps are told how many of the host's batches there are,
+        see `counted.py`.
+    """
+
+    def __init__(self, mesh: Mesh, num_regions: int, counts: bool):
         """Lay out the regions of a program over its mesh."""
-        self._mesh, self._num_regions = mesh, num_regions
+        self._mesh, self._num_regions, self.counts = mesh, num_regions, counts
+        self._numbers: dict[int, jax.Array] = {}  # On the mesh; there are few.
 
     @functools.cached_property
     def own_regions(self) -> int:
@@ -57,25 +63,44 @@ class Batches:
 
         return jax.tree.map(put, batches)
 
-    def put_unless_taken(self, batches: PyTree) -> PyTree:
-        """Place batches, unless the program of the steps takes them in as they are.
+    def for_steps(self, batches: PyTree) -> tuple[PyTree, jax.Array | None]:
+        """Return batches as the program of the inner steps takes them.
 
         A single device takes host batches in with its other arguments, in a fifth of
         the time that it takes to place them first.
-        """
-        is_host = (isinstance(x, np.ndarray) for x in jax.tree.leaves(batches))
-        if self._mesh.size == 1 and all(is_host):
-            return batches
-        return self.put(batches)
 
-    def abstract(self, batches: PyTree) -> PyTree:
-        """Return shapes and dtypes with shardings."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=self._where(x.ndim)
-            ),
-            batches,
-        )
+        Returns:
+          The batches, and their number where the steps are told it: then there is room
+          behind them.
+        """
+        leaves, num_steps = jax.tree.leaves(batches), None
+        is_host = all(isinstance(x, np.ndarray) for x in leaves)
+        if self.counts and is_host:
+            num_steps = self._number(len(leaves[0]))
+            batches = counted.padded(batches, len(leaves[0]))
+        if self._mesh.size == 1 and is_host:
+            return batches, num_steps
+        return self.put(batches), num_steps
+
+    def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
+        """Return what `for_steps` gives, as shapes and dtypes with shardings."""
+
+        def like(x):
+            room = counted.room_for(x.shape[0]) if self.counts else x.shape[0]
+            where = self._where(x.ndim)
+            return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
+
+        num_steps = None
+        if self.counts:
+            everywhere = NamedSharding(self._mesh, P())
+            num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+        return jax.tree.map(like, batches), num_steps
+
+    def _number(self, value: int) -> jax.Array:
+        if value not in self._numbers:
+            everywhere = NamedSharding(self._mesh, P())
+            self._numbers[value] = transfer.put(np.int32(value), everywhere)
+        return self._numbers[value]
 
     def _where(self, ndim: int) -> NamedSharding:
         spec = P(None, REGION, DATA) if ndim > 2 else P(None, REGION)

@@ -180,6 +180,7 @@ class SyncPrograms:
         self,
         state: TrainState,
         batches: PyTree,
+        num_steps: int,
         times: Times = (0.0, 0.0),
         finished: dict[SyncId, Finished] | None = None,
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
@@ -187,14 +188,15 @@ class SyncPrograms:
 
         Args:
           state: region parameters and outer state are donated.
-          batches: of the steps just done, `[T, R, ...]`.
+          batches: leaves `[T, R, ...]`, or with more behind.
+          num_steps: T, the inner steps just done.
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
           finished: what a window that led here did of syncs that arrive now.
         """
         last = None
         if needs.wants_batch(self._setting.sync.merge.needs):
-            last = jax.tree.map(lambda x: x[-1], batches)
+            last = jax.tree.map(lambda x: x[num_steps - 1], batches)
         turn = Turn(self, state, last, times, finished)
         for schedule, event in events_at(
             self._schedule, turn.sync.schedule, state.step, turn.observe

@@ -168,7 +168,8 @@ class RegionProgram:
             method.per_step,
             model_state,
         )
-        self._batches = Batches(self.mesh, own.num)
+        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        self._batches = Batches(self.mesh, own.num, counts=is_cpu and not is_fused)
         self._read = Readings(self.mesh)
         self._correct = make_correct(method.sync, self.fragments, own.num)
         num_params = sum(x.size for x in jax.tree.leaves(self._params))
@@ -278,14 +279,15 @@ class RegionProgram:
         Args:
           batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
         """
-        state, batches = self.abstract(), self._batches.abstract(batches)
-        num_steps = jax.tree.leaves(batches)[0].shape[0]
+        state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
+        batches, counted = self._batches.abstract(batches)
+        room = jax.tree.leaves(batches)[0].shape[0]
         params = with_shardings(self._params, self.shardings.params)
         participating = None
         if not self.regions.are_even:
-            participating = jax.ShapeDtypeStruct((num_steps, self.num_regions), bool)
+            participating = jax.ShapeDtypeStruct((room, self.num_regions), bool)
         outer = (state.sync.outer,) if self._correct and state.sync else ()
-        steps = (state.region, batches, participating, *outer)
+        steps = (state.region, batches, participating, counted, *outer)
         sent_bytes = num_steps * self.bytes_per_step
         found = [
             Listed("first state", self._first.make, (params, self._first.shapes[1])),
@@ -297,6 +299,11 @@ class RegionProgram:
         return found + self._syncs.listed(
             state.region, state.sync, batches, participating
         )
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether inner steps of any number, of host batches, are one program."""
+        return self._batches.counts
 
     def steps_to_event(self, state: TrainState) -> int | None:
         """Return the inner steps until the next event; None where there are none."""
@@ -342,10 +349,11 @@ class RegionProgram:
                 f"{num_steps} steps run past the event {limit} steps ahead; pass at "
                 "most `steps_to_event(state)`"
             )
-        batches = self._batches.put_unless_taken(batches)
+        batches, counted = self._batches.for_steps(batches)
+        room = len(jax.tree.leaves(batches)[0])
         participating = None
         if not self.regions.are_even:
-            participating = self.regions.participating(state.step, num_steps)
+            participating = self.regions.participating(state.step, room)
         step, finished = state.step + num_steps, {}
         window = None
         if self._syncs is not None and state.sync is not None:
@@ -355,15 +363,19 @@ class RegionProgram:
         else:
             outer = (state.sync.outer,) if self._correct and state.sync else ()
             region, (losses, aux) = self._steps(
-                state.region, batches, participating, *outer
+                state.region, batches, participating, counted, *outer
             )
+            if room > num_steps:
+                losses, aux = self._read.first((losses, aux), num_steps)
             state = dataclasses.replace(state, region=region)
         on_steps(step, losses)
         sent = state.bytes_sent + num_steps * self.bytes_per_step
         state = dataclasses.replace(state, step=step, bytes_sent=sent)
         syncs: tuple[AppliedSync, ...] = ()
         if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(state, batches, times, finished)
+            state, syncs = self._syncs.after_steps(
+                state, batches, num_steps, times, finished
+            )
         return state, Output(losses, aux, syncs)
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:

@@ -23,6 +23,7 @@ class Readings:
       mean_state: `mean_state(model_state) -> one region's`, see `make_mean`.
       are_finite: `are_finite(params) -> bool [R]`.
       drift: `drift(params) -> float32`, see `merge.region_drift`.
+      first: `first(outputs, num_steps)`, of leaves `[room, R]`.
     """
 
     def __init__(self, mesh: Mesh):
@@ -38,3 +39,8 @@ class Readings:
         everywhere = NamedSharding(mesh, P())
         self.are_finite = jax.jit(step.are_finite, out_shardings=everywhere)
         self.drift = jax.jit(merge.region_drift, out_shardings=everywhere)
+        self.first = jax.jit(
+            lambda outputs, num_steps: jax.tree.map(lambda x: x[:num_steps], outputs),
+            static_argnums=1,
+            out_shardings=NamedSharding(mesh, P(None, REGION)),
+        )

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
+from cocodc_jax.runtime.counted import ROUND
 from cocodc_jax.runtime.program import Output, RegionProgram
 from cocodc_jax.runtime.state import TrainState
 
@@ -17,9 +17,6 @@ PyTree = Any
 
 # Steps in one scan at most: their batches are all on the device at once.
 MAX_SCAN_STEPS = 100
-
-# Every length of a scan is a program of its own; most intervals are multiples of this.
-_COMMON_STEPS = 10
 
 
 def run(
@@ -48,21 +45,18 @@ def run(
         yield state, output
 
 
-def scan_steps(mesh: Mesh, ahead: int) -> int:
+def scan_steps(program: RegionProgram, ahead: int) -> int:
     """Return how many of the steps ahead to do in one scan.
 
-    Where scans are cut changes no number. On a CPU, where compiling takes as long as
-    hundreds of steps, ten by ten: then methods with other intervals run one program,
-    which compiles once. Elsewhere a scan is as long as can be, for what crosses beside
-    it.
+    Where scans are cut changes no number. Where their length is an argument, on a CPU,
+    as many as there is room for in the one program that methods with other intervals
+    have too. Elsewhere a scan is as long as can be, for what crosses beside it.
 
     Args:
-      mesh: the inner mesh.
+      program: of the steps.
       ahead: steps up to which nothing is due, at least 1.
     """
-    ahead = min(ahead, MAX_SCAN_STEPS)
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return ahead if ahead % _COMMON_STEPS or not is_cpu else _COMMON_STEPS
+    return min(ahead, ROUND if program.counts_steps else MAX_SCAN_STEPS)
 
 
 def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:

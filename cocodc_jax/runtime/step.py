@@ -1,4 +1,4 @@
-"""Inner steps: every region trains alone, in one `lax.scan` under `shard_map`.
+"""Inner steps: every region trains alone, in one scan under `shard_map`.
 
 The program is manual over the region axis, and all that comes in and goes out is a
 region's own. So values are not typed as varying over regions or the same for all
@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.runtime.counted import scan
 from cocodc_jax.runtime.devices.local_regions import (
     LocalRegions,
     for_all_regions,
@@ -69,20 +70,22 @@ def make_steps(
         hosts; None is nothing.
 
     Returns:
-      `steps(state, batches, participating) -> (state, (losses, aux))` with batches
-      `[T, R, ...]`, participating bool `[T, R]` (who has a step to do) or None, losses
-      float32 `[T, R]`, and aux a dict of the same shape. With `correct` a fourth
-      argument is the regions' outer state, which it is given.
+      `steps(state, batches, participating, num_steps=None) -> (state, (losses, aux))`
+      with batches `[T, R, ...]`, participating bool `[T, R]` (who has a step to do) or
+      None, losses float32 `[T, R]`, and aux a dict of the same shape; of num_steps see
+      `counted.scan`. With `correct` a fifth argument is the regions' outer state, which
+      it is given.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
     averages = bool(model_state and model_state.average and per_step)
     averages = averages and local.size * mesh.shape[REGION] > 1
 
-    def steps(
+    def of_device(
         state: RegionState,
         batches: PyTree,
         participating: jax.Array | None,
+        num_steps: jax.Array | None,
         *outer: OuterState,
     ):
         def bend(grads: PyTree, params: PyTree) -> PyTree:
@@ -93,17 +96,22 @@ def make_steps(
         step = make_step(loss, optimizer, local, per_step, kind, bent, averages)
         if optimizer_lies is not None:
             step = _with_state_of_hosts(step, optimizer_lies)
-        return jax.lax.scan(step, state, (batches, participating))
+        return scan(step, state, (batches, participating), num_steps)
 
     of_outer = (P(REGION),) if correct else ()
-    return jax.shard_map(
-        steps,
+    of_mesh = jax.shard_map(
+        of_device,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P(None, REGION), P(None, REGION), *of_outer),
+        in_specs=(P(REGION), P(None, REGION), P(None, REGION), P(), *of_outer),
         out_specs=(P(REGION), P(None, REGION)),
         check_vma=False,
     )
+
+    def steps(state, batches, participating, num_steps=None, *outer):
+        return of_mesh(state, batches, participating, num_steps, *outer)
+
+    return steps
 
 
 def make_step(
@@ -115,7 +123,7 @@ def make_step(
     bend: Callable | None = None,
     averages_state: bool = False,
 ) -> Callable:
-    """Make one inner step of the regions of a shard, a `lax.scan` body.
+    """Make one inner step of the regions of a shard, the body of a scan.
 
     Args:
       loss_fn: `(params, model_state, batch, key) -> (loss, (aux, new_model_state))` of

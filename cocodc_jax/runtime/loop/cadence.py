@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import MAX_SCAN_STEPS, scan_steps
+from cocodc_jax.runtime.running import scan_steps
 from cocodc_jax.runtime.state import TrainState
 
 
@@ -56,11 +56,12 @@ class Cadence:
         every += () if event is not None else (self.log_every,)
         ahead.extend(n - state.step % n for n in every if n)
         schedule = program.method.schedule
-        if schedule is not None and schedule.is_measured:
-            # Its events may be any number of steps apart, and every length of a scan
-            # is compiled: powers of two are few.
-            return 1 << (min(*ahead, MAX_SCAN_STEPS).bit_length() - 1)
-        return scan_steps(program.mesh, min(ahead))
+        num_steps = scan_steps(program, min(ahead))
+        if program.counts_steps or schedule is None or not schedule.is_measured:
+            return num_steps
+        # Its events may be any number of steps apart, and every length of a scan is
+        # compiled: powers of two are few.
+        return 1 << (num_steps.bit_length() - 1)
 
 
 EVERY_TEN = Cadence()  # A record every ten steps, and nothing else before the end.

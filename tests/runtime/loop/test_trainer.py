@@ -239,29 +239,32 @@ class TestCadence:
     def test_data_parallel_scans_no_further_than_a_record(self, tiny):
         assert scans(None, 25, Cadence(log_every=10)) == [10, 10, 5]
 
-    def test_stretches_are_scanned_ten_by_ten_where_that_comes_out_even(self):
+    def test_where_steps_are_counted_no_scan_has_more_than_one_program_takes(self):
         rarely = Cadence(log_every=1000)
         assert scans(None, 30, rarely) == [10, 10, 10]
         assert scans(40, 80, rarely) == [10] * 8
-        assert scans(12, 24, rarely) == [12, 12]
-        assert scans(None, MAX_SCAN_STEPS + 7, rarely) == [10, 97]
+        assert scans(12, 24, rarely) == [10, 2] * 2
 
-    def test_stretches_on_an_accelerator_are_one_scan(self, monkeypatch):
-        device = types.SimpleNamespace(platform="tpu")
-        mesh = types.SimpleNamespace(devices=np.array([device]))
-        monkeypatch.setattr(FakeProgram, "mesh", mesh)
-        assert scans(40, 80, Cadence(log_every=1000)) == [40, 40]
+    def test_elsewhere_stretches_are_one_scan(self, monkeypatch):
+        monkeypatch.setattr(FakeProgram, "counts_steps", False)
+        rarely = Cadence(log_every=1000)
+        assert scans(40, 80, rarely) == [40, 40]
+        assert scans(None, MAX_SCAN_STEPS + 7, rarely) == [MAX_SCAN_STEPS, 7]
 
     def test_a_scan_ends_at_evaluations_and_checkpoints_and_events(self):
         cadence = Cadence(log_every=1, eval_every=4, checkpoint_every=6)
         assert scans(5, 13, cadence) == [4, 1, 1, 2, 2, 2, 1]
 
-    def test_lengths_are_few_where_events_may_come_at_any_step(self):
+    @pytest.mark.parametrize(
+        ("counts", "lengths"), [(False, [8, 4, 1]), (True, [10, 3])]
+    )
+    def test_lengths_are_few_where_events_may_come_at_any_step(self, counts, lengths):
         measured = types.SimpleNamespace(is_measured=True, warm_up_steps=27)
         program = FakeProgram(13)
+        program.counts_steps = counts
         program.method = types.SimpleNamespace(schedule=measured, can_restore=False)
         train_fake(program, 26, Cadence())
-        assert program.lengths == [8, 4, 1, 8, 4, 1]
+        assert program.lengths == lengths * 2
 
     def test_a_list_of_batches_is_read_once(self, tiny):
         program = tiny.shared_program("diloco")
@@ -291,9 +294,7 @@ class TestCadence:
 class FakeProgram:
     """Takes its time over steps of a length it has not seen, as a compiler does."""
 
-    mesh = types.SimpleNamespace(
-        devices=np.array([types.SimpleNamespace(platform="cpu")])
-    )
+    counts_steps = True
     model_state = None
     bytes_per_step = 0
     method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
