@@ -16,6 +16,7 @@ from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.lock import FolderInUseError, only_writer
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.spikes import LossSpikeError
 from cocodc_jax.runtime.state import TrainState
@@ -64,13 +65,18 @@ def write_config(config: TrainConfig, workdir: pathlib.Path) -> None:
     """Write a run's configuration to its folder, unless it stands there already.
 
     Raises:
-      ValueError: if the folder cannot be written to.
+      FolderInUseError: if another process trains there.
+      ValueError: if it holds another run by now, or cannot be written to.
     """
     path, text = workdir / CONFIG_FILE, dumps(config.to_json())
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_text() != text:
-            write_whole(path, text)
+        with only_writer(workdir):
+            # Since that was looked at another command may have begun a run here.
+            check_workdir(config, workdir)
+            if not path.exists() or path.read_text() != text:
+                write_whole(path, text)
+    except FolderInUseError:
+        raise
     except OSError as error:
         raise ValueError(
             f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); make "

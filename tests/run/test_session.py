@@ -88,6 +88,17 @@ def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
     resume.check_workdir(config, path.parent)
 
 
+def test_a_run_that_began_meanwhile_keeps_its_configuration(tmp_path):
+    config, other = PRESET.resolve(), PRESET.replace(seed=5).resolve()
+    resume.check_workdir(other, tmp_path)
+    with lock.only_writer(tmp_path), pytest.raises(lock.FolderInUseError):
+        resume.write_config(other, tmp_path)
+    resume.write_config(config, tmp_path)
+    with pytest.raises(ValueError, match="another configuration .*seed: 0, not 5"):
+        resume.write_config(other, tmp_path)
+    resume.check_workdir(config, tmp_path)
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
