@@ -205,6 +205,12 @@ def _kept(
     return optax.chain(optax.scale(weight), compensation)
 
 
+_NO_UNITS = (
+    "curvature_units={!r} was given, but curvature={!r} has no choice of units; leave "
+    "it out"
+)
+
+
 def _curvature(
     curvature: str | Curvature, units: str | None, sync_interval: int
 ) -> Curvature:
@@ -216,7 +222,9 @@ def _curvature(
                 f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
-    if curvature == "secant" and units is None:
+    if curvature == "secant" and units is not None:
+        raise ValueError(_NO_UNITS.format(units, curvature))
+    if curvature == "secant":
         # More than the whole of D would go past the staged point.
         return secant(isotropic(), max_weight=1.0)
     options: dict[str, Any] = {}
@@ -229,7 +237,4 @@ def _curvature(
     try:
         return get_curvature(curvature, **options)
     except TypeError:
-        raise ValueError(
-            f"curvature_units={units!r} was given, but curvature={curvature!r} has no "
-            "choice of units; leave it out"
-        ) from None
+        raise ValueError(_NO_UNITS.format(units, curvature)) from None

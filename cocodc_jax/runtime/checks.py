@@ -20,7 +20,7 @@ from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
-from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
 
 PyTree = Any
 
@@ -49,9 +49,13 @@ def check_params(params: PyTree) -> None:
     """Refuse parameters that have no mean over regions, naming the leaf.
 
     Raises:
-      ValueError: for a leaf that is no array, or none of floating-point numbers.
+      ValueError: for a leaf that is no array, or none of real floating-point numbers;
+        for two of one path; if there is none.
     """
-    for path, leaf in named_leaves(params):
+    leaves = distinct_leaves(params)
+    if not leaves:
+        raise ValueError("params has no arrays: there is nothing to train")
+    for path, leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(
                 f"params has a leaf {path!r} of type {type(leaf).__name__}, which is "
@@ -59,7 +63,12 @@ def check_params(params: PyTree) -> None:
                 "eqx.partition(model, eqx.is_inexact_array)`), and put the rest back "
                 "in loss_fn"
             )
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"params has a leaf {path!r} of dtype {leaf.dtype}: pass its real and "
+                "its imaginary part, and put them together in loss_fn"
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"params has a leaf {path!r} of dtype {leaf.dtype}, which is not "
                 "trained and has no mean over regions: only floating-point leaves are "

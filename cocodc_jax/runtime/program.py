@@ -53,7 +53,7 @@ class Output(NamedTuple):
     """What `RegionProgram.advance` did, still on its devices.
 
     Attributes:
-      losses: float32 `[T, R]`.
+      losses: float32, or wider where the loss is, `[T, R]`.
       aux: the loss function's aux, each `[T, R]`.
       syncs: the syncs applied after the last step.
     """
@@ -120,7 +120,7 @@ class RegionProgram:
             method cannot be had with these regions or this transport; or for an
             unknown `local_regions`.
         """
-        if isinstance(regions, int):
+        if not isinstance(regions, Regions):
             regions = Regions.alike(regions)
         if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
             each: Any = optimizer.init, optimizer.update
@@ -168,6 +168,9 @@ class RegionProgram:
             method.per_step,
             model_state,
         )
+        if supplies.second_moment is not None and "second_moment" in method.needs:
+            # Not every optimizer has one: told before anything is compiled.
+            jax.eval_shape(supplies.second_moment, self._first.abstract().opt_state)
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         self._batches = Batches(self.mesh, own.num, counts=is_cpu and not is_fused)
         self._read = Readings(self.mesh)

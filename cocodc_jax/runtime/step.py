@@ -38,6 +38,7 @@ from cocodc_jax.sync.model_state import (
     carried,
 )
 from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -72,9 +73,9 @@ def make_steps(
     Returns:
       `steps(state, batches, participating, num_steps=None) -> (state, (losses, aux))`
       with batches `[T, R, ...]`, participating bool `[T, R]` (who has a step to do) or
-      None, losses float32 `[T, R]`, and aux a dict of the same shape; of num_steps see
-      `counted.scan`. With `correct` a fifth argument is the regions' outer state, which
-      it is given.
+      None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape; of
+      num_steps see `counted.scan`. With `correct` a fifth argument is the regions'
+      outer state, which it is given.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
@@ -150,7 +151,7 @@ def make_step(
         gradient_of = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, (aux, new)), grads = gradient_of(params, model_state, batch, use)
         # Python's numbers are aux, and state, too.
-        out, new = jax.tree.map(jnp.asarray, ((loss, aux), new))
+        out, new = jax.tree.map(jnp.asarray, ((widen(loss), aux), new))
         return out, new, grads, jax.random.key_data(key)
 
     def update(grads, opt_state, params, value):

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
-from cocodc_jax.transforms.layers import BLOCKS, named_leaves
+from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors")
 
@@ -107,7 +107,7 @@ def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
       ValueError: if a leaf matches no pattern, or a pattern gets no leaf.
     """
     groups: list[list[LeafSlice]] = [[] for _ in patterns]
-    for index, (path, leaf) in enumerate(named_leaves(params)):
+    for index, (path, leaf) in enumerate(distinct_leaves(params)):
         for group, pattern in zip(groups, patterns, strict=True):
             if re.search(pattern, path):
                 group.append(_slice(path, index, leaf))
@@ -145,7 +145,7 @@ def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None
 
 def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
     """List the units in network order; sorted names alone would put blocks first."""
-    leaves = named_leaves(params)
+    leaves = distinct_leaves(params)
     places = stacks.find(leaves, blocks)
     name_of = _namer([path for path, _ in leaves], places)
     found: dict[tuple[int, str, int], list[LeafSlice]] = {}

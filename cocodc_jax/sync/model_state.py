@@ -118,7 +118,13 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
         return functools.partial(_checked, loss_fn)
 
     def without(params, state, batch, key):
-        loss, aux = loss_fn(params, batch, key)
+        found = loss_fn(params, batch, key)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise ValueError(
+                "loss_fn must return (loss, aux), aux a dict of scalars (`{}` is none),"
+                f" but it returned {found!r}"
+            )
+        loss, aux = found
         return loss, (aux, state)
 
     return without

@@ -52,7 +52,15 @@ class Regions:
 
     @classmethod
     def alike(cls, num_regions: int) -> Regions:
-        """Make regions of one speed and one batch size."""
+        """Make regions of one speed and one batch size.
+
+        Raises:
+          ValueError: unless `num_regions` is a whole number, at least 1.
+        """
+        if not hasattr(num_regions, "__index__") or num_regions < 1:
+            raise ValueError(
+                f"regions={num_regions!r} must be a whole number, at least 1"
+            )
         return cls((1.0,) * num_regions, (1,) * num_regions)
 
     @property

@@ -145,18 +145,22 @@ def normalized_outer_product(
         c = g * g * D
         w = min(||g|| / (||c|| + eps), max_weight)
 
-    The correction is then `strength` times the length of `g` whatever the units, and
-    does not fade as `D` goes to zero unless `max_weight` caps it, which is the CoCoDC
-    authors' own later remedy. Weights multiply: the cap lambda_max of their code is
-    `strength * max_weight`, in the units of 1 / (g * D). Their uncapped form (November
-    2025, strength 1; DC-S3GD has 0.2) divides `c` by the learning rate and uses `g`
-    undivided: equal, with `eps = 1e-8 * learning_rate / delay_steps ** 2`. Both were
-    read from that code. No batch; holds one tree.
+    Where `||c||` is well above `eps` the correction is `strength` times the length of
+    `g`, and does not fade as `D` goes to zero unless `max_weight` caps it, which is the
+    CoCoDC authors' own later remedy. With per-step pseudo-gradients it is not: with
+    values of 2e-4 and displacements of 1e-3 `||c||` is 3e-10 for 64 values and 1e-8 for
+    100,000, so that small tensors are hardly corrected; a smaller `eps` mends that.
+
+    Weights multiply: the cap lambda_max of their code is `strength * max_weight`, in
+    the units of 1 / (g * D). Their uncapped form (November 2025, strength 1; DC-S3GD
+    has 0.2) divides `c` by the learning rate and uses `g` undivided: equal, with `eps =
+    1e-8 * learning_rate / delay_steps ** 2`. Both were read from that code. No batch;
+    holds one tree.
 
     Args:
       max_weight: largest `w`, or None for no cap.
       scope: "tensor" takes norms and weight per leaf, "tree" over all leaves at once.
-      eps: keeps the division finite.
+      eps: keeps the division finite; in the units of `c`, 1e-8 as in the authors' code.
 
     Raises:
       ValueError: if an argument is out of range.

@@ -23,6 +23,23 @@ def named_leaves(tree) -> list[tuple[str, Any]]:
     ]
 
 
+def distinct_leaves(tree) -> list[tuple[str, Any]]:
+    """Return every leaf with its path, for those who know leaves by it.
+
+    Raises:
+      ValueError: naming a path that two leaves have, as in {"a/b": x, "a": {"b": y}}.
+    """
+    leaves, seen = named_leaves(tree), set()
+    for path, _ in leaves:
+        if path in seen:
+            raise ValueError(
+                f"the tree has two leaves whose path is {path!r} once its parts are "
+                "joined by '/'; rename one of them"
+            )
+        seen.add(path)
+    return leaves
+
+
 def is_block(path: str, blocks: str = BLOCKS) -> bool:
     """Tell whether a leaf is of one block or several."""
     return blocks in path.split("/")

@@ -92,8 +92,10 @@ def send(
             lambda m, g: weight * m + (1 - weight) * widen(g), state.momentum, gradients
         )
 
-    # A cast keeps signs, and decode restores the dtype that was encoded.
-    message, _ = sign_bits().encode(cast_like(interpolate(b1), gradients), ())
+    # Decode restores the dtype that was encoded. A cast of the numbers themselves would
+    # make zeros of small ones, whose sign is +.
+    signs = jax.tree.map(lambda x: jnp.where(x >= 0, 1.0, -1.0), interpolate(b1))
+    message, _ = sign_bits().encode(cast_like(signs, gradients), ())
     return message, LionState(interpolate(b2))
 
 

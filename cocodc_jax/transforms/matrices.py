@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from cocodc_jax.transforms.compressor import Compressor, identity
-from cocodc_jax.transforms.layers import is_matrix, named_leaves
+from cocodc_jax.transforms.layers import distinct_leaves, is_matrix, named_leaves
 
 
 @functools.partial(
@@ -74,6 +74,6 @@ def matrices(inner: Compressor) -> Compressor:
 
 
 def _split(tree):
-    leaves = named_leaves(tree)
+    leaves = distinct_leaves(tree)
     chosen = {path: x for path, x in leaves if is_matrix(path, x.ndim)}
     return chosen, {path: x for path, x in leaves if path not in chosen}

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.transforms.numerics import has_holes
+
 PyTree = Any
 
 
@@ -33,6 +35,13 @@ def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
             raise ValueError(
                 f"the merge needs the inner Adam's second moment, but the optimizer's "
                 f"state holds {len(adam)} Adam states; pass `second_moment`"
+            )
+
+        if has_holes(adam[0].nu):
+            raise ValueError(
+                "the merge needs the inner Adam's second moment of every parameter, "
+                "but the optimizer leaves some to others (optax.partition, Muon); pass "
+                "`second_moment`, or use another curvature"
             )
 
         def correct(nu):

@@ -38,7 +38,7 @@ from cocodc_jax.transforms.compressor import (
     per_leaf,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_positive
+from cocodc_jax.transforms.numerics import check_positive, widen
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
@@ -83,7 +83,8 @@ def top_k(density: float = 0.01, values: Compressor | None = None) -> SparseComp
         join=lambda coefficients, shape: coefficients.reshape(shape),
         size=math.prod,
     )
-    return _sparse("top_k", lambda size: max(1, round(density * size)), rows, values)
+    count = lambda size: min(size, max(1, round(density * size)))  # noqa: E731
+    return _sparse("top_k", count, rows, values)
 
 
 def chunked_top_k(
@@ -143,14 +144,17 @@ def _chunked(name, k, chunk_side, values, transform, count):
 
     def split(x):
         chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
-        return transform(chunks, False).reshape(chunks.shape[0], -1)
+        return transform(chunks, False).reshape(
+            len(chunks), math.prod(chunks.shape[1:])
+        )
 
     def sides(shape):
         rows, columns = matrix_shape(shape)
-        return min(chunk_side, rows), min(chunk_side, columns)
+        return _sides(rows, columns, chunk_side)
 
     def join(coefficients, shape):
-        chunks = transform(coefficients.reshape(-1, *sides(shape)), True)
+        chunks = coefficients.reshape(len(coefficients), *sides(shape))
+        chunks = transform(chunks, True)
         return _from_chunks(chunks, *matrix_shape(shape)).reshape(shape)
 
     rows = _Rows(split, join, lambda shape: math.prod(sides(shape)))
@@ -209,29 +213,38 @@ def _scatter(places, chosen, size):
     return jnp.zeros((num_rows, size), chosen.dtype).at[rows, places].set(chosen)
 
 
+def _sides(rows, columns, side):
+    """Return a chunk's height and width; there is none in a tensor without values."""
+    return max(1, min(side, rows)), max(1, min(side, columns))
+
+
 def _to_chunks(matrix, side):
     """Cut [rows, columns] to [chunks, height, width], zeros at the far edges."""
     rows, columns = matrix.shape
-    height, width = min(side, rows), min(side, columns)
+    height, width = _sides(rows, columns, side)
     matrix = jnp.pad(matrix, ((0, -rows % height), (0, -columns % width)))
-    grid = matrix.reshape(-1, height, matrix.shape[1] // width, width)
-    return grid.transpose(0, 2, 1, 3).reshape(-1, height, width)
+    grid = matrix.shape[0] // height, matrix.shape[1] // width
+    matrix = matrix.reshape(grid[0], height, grid[1], width)
+    return matrix.transpose(0, 2, 1, 3).reshape(math.prod(grid), height, width)
 
 
 def _from_chunks(chunks, rows, columns):
     """Undo `_to_chunks`."""
     _, height, width = chunks.shape
-    grid = chunks.reshape(-(-rows // height), -(-columns // width), height, width)
-    matrix = grid.transpose(0, 2, 1, 3).reshape(grid.shape[0] * height, -1)
-    return matrix[:rows, :columns]
+    grid = -(-rows // height), -(-columns // width)
+    matrix = chunks.reshape(*grid, height, width).transpose(0, 2, 1, 3)
+    return matrix.reshape(grid[0] * height, grid[1] * width)[:rows, :columns]
 
 
 def _cosine_transform(chunks, is_inverse):
     """Return C_h X C_w' per chunk, or its inverse C_h' X C_w, with orthonormal C."""
-    left, right = (_cosine_matrix(n).astype(chunks.dtype) for n in chunks.shape[1:])
+    wide = widen(chunks)  # In bfloat16 the matrices would not be orthonormal.
+    left, right = (_cosine_matrix(n).astype(wide.dtype) for n in chunks.shape[1:])
     rule = "ji,njk,kl->nil" if is_inverse else "ij,njk,lk->nil"
     # Accelerators would otherwise round the products to bfloat16 or TF32.
-    return jnp.einsum(rule, left, chunks, right, precision=jax.lax.Precision.HIGHEST)
+    precision = jax.lax.Precision.HIGHEST
+    found = jnp.einsum(rule, left, wide, right, precision=precision)
+    return found.astype(chunks.dtype)
 
 
 @functools.cache

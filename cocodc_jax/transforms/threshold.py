@@ -127,6 +127,8 @@ def _capacity(size, density, slack):
 
 
 def _kth_largest(x, density):
+    if not x.size:
+        return jnp.zeros([], jnp.float32)
     k = max(1, round(density * x.size))
     return jax.lax.top_k(_size(x), k)[0][-1]
 

@@ -79,6 +79,11 @@ def test_numbers_that_follow_the_network():
         ),
         (
             "cocodc",
+            {"curvature": "secant", "curvature_units": "adam"},
+            "curvature_units='adam' was given, but curvature='secant' has no choice",
+        ),
+        (
+            "cocodc",
             {"curvature": "outer_product", "curvature_units": "furlong"},
             "units='furlong' is unknown; use one of",
         ),

@@ -315,6 +315,39 @@ class TestBadInput:
         with pytest.raises(ValueError, match="regions=3 is not a multiple .* 2"):
             self.make(tiny, num_regions=3, mesh=make_mesh(2))
 
+    @pytest.mark.parametrize("num_regions", [0, 2.0, None])
+    def test_regions_that_are_no_number_of_them(self, tiny, num_regions):
+        message = f"regions={num_regions} must be a whole number, at least 1"
+        with pytest.raises(ValueError, match=message):
+            self.make(tiny, num_regions=num_regions)
+
+    def test_a_number_of_regions_may_be_numpys(self, tiny):
+        assert self.make(tiny, num_regions=np.int64(4)).num_regions == 4
+
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ({}, "params has no arrays"),
+            (
+                {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}},
+                "two leaves whose path is 'a/b'",
+            ),
+            (
+                {"w": jnp.ones(2, jnp.complex64)},
+                "'w' of dtype complex64: pass its",
+            ),
+        ],
+    )
+    def test_parameters_that_cannot_be_trained(self, params, message):
+        with pytest.raises(ValueError, match=message):
+            RegionProgram(lambda *_: (0.0, {}), optax.sgd(0.1), "diloco", params, 2)
+
+    def test_a_loss_without_aux(self, tiny):
+        bare = lambda params, batch, key: tiny.loss_fn(params, batch, key)[0]  # noqa: E731
+        program = RegionProgram(bare, optax.sgd(0.1), "diloco", tiny.make_params(), 4)
+        with pytest.raises(ValueError, match=r"loss_fn must return \(loss, aux\)"):
+            tiny.finish(program, tiny.start(program), 1)
+
     def test_fragments_of_another_method(self, tiny):
         two = cutting.cut(tiny.make_params(), 2)
         with pytest.raises(ValueError, match="2 entries.*num_fragments=1"):
@@ -351,14 +384,21 @@ class TestBadInput:
             self.without_adam(tiny, None)
 
     def test_an_optimizer_without_adams_second_moment(self, tiny):
-        program = self.without_adam(tiny, adam_second_moment(0.9))
         with pytest.raises(ValueError, match="holds 0 Adam states"):
-            tiny.finish(program, tiny.start(program), 5)
+            self.without_adam(tiny, adam_second_moment(0.9))
 
-    def without_adam(self, tiny, second_moment):
+    def test_an_optimizer_with_adams_second_moment_of_some(self, tiny):
+        leaves, structure = jax.tree.flatten(tiny.make_params())
+        labels = structure.unflatten(["adam"] + ["sgd"] * (len(leaves) - 1))
+        both = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
+        some = optax.partition(both, labels)
+        with pytest.raises(ValueError, match="leaves some to others"):
+            self.without_adam(tiny, adam_second_moment(0.9), some)
+
+    def without_adam(self, tiny, second_moment, optimizer=None):
         return RegionProgram(
             tiny.loss_fn,
-            optax.sgd(0.1),
+            optimizer or optax.sgd(0.1),
             tiny.METHODS["cocodc"],
             tiny.make_params(),
             4,

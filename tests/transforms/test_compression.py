@@ -148,6 +148,15 @@ def test_shapes_dtypes_bytes_and_zeros_under_jit(text):
     assert jax.tree.map(jnp.shape, new_state) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_tensors_without_values(text):
+    built = compression.parse(text)
+    x = {"none": jnp.zeros((0, 3)), "some": jnp.ones((2, 2))}
+    message, _ = built.encode(x, built.init(x), KEY)
+    back = built.decode(message)
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, x)
+
+
 def blockwise_absmax(x, block):
     rows = np.pad(np.abs(x), (0, -len(x) % block)).reshape(-1, block)
     return np.repeat(rows.max(1), block)[: len(x)]

@@ -103,6 +103,18 @@ def test_normalized_outer_product_has_the_length_of_the_gradient_per_tensor():
         np.testing.assert_allclose(product[name], expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("size", [64, 1024])
+def test_what_eps_leaves_of_the_normalized_outer_product(size):
+    gradient, displacement = jnp.full(size, 2e-4), jnp.full(size, 1e-3)
+    length = 4e-11 * size**0.5
+    for eps in (1e-8, 1e-14):
+        product = curvature.normalized_outer_product(eps=eps).product(
+            gradient, displacement
+        )
+        found = jnp.linalg.norm(product) / jnp.linalg.norm(gradient)
+        np.testing.assert_allclose(found, length / (length + eps), rtol=1e-4)
+
+
 def test_normalized_outer_product_over_the_tree_and_capped():
     c = g * g * d
     weight = np.linalg.norm(g) / (np.linalg.norm(c) + 1e-3)

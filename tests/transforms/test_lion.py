@@ -19,6 +19,15 @@ def _float64():
         yield
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_small_numbers_keep_their_sign(dtype):
+    gradient = jnp.array([-1e-7, 1e-7], dtype)
+    message, _ = lion.send(gradient, lion.init(gradient))
+    direction = lion.combine(jax.tree.map(lambda x: x[None], message))
+    assert direction.dtype == dtype
+    assert direction.tolist() == [-1, 1]
+
+
 @pytest.mark.parametrize("rule", lion.RULES)
 @pytest.mark.parametrize("num_regions", [3, 4])
 def test_against_numpy(rule, num_regions):

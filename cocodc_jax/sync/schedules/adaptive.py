@@ -144,7 +144,8 @@ class Adaptive(Slotted):
             for start in state.last_start
         ]
         if _is_tight(due):
-            return state, min(free, key=lambda p: (due[p], p))
+            # By deadlines themselves: in one slot may fall several.
+            return state, min(free, key=lambda p: (max(state.last_start[p], 0), p))
         never = [p for p in free if state.last_start[p] < 0]
         if never:
             return state, never[0]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -118,6 +119,24 @@ def test_every_fragment_is_on_time_whatever_the_network_does(data):
         return [(1.0, syncs[step * 7919 % len(syncs)])]
 
     assert_on_time(schedule, 4 * interval, times)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_deadlines_that_fall_in_one_slot_are_kept_in_their_order(seed):
+    """Slots that grow bring them together; fragment numbers say nothing then."""
+    rng = random.Random(seed)
+    schedule = adaptive(50, 7, 1, "auto", network_share=0.4)
+
+    def see(step, event):
+        sync_s = 2 ** rng.uniform(-4, 4)
+        return 100, {"norm": rng.random(), "times": [(1.0, sync_s)]}
+
+    last = [0] * 7
+    for step, _, events in walks.walk(schedule, schedule.init(), 1500, see):
+        for event in events:
+            if event.kind == START:
+                assert step - last[event.fragment_id] <= 50
+                last[event.fragment_id] = step
 
 
 @settings(max_examples=100, deadline=None)
