@@ -75,7 +75,7 @@ class Batches:
         """
         leaves, num_steps = jax.tree.leaves(batches), None
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
-        if self.counts and is_host:
+        if self.counts and is_host and counted.takes(batches):
             num_steps = self._number(len(leaves[0]))
             batches = counted.padded(batches, len(leaves[0]))
         if self._mesh.size == 1 and is_host:
@@ -84,14 +84,15 @@ class Batches:
 
     def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
         """Return what `for_steps` gives, as shapes and dtypes with shardings."""
+        counts = self.counts and counted.takes(batches)
 
         def like(x):
-            room = counted.room_for(x.shape[0]) if self.counts else x.shape[0]
+            room = counted.room_for(x.shape[0]) if counts else x.shape[0]
             where = self._where(x.ndim)
             return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
 
         num_steps = None
-        if self.counts:
+        if counts:
             everywhere = NamedSharding(self._mesh, P())
             num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
         return jax.tree.map(like, batches), num_steps

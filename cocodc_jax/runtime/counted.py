@@ -5,7 +5,7 @@ Compiling inner steps takes a CPU as long as hundreds of them, every length of a
 into many: with H 100, N 8, tau 5 and an evaluation at every 25th step into eight. A
 loop whose number of steps is an argument is one program for all of them. Its inputs
 have room for a whole number of `ROUND`s; what is behind the last step is never looked
-at.
+at. Where batches are so large that this would be felt, scans stay what they are.
 
 On accelerators scans stay what they are: a compiler that knows the length may plan
 transfers with it.
@@ -24,6 +24,9 @@ PyTree = Any
 
 # Steps; most intervals are multiples of it.
 ROUND = 10
+
+# Zeros behind the last step that are worth a program less.
+_MOST_BYTES = 1 << 24
 
 
 def scan(
@@ -68,6 +71,18 @@ def room_for(num_steps: int) -> int:
     [10, 10, 20]
     """
     return -(-num_steps // ROUND) * ROUND
+
+
+def takes(xs: PyTree) -> bool:
+    """Tell whether inputs `[num_steps, ...]` are small enough to be given room.
+
+    Args:
+      xs: arrays, or their shapes and dtypes.
+    """
+    leaves = jax.tree.leaves(xs)
+    num_steps = leaves[0].shape[0]
+    size = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
+    return size * (room_for(num_steps) - num_steps) <= _MOST_BYTES * num_steps
 
 
 def padded(xs: PyTree, num_steps: int) -> PyTree:

@@ -53,6 +53,13 @@ def test_inputs_are_not_copied_where_there_is_room():
     assert counted.padded(xs, 20) is xs
 
 
+def test_large_inputs_are_given_no_room():
+    large = jax.ShapeDtypeStruct((3, 1 << 20), np.float32)
+    assert not counted.takes({"x": large, "y": numbers(3)})
+    assert counted.takes(jax.ShapeDtypeStruct((10, 1 << 20), np.float32))
+    assert counted.takes(numbers(3))
+
+
 def test_scans_of_every_length_are_one_program(tiny):
     traces = []
 
