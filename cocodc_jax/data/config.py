@@ -111,6 +111,11 @@ def cache_dir(data_dir: str = "") -> pathlib.Path:
 
 def _check_dataset(dataset: str) -> None:
     kind, _, rest = dataset.partition(":")
+    if kind == "text" and rest and not all(rest.split(",")):
+        raise ValueError(
+            f"dataset={dataset!r} has an empty path '' among those between its commas; "
+            "leave out a comma, or write . for this folder"
+        )
     if dataset == "stdlib" or (kind in ("text", "hf", "tfds") and rest):
         return
     raise ValueError(

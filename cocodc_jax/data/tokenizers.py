@@ -21,6 +21,7 @@ import numpy as np
 from cocodc_jax._extras import extra
 from cocodc_jax.data import tokenizer_folder
 from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
+from cocodc_jax.data.writable import make_writable
 
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
@@ -257,8 +258,8 @@ def _cached_bpe(
 ) -> HuggingFaceTokenizer:
     path = folder / f"bpe-{vocab_size}-{_digest(corpus.encode())}.json"
     if not path.exists():
+        make_writable(folder)
         text = train_bpe(texts, vocab_size)._tokenizer.to_str()
-        folder.mkdir(parents=True, exist_ok=True)
         # A rename is atomic: another process sees no file or a whole one.
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             file.write(text)

@@ -13,6 +13,8 @@ from cocodc_jax.data.config import DataConfig, cache_dir
     [
         ({"dataset": "c4"}, "dataset='c4' is unknown; use 'stdlib'"),
         ({"dataset": "text:"}, "dataset='text:' is unknown"),
+        ({"dataset": "text:A,"}, "dataset='text:A,' has an empty path '' among"),
+        ({"dataset": "text:A,,B"}, "dataset='text:A,,B' has an empty path ''"),
         ({"tokenizer": "words"}, "tokenizer='words' is unknown; use 'bytes'"),
         ({"tokenizer": "hf:"}, "tokenizer='hf:' is unknown"),
         ({"tokenizer": "bpe:many"}, "tokenizer='bpe:many' needs a vocabulary of at"),

@@ -240,6 +240,16 @@ def test_missing_path_is_named(tmp_path):
         _open(tmp_path / "missing", tmp_path)
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(text_folder, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    for folder in (path, path / "below"):
+        with pytest.raises(
+            ValueError, match=f"data_dir='{folder}' cannot be .*XDG_CACHE_HOME where"
+        ):
+            _open(text_folder, folder)
+
+
 def test_builder_without_config_says_so(tmp_path):
     builder = builders.TextFiles(data_dir=tmp_path)
     with pytest.raises(ValueError, match="built from a CorpusConfig"):

@@ -32,6 +32,7 @@ from cocodc_jax.data.corpora.row_files import (
     RecordError,
     RowFile,
 )
+from cocodc_jax.data.writable import make_writable
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)
@@ -224,7 +225,8 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
     folder = cache / "unpacked" / hashlib.sha256(known).hexdigest()[:16]
     target = folder / path.stem
     if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_writable(cache)
+        make_writable(folder)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             try:
                 with gzip.open(path) as packed:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from cocodc_jax._extras import extra
 from cocodc_jax.data.corpora.builders import CorpusConfig, TextCorpus
 from cocodc_jax.data.corpora.files import CorpusFile, files_fingerprint
+from cocodc_jax.data.writable import make_writable
 
 with extra("data"):
     import tensorflow_datasets as tfds
@@ -46,8 +47,8 @@ def prepare_corpus(
       The builder.
 
     Raises:
-      ValueError: if the files do not hold two different documents, or one of them is
-        refused.
+      ValueError: if the files do not hold two different documents, one of them is
+        refused, or the folder cannot be written to.
     """
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
@@ -74,7 +75,8 @@ def _prepare_beside(
     target: pathlib.Path,
     data_dir: pathlib.Path,
 ) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_writable(data_dir)
+    make_writable(target.parent)
     with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as folder:
         _make_builder(builder_class, config, folder).download_and_prepare()
         try:
