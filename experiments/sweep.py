@@ -36,7 +36,7 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands
-from .sweeps import cells, grid, networks, report, rows, runs
+from .sweeps import cells, grid, networks, reference, report, rows, runs
 from .sweeps.schedule import Plan, Progress
 
 GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
@@ -50,10 +50,13 @@ def main() -> None:
         workdir, plan = _workdir(), _plan()
         if plan is None and not flags.value("report"):
             raise ValueError("grid=None is no file; name a grid file")
+        _check_report(plan, workdir)
     if plan is not None and flags.value("list"):
         _list(plan, console)
         return
     if plan is not None and not flags.value("report"):
+        with flags.usage_errors():
+            _make(workdir)
         _train(plan, workdir, console)
     with flags.usage_errors():
         _report(workdir, console)
@@ -62,7 +65,36 @@ def main() -> None:
 def _workdir() -> pathlib.Path:
     if not flags.value("workdir") and not flags.value("list"):
         raise ValueError("workdir=None is no folder; name one for the rows")
-    return pathlib.Path(flags.value("workdir") or ".")
+    workdir = pathlib.Path(flags.value("workdir") or ".")
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
+    return workdir
+
+
+def _make(workdir: pathlib.Path) -> None:
+    """Make the folder, with the grid in it."""
+    path, kept = pathlib.Path(flags.value("grid")), workdir / GRID_FILE
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not kept.exists() or not kept.samefile(path):
+            shutil.copyfile(path, kept)
+    except OSError as error:
+        raise ValueError(
+            f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); change "
+            "its permissions, or name another folder"
+        ) from error
+
+
+def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
+    """Refuse what the report could not be written with, before anything trains."""
+    step_s = flags.value("step_seconds")
+    if not 0 < step_s < math.inf:
+        raise ValueError(f"step_seconds={step_s} must be a time above 0")
+    if flags.value("networks"):
+        networks.networks(flags.value("networks"))
+    written = rows.read(workdir) if flags.value("workdir") else []
+    column = flags.value("reference_column")
+    reference.check(flags.value("reference"), column, plan, written)
 
 
 def _plan() -> Plan | None:
@@ -101,8 +133,6 @@ def _list(plan: Plan, console: Console) -> None:
 
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     """Train every row that is this process's; exits where one cannot be trained."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(flags.value("grid"), workdir / GRID_FILE)
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
     progress = Progress(plan)
 
@@ -144,8 +174,8 @@ def _report(workdir: pathlib.Path, console: Console) -> None:
             f"{halving} chose settings that no row has; give the sweep's own command "
             "again, which makes it anew from the rows that are written"
         )
-    reference = cells.find(found, flags.value("reference"))
-    made = report.Report(found, reference, flags.value("reference_column"))
+    held = reference.find(found, flags.value("reference"))
+    made = report.Report(found, held, flags.value("reference_column"))
     write_whole(workdir / "cells.json", dumps(made.to_json()))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
     command = commands.command_line("sweep", sys.argv[1:])
@@ -165,10 +195,7 @@ def _report(workdir: pathlib.Path, console: Console) -> None:
 
 def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
     """Write when everything is there on which network, and return it as a table."""
-    step_s = flags.value("step_seconds")
-    if not 0 < step_s < math.inf:
-        raise ValueError(f"step_seconds={step_s} must be a time above 0")
-    on = networks.networks(flags.value("networks"))
+    step_s, on = flags.value("step_seconds"), networks.networks(flags.value("networks"))
     found = list(networks.arrivals(made, on, step_s))
     write_whole(workdir / "networks.json", dumps(networks.to_json(found, step_s)))
     return "\n" + networks.markdown(made, found, step_s)

@@ -269,31 +269,3 @@ def steps_to(column: Column, reference: Column) -> Interval | None:
     ]
     known = [step for step in steps if step is not None]
     return Interval.of(known) if known and len(known) == len(steps) else None
-
-
-def find(found: Sequence[Cell], words: str | None) -> Cell:
-    """Return the cell that others are held against.
-
-    Args:
-      found: all cells.
-      words: flags as name=value with commas, such as method=diloco,sync_interval=40;
-        None is the one with the worst published loss.
-
-    Raises:
-      ValueError: if no cell has these flags.
-    """
-    if words is None:
-        held = [
-            c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
-        ]
-        return max(held or found, key=lambda c: _mean(next(iter(c.columns.values()))))
-    parts = (part.partition("=") for part in words.split(","))
-    wanted = {name: value for name, _, value in parts}
-    for cell in found:
-        flags = leaves(cell.config)
-        if all(str(flags.get(name)) == value for name, value in wanted.items()):
-            return cell
-    raise ValueError(
-        f"reference={words!r} is no cell of these rows; they are "
-        f"{', '.join(cell.label for cell in found)}"
-    )

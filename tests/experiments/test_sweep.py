@@ -13,7 +13,7 @@ from scipy import stats
 
 from cocodc_jax.report.pareto import Point, pareto
 from experiments import sweep
-from experiments.sweeps import cells, grid, keys, report, rows
+from experiments.sweeps import cells, grid, keys, reference, report, rows
 from experiments.sweeps.halving import Halving, best
 from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
@@ -232,12 +232,12 @@ def test_columns_and_intervals(halved):
     half = stats.t.ppf(0.975, 1) * ours.std(ddof=1) / math.sqrt(2)
     assert columns["tuned"].loss.mean == pytest.approx(ours.mean())
     assert columns["tuned"].loss.half == pytest.approx(half)
-    reference = cells.find(found, "method=streaming_diloco,compress=none").columns
-    less = cells.difference(columns["tuned"], reference["published"])
+    held = reference.find(found, "method=streaming_diloco,compress=none").columns
+    less = cells.difference(columns["tuned"], held["published"])
     half = stats.t.ppf(0.975, 1) * (ours - theirs).std(ddof=1) / math.sqrt(2)
     assert (less.mean, less.half) == pytest.approx(((ours - theirs).mean(), half))
     # Loss falls by 1 in 32 steps: 0.15 and 0.14 less are 4.8 and 4.48 steps earlier.
-    steps = cells.steps_to(columns["tuned"], reference["published"])
+    steps = cells.steps_to(columns["tuned"], held["published"])
     assert steps.mean == pytest.approx(32 * (1 - 0.145))
     assert cells.steps_to(found[3].columns["published"], columns["tuned"]) is None
 
@@ -246,7 +246,7 @@ def test_without_halving_the_best_is_marked(tmp_path):
     run_through(Plan(table(GRID)), tmp_path)
     found = cells.cells(rows.read(tmp_path))
     assert found[0].columns["tuned"].chosen_here
-    text = report.Report(found, cells.find(found, None)).markdown("COMMAND")
+    text = report.Report(found, reference.find(found, None)).markdown("COMMAND")
     assert "| 2.700* |" in text
     assert "chosen by these very seeds" in text
 
@@ -310,7 +310,7 @@ def test_a_seed_that_diverged_is_told(tmp_path):
     lost = rows.read(tmp_path)[-1]
     rows.append(tmp_path, {**lost, "loss": None, "curve": [], "diverged": "NaN"})
     found = cells.cells(rows.read(tmp_path))
-    text = report.Report(found, cells.find(found, "method=diloco")).markdown("")
+    text = report.Report(found, reference.find(found, "method=diloco")).markdown("")
     assert "diverged (seed 0)" in text
     assert len(rows.read(tmp_path)) == 8
 
@@ -321,7 +321,7 @@ def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
     found = cells.cells(rows.read(tmp_path))
     assert [list(cell.columns) for cell in found] == [["published"]] * 8
     assert found[1].label.endswith("outer_lr=1.0 outer_momentum=0.0")
-    made = report.Report(found, cells.find(found, "method=diloco"))
+    made = report.Report(found, reference.find(found, "method=diloco"))
     assert made.heads()[-3:] == ["loss", "less the reference", "steps to its loss"]
     assert len(made.lines()[0]) == len(made.heads())
     assert len(made.short_lines()[0]) == 1 + len(made.short_heads())
@@ -353,16 +353,49 @@ def test_points_that_nothing_beats():
         (["--grid=missing.toml"], "error: --grid=missing.toml cannot be read (No such"),
         (["--grid={grid}", "--shard=3/2"], "error: --shard='3/2' must be i/n with"),
         (["--report"], "error: --workdir='"),
+        (["--grid={grid}", "--workdir={grid}"], "error: --workdir='{grid}' is a file;"),
+        (
+            ["--grid={grid}", "--workdir=/proc/no"],
+            "error: --workdir='/proc/no' cannot be written to (No such file or direct",
+        ),
+        (
+            ["--grid={grid}", "--reference=method=cocodc"],
+            "error: --reference='method=cocodc' is no setting of the grid; give flags "
+            "of one as --list shows them, such as method=streaming_diloco,sync_interv",
+        ),
+        (
+            ["--grid={grid}", "--reference_column=best"],
+            "error: --reference_column='best' is unknown; use one of ['published', 't",
+        ),
+        (["--grid={grid}", "--networks=fast"], "error: --networks='fast' names 'fast'"),
+        (
+            ["--grid={grid}", "--step_seconds=nan"],
+            "error: --step_seconds=nan must be",
+        ),
     ],
 )
 def test_wrong_flags(words, message, call, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
     words = [word.format(grid=path) for word in words]
-    code, _, err = call(sweep, *words, f"--workdir={tmp_path / 'out'}")
+    code, _, err = call(sweep, f"--workdir={tmp_path / 'out'}", *words)
     assert code == 2
-    assert err.startswith(message)
+    assert err.startswith(message.format(grid=path))
     assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
+    plan = Plan(table(GRID))
+    reference.check("method=diloco,sync_interval=16", "tuned", plan, [])
+    plain = Plan(table(GRID.replace("tuned =", "seeds = [3] #")))
+    reference.check("method=diloco,seed=3", "published", plain, [])
+    with pytest.raises(ValueError, match="reference_column='tuned' is of grids that"):
+        reference.check(None, "tuned", plain, [])
+    row = written(Row(plan.grid.settings[-1], 0, "final", ("outer_lr",)), 1.0)
+    with pytest.raises(ValueError, match="reference='method=data_parallel,seed=0' is"):
+        reference.check("method=data_parallel,seed=0", "published", plain, [])
+    reference.check("method=data_parallel,seed=0", "tuned", plain, [row])
 
 
 def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
@@ -409,6 +442,7 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     assert found[1]["bytes"] == 96 // 16 * 4 * found[1]["parameters"]
     assert not any((folder / "runs").iterdir())
     before = (folder / rows.FILE).read_bytes()
+    words[0] = f"--grid={folder / 'grid.toml'}"  # Which the sweep has written itself.
     code, out, err = call(sweep, *words)
     assert code == 0, err
     assert (folder / rows.FILE).read_bytes() == before

@@ -1,0 +1,95 @@
+"""The cell that the others of a sweep are held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .cells import COLUMNS, PUBLISHED, TUNED, Cell
+from .rows import Row as Written
+from .runs import Row
+from .schedule import FINAL, Plan, leaves
+
+
+def find(found: Sequence[Cell], words: str | None) -> Cell:
+    """Return the cell that others are held against.
+
+    Args:
+      found: all cells.
+      words: flags as name=value with commas, such as method=diloco,sync_interval=40;
+        None is the one with the worst published loss.
+
+    Raises:
+      ValueError: if no cell has these flags.
+    """
+    if words is None:
+        held = [
+            c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
+        ]
+        return max(held or found, key=_first_loss)
+    for cell in found:
+        if _has(cell.config, words):
+            return cell
+    raise ValueError(
+        f"reference={words!r} is no cell of these rows; they are "
+        f"{', '.join(cell.label for cell in found)}"
+    )
+
+
+def check(
+    words: str | None, column: str, plan: Plan | None, written: Sequence[Written]
+) -> None:
+    """Refuse a reference that there will be no row of.
+
+    Args:
+      words: as `find` takes them.
+      column: of the cell, "published" or "tuned".
+      plan: what is to be trained; None trains nothing.
+      written: rows that are there.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    if column not in COLUMNS:
+        raise ValueError(
+            f"reference_column={column!r} is unknown; use one of {list(COLUMNS)}"
+        )
+    if plan is None:
+        return
+    if column == TUNED and not plan.grid.tuned and not any(r["tuned"] for r in written):
+        raise ValueError(
+            f"reference_column={column!r} is of grids that tune something, and this "
+            f"one does not; use {PUBLISHED!r}"
+        )
+    if words is None:
+        return
+    known = [row["config"] for row in written if row["stage"] == FINAL]
+    for setting in plan.grid.settings:
+        for seed in plan.grid.seeds:
+            row = Row(setting, seed, FINAL, plan.grid.tuned)
+            known.append(row.config.to_json())
+    if not any(_has(config, words) for config in known):
+        raise ValueError(
+            f"reference={words!r} is no setting of the grid; give flags of one as "
+            f"--list shows them, such as {_example(plan)}"
+        )
+
+
+def _example(plan: Plan) -> str:
+    method = plan.grid.settings[0].config.method
+    interval = method.values.get("sync_interval")
+    more = "" if interval is None else f",sync_interval={interval}"
+    return f"method={method.method}{more}"
+
+
+def _has(config: Mapping[str, Any], words: str) -> bool:
+    """Tell whether a configuration, as JSON has it, has these flags."""
+    flags = leaves(config)
+    parts = (part.partition("=") for part in words.split(","))
+    return all(str(flags.get(name)) == value for name, _, value in parts)
+
+
+def _first_loss(cell: Cell) -> float:
+    loss = next(iter(cell.columns.values())).loss
+    return loss.mean if loss else math.inf
