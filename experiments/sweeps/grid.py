@@ -22,7 +22,7 @@ from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 
-from .halving import Halving
+from .halving import Halving, check_seeds
 from .keys import setting_key
 
 KEYS = ("base", "groups", "halving", "published", "seeds", "tuned")
@@ -97,12 +97,15 @@ def from_table(table: Mapping[str, Any]) -> Grid:
     """Return the grid of a table as a grid file has it; see `read`."""
     if odd := sorted(table.keys() - set(KEYS)):
         raise ValueError(f"grid has unknown keys {odd}; it may have {list(KEYS)}")
+    for key in ("base", "halving"):
+        if not isinstance(table.get(key, {}), dict):
+            raise ValueError(f"{key}={table[key]!r} must be a table, as [{key}]")
+    if type(table.get("published", True)) is not bool:
+        raise ValueError(f"published={table['published']!r} must be true or false")
     groups = table.get("groups", {})
     if not isinstance(groups, dict) or not groups:
         raise ValueError("grid has no groups; write at least one, as [groups.NAME]")
-    tuned = tuple(table.get("tuned", ()))
-    for name in tuned:
-        _check_name(name, "tuned")
+    tuned = _names("tuned", table.get("tuned", ()))
     base = table.get("base", {})
     halving = None
     if "halving" in table:
@@ -112,8 +115,7 @@ def from_table(table: Mapping[str, Any]) -> Grid:
                 f"seeds={table['seeds']} has no meaning beside [halving], which has "
                 "tuning_seeds and final_seeds; leave it out"
             )
-        for name in halving.by:
-            _check_name(name, "by")
+        _names("by", halving.by)
         if not tuned:
             raise ValueError(
                 "[halving] has nothing to choose between; name the flags that it "
@@ -135,18 +137,19 @@ def from_table(table: Mapping[str, Any]) -> Grid:
     return grid
 
 
-def check_seeds(name: str, seeds: Any) -> tuple[int, ...]:
-    """Return seeds that are whole numbers, each once.
+def _names(key: str, names: Any) -> tuple[str, ...]:
+    """Return names of flags.
 
     Raises:
-      ValueError: naming what they are of.
+      ValueError: naming the key they are under.
     """
-    ok = isinstance(seeds, list | tuple) and all(type(s) is int for s in seeds)
-    if not ok or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    if not isinstance(names, list | tuple):
         raise ValueError(
-            f"{name}={seeds} must be a list of whole numbers of at least 0, each once"
+            f'{key}={names!r} must be a list of names of flags, such as ["outer_lr"]'
         )
-    return tuple(seeds)
+    for name in names:
+        _check_name(name, key)
+    return tuple(names)
 
 
 def _base_config(base: Mapping[str, Any]) -> TrainConfig:
@@ -225,13 +228,13 @@ def _config(start: TrainConfig, flags: Flags) -> TrainConfig:
 
 
 def _preset(name: Any) -> TrainConfig:
-    if name not in PRESETS:
+    if type(name) is not str or name not in PRESETS:
         raise ValueError(f"preset={name!r} is unknown; use one of {sorted(PRESETS)}")
     return PRESETS[name]
 
 
 def _check_name(name: Any, where: str) -> None:
-    if name not in LEAVES:
+    if type(name) is not str or name not in LEAVES:
         near = difflib.get_close_matches(str(name), LEAVES, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"{where}: {name!r} is no flag of a run{hint}")

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_LAST_SEED = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +45,20 @@ class Halving:
         Raises:
           ValueError: naming the field, its value and what would be right.
         """
-        rungs = list(self.rungs)
-        if not rungs or rungs != sorted(set(rungs)) or rungs[0] < 1:
-            raise ValueError(f"rungs={rungs} must be increasing numbers of steps")
-        if not 0 < self.keep < 1:
-            raise ValueError(f"keep={self.keep} must be in (0, 1)")
-        if self.winners < 1:
-            raise ValueError(f"winners={self.winners} must be at least 1")
+        rungs = _listed(self.rungs)
+        if not _are_whole(rungs) or rungs != sorted(set(rungs)) or rungs[0] < 1:
+            raise ValueError(
+                f"rungs={rungs!r} must be increasing whole numbers of steps, of at "
+                "least 1, such as [100, 400]"
+            )
+        if type(self.keep) is not float or not 0 < self.keep < 1:
+            raise ValueError(f"keep={self.keep!r} must be in (0, 1)")
+        if type(self.winners) is not int or self.winners < 1:
+            raise ValueError(
+                f"winners={self.winners!r} must be a whole number of at least 1"
+            )
         for name in ("tuning_seeds", "final_seeds"):
-            seeds = getattr(self, name)
-            if not seeds or len(set(seeds)) < len(seeds):
-                raise ValueError(f"{name}={list(seeds)} must be seeds, each once")
+            check_seeds(name, getattr(self, name))
         if both := sorted({*self.tuning_seeds} & {*self.final_seeds}):
             raise ValueError(
                 f"final_seeds={list(self.final_seeds)} must be others than "
@@ -76,12 +80,7 @@ class Halving:
                 f"[halving] has missing or unknown keys {odd}; it has {list(fields)}"
             )
         lists = {n: tuple(v) for n, v in table.items() if isinstance(v, list)}
-        try:
-            return cls(**{**table, **lists})
-        except TypeError as error:
-            raise ValueError(
-                f"[halving] has a value of another type ({error})"
-            ) from None
+        return cls(**{**table, **lists})
 
     def survivors(self, num: int, rung: int) -> int:
         """Return how many of `num` settings under one key are left after a rung.
@@ -109,6 +108,32 @@ class Halving:
             counts.append(num if num > self.winners else 0)
             num = self.survivors(num, rung)
         return counts
+
+
+def check_seeds(name: str, seeds: Any) -> tuple[int, ...]:
+    """Return seeds that are whole numbers, each once.
+
+    Raises:
+      ValueError: naming what they are of.
+    """
+    seeds = _listed(seeds)
+    ok = _are_whole(seeds) and len(set(seeds)) == len(seeds)
+    if not ok or not 0 <= min(seeds) <= max(seeds) <= _LAST_SEED:
+        raise ValueError(
+            f"{name}={seeds!r} must be a list of whole numbers from 0 to {_LAST_SEED}, "
+            "each once, such as [0, 1]"
+        )
+    return tuple(seeds)
+
+
+def _listed(values: Any) -> Any:
+    """Return a tuple as the list that a file has it as."""
+    return list(values) if isinstance(values, tuple) else values
+
+
+def _are_whole(values: Any) -> bool:
+    is_list = isinstance(values, list) and len(values) > 0
+    return is_list and all(type(value) is int for value in values)
 
 
 def best(
