@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from cocodc_jax.run.method_arguments import check_taken, method_leaves
 Pairs = tuple[tuple[str, Any], ...]
 WHERE_TAKEN = "where_taken"
 ARGUMENTS = method_leaves()
+# Limits that nothing reaches then.
+_MAY_BE_INFINITE = ("exclude_above", "momentum_clip")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class MethodConfig:
 
         Raises:
           ValueError: for an unknown method, an argument that it does not take, or a
-            number it refuses.
+            number that is not finite or that it refuses.
         """
         for name in ("arguments", WHERE_TAKEN):
             object.__setattr__(self, name, _pairs(getattr(self, name)))
@@ -49,6 +52,8 @@ class MethodConfig:
         for name, value in self.where_taken:
             if name not in ARGUMENTS:
                 raise ValueError(f"{name}={value} is no argument of any method")
+        for name, value in (*self.arguments, *self.where_taken):
+            _check_finite(name, value)
         self.build()
 
     @property
@@ -111,6 +116,14 @@ class MethodConfig:
         others = {name: x for name, x in given.items() if name not in taken}
         arguments = {name: x for name, x in given.items() if name in taken}
         return cls(method, arguments, where | others)
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not isinstance(value, float) or math.isfinite(value):
+        return
+    if value == math.inf and name in _MAY_BE_INFINITE:
+        return
+    raise ValueError(f"{name}={value} must be a finite number")
 
 
 def _pairs(arguments: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Pairs:

@@ -23,7 +23,7 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
     Raises:
       OSError: if it cannot be written.
     """
-    line = json.dumps(row, allow_nan=False).encode() + b"\n"
+    line = json.dumps(row).encode() + b"\n"
     with (folder / FILE).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

@@ -99,6 +99,10 @@ def test_equal_settings_of_two_groups_are_one():
         ("tuned = [", "tuned = 5  # ", "tuned=5 must be a list of names of flags, su"),
         ("tuned = [", 'tuned = "outer_lr"  # ', "tuned='outer_lr' must be a list of n"),
         ("tuned = [", 'tuned = [["x"]]  # ', "tuned: ['x'] is no flag of a run"),
+        ("outer_lr = 1.0", "outer_lr = nan",
+         "groups.streaming, row 1 (streaming: method=streaming_diloco compress=none "
+         "outer_lr=nan outer_momentum=0.0): outer_lr=nan must be a finite number"),
+        ("[base]", "[base]\nouter_lr = inf", "base: outer_lr=inf must be a finite num"),
         ('"smoke"', '["tiny"]', "base: preset=['tiny'] is unknown; use one of"),
         ("[base]", "base = 5\n[groups.empty]", "base=5 must be a table, as [base]"),
         ("[base]", "halving = 5\n[base]", "halving=5 must be a table, as [halving]"),
@@ -361,6 +365,13 @@ def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
     (tmp_path / "rows-other.jsonl").write_text(f"{json.dumps(a)}\n3\n")
     with pytest.raises(ValueError, match=r"rows-other.jsonl, line 2 is no row"):
         rows.read(tmp_path)
+
+
+def test_a_row_may_have_an_infinite_limit(tmp_path):
+    found = table(GRID.replace("outer = [", "exclude_above = inf\nouter = ["))
+    row = written(Row(found.settings[0], 0, "final", ()), 1.0)
+    rows.append(tmp_path, row)
+    assert rows.read(tmp_path) == [row]
 
 
 def test_points_that_nothing_beats():

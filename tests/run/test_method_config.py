@@ -1,6 +1,8 @@
 """Which method and its numbers: what is taken, what is refused, files old and new."""
 
 import json
+import math
+import re
 import typing
 
 import pytest
@@ -23,6 +25,22 @@ def test_an_argument_that_the_method_does_not_take_is_refused():
         MethodConfig("streaming_diloco", {"mixing_alpha": 0.5}).replace("diloco")
     with pytest.raises(ValueError, match="ranck=4 is no argument of any method"):
         MethodConfig("diloco", where_taken={"ranck": 4})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(value):
+    message = re.escape(f"outer_lr={value} must be a finite number")
+    with pytest.raises(ValueError, match=message):
+        MethodConfig("diloco", {"outer_lr": value})
+    with pytest.raises(ValueError, match=message):
+        MethodConfig("data_parallel").where(outer_lr=value)
+
+
+def test_a_limit_may_be_infinite():
+    assert MethodConfig("diloco", {"exclude_above": math.inf})
+    assert MethodConfig("co2", {"momentum_clip": math.inf})
+    with pytest.raises(ValueError, match="exclude_above=nan must be a finite number"):
+        MethodConfig("diloco", {"exclude_above": math.nan})
 
 
 def test_several_methods_refuse_together_what_none_of_them_takes():
