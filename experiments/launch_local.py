@@ -22,6 +22,7 @@ from absl import flags as absl_flags
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
+from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.help import options, render
 
 from . import commands, planned, train
@@ -149,6 +150,7 @@ def main(argv: Sequence[str]) -> int:
         if own.restart and not own.jobs:
             raise ValueError("restart=True goes with --jobs; processes end together")
         if own.jobs:
+            check_jobs(config)
             each, rest = divmod(own.processes or config.run.regions, config.run.regions)
             if rest:
                 raise ValueError(

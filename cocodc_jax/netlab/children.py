@@ -87,11 +87,14 @@ def exit_code(returncode: int) -> int:
 
 def show_tail(log: pathlib.Path) -> None:
     """Show the last lines of a child's log on standard error."""
-    text = log.read_text(errors="replace")
-    # Where JAX's runtime ends a process, the reason stands above pages of stacks.
-    text, _, _ = text.partition("*** Check failure stack trace")
-    lines = text.splitlines()[-_TAIL_LINES:]
+    lines = said(log.read_text(errors="replace"))[-_TAIL_LINES:]
     print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+
+
+def said(text: str) -> list[str]:
+    """Return the lines of what a child wrote, up to the reason of its end."""
+    # Where JAX's runtime ends a process, the reason stands above pages of stacks.
+    return text.partition("*** Check failure stack trace")[0].splitlines()
 
 
 class Group:

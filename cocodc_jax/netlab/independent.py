@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from cocodc_jax.netlab.children import exit_code, start_child
+from cocodc_jax.netlab.children import exit_code, said, start_child
 
 _POLL_S = 0.1
-_USAGE_ERROR = 2
+USAGE_ERROR = 2
 
 
 class Region:
@@ -49,7 +49,7 @@ class Region:
         self.processes = []
         (coordinator,) = free_addresses(1)
         for number in range(self._num):
-            command, log = self._command, self._log
+            command = self._command
             if self._num > 1:
                 command = [
                     *command,
@@ -57,9 +57,12 @@ class Region:
                     f"--num_processes={self._num}",
                     f"--process_id={number}",
                 ]
-            if log and number:
-                log = log.with_stem(f"{log.stem}_{number}")
+            log = self._log_of(number)
             self.processes.append(start_child(command, log=log, mode="ab"))
+
+    def _log_of(self, process: int) -> pathlib.Path | None:
+        log = self._log
+        return log.with_stem(f"{log.stem}_{process}") if log and process else log
 
     @property
     def is_running(self) -> bool:
@@ -78,6 +81,22 @@ class Region:
         if not codes or None in codes:
             return None
         return exit_code(next((code for code in codes if code), 0))
+
+    def end(self) -> str:
+        """Return how its last life ended: the code, where its output is, the last line.
+
+        Of several processes those are meant that ended badly by themselves.
+        """
+        codes = [process.poll() for process in self.processes]
+        bad = [n for n, code in enumerate(codes) if code]
+        own = [n for n in bad if codes[n] != -signal.SIGKILL]
+        number = (*own, *bad, 0)[0]
+        log = self._log_of(number)
+        if log is None:
+            return f"{self.code}"
+        lines = said(log.read_text(errors="replace")) if log.exists() else []
+        last = next((line for line in reversed(lines) if line.strip()), "nothing in it")
+        return f"{self.code}, see {log}: {last.strip()}"
 
     def wait(self) -> None:
         """Wait until all of its processes have ended."""
@@ -156,8 +175,11 @@ def wait(regions: Sequence[Region], restarts: bool) -> int:
             if number in ended or region.code is None:
                 continue
             code = region.code
-            if code in (0, _USAGE_ERROR) or not restarts:
+            if code in (0, USAGE_ERROR) or not restarts:
                 ended[number] = code
+                if code:
+                    told = f"region {number} ended with {region.end()}"
+                    print(told, file=sys.stderr)
             else:
                 print(f"region {number} ended with {code}: again", file=sys.stderr)
                 region.start()

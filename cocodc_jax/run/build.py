@@ -27,7 +27,7 @@ from cocodc_jax.runtime.devices.mesh import (
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.loop.evaluate import list_evaluate, make_evaluate
-from cocodc_jax.runtime.membership.place import Place
+from cocodc_jax.runtime.membership.place import MIN_KEY_BYTES, Place
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 
@@ -166,6 +166,18 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
     transport = dataclasses.replace(run.transport, place=place)
     transport.own(run.unequal(config.data.batch_per_region), config.method.build())
     return dataclasses.replace(run, regions=1, step_times="", batch_sizes="")
+
+
+def check_jobs(config: TrainConfig) -> None:
+    """Refuse what cannot be jobs, for a program that starts one for each region.
+
+    Raises:
+      ValueError: as `own_part`, or if there is no exchange between jobs.
+    """
+    # Nobody listens there: where regions are makes no difference to what they can do.
+    addresses = tuple(f"region-{number}:1" for number in range(config.run.regions))
+    place = Place(0, addresses, bytes(MIN_KEY_BYTES))
+    own_part(config.replace(exchange="jobs"), place)
 
 
 def build_program(

@@ -306,4 +306,7 @@ def test_the_launcher_says_what_is_wrong_once(monkeypatch, capsys, tmp_path):
     code, err = launch("--regions=2", "--", "--preset=smoke", "--step=3")
     assert code == 2
     assert err.startswith("error: Unknown command line flag 'step'")
+    code, err = launch("--jobs", "--", "--preset=smoke", "--method=mla", workdir)
+    assert code == 2
+    assert err.startswith("error: --exchange='jobs' is not possible for method='mla'")
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,45 @@
+"""Regions that live and die alone: who ended badly says why."""
+
+import sys
+
+import pytest
+
+from cocodc_jax.netlab import independent
+
+# JAX runs in this process; in a launcher it does not.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
+REFUSED = "print('more'); print('error: --regions=0 is wrong\\n'); raise SystemExit(2)"
+# Process 1 fails, and so process 0 is killed.
+OF_TWO = """
+import sys, time
+time.sleep(60) if "--process_id=0" in sys.argv else sys.exit("error: out of memory")
+"""
+
+
+def started(program, log, num_processes=1):
+    command = [sys.executable, "-S", "-c", program]
+    region = independent.Region(command, log, num_processes)
+    region.start()
+    return region
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
+    log = tmp_path / "region_1" / "output.log"
+    regions = [started("pass", tmp_path / "log"), started(REFUSED, log)]
+    assert independent.wait(regions, restarts) == 2
+    told = f"region 1 ended with 2, see {log}: error: --regions=0 is wrong\n"
+    assert capfd.readouterr().err == told
+
+
+def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
+    region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
+    assert independent.wait([region], restarts=False)
+    told = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
+    assert capfd.readouterr().err.endswith(told)
+
+
+def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
+    assert independent.wait([started("raise SystemExit(3)", None)], False) == 3
+    assert capfd.readouterr().err == "region 0 ended with 3\n"
