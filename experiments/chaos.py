@@ -21,13 +21,11 @@ With `--scenario` nobody is killed: the network between the regions has a fault 
 while, and the regions must name it within five syncs (`scenarios.py`).
 """
 
-import dataclasses
 import json
 import os
 import pathlib
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -35,17 +33,18 @@ from typing import Any
 
 from absl import flags as absl_flags
 
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
 from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
+from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
 
 from . import commands, scenarios
 from .killed import is_good, judge, lines
 from .train import read_flags
+from .unbroken import unbroken_loss
 
 # Nobody is killed after this share of the steps: the last to come back needs time.
 _LAST_KILL = 0.85
@@ -91,6 +90,10 @@ def define_flags() -> absl_flags.FlagValues:
     )
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values
+
+
+class RefusedError(Exception):
+    """A region was given what it refuses, and would refuse in another life too."""
 
 
 class Chaos:
@@ -140,6 +143,9 @@ class Chaos:
           seed: of who and when.
           gap_s: seconds between two kills, on average.
           restart_s: seconds that the dead are left dead.
+
+        Raises:
+          RefusedError: with what a region said; then the others are killed.
         """
         # Other draws than those of the kills before, where the run was stopped.
         rng = random.Random(f"{seed} {len(self.kills)}")
@@ -165,6 +171,9 @@ class Chaos:
                 del start_at[region]
                 self._start(region)
             for region, each in enumerate(self.regions):
+                if each.code == independent.USAGE_ERROR:
+                    self._kill_all()
+                    raise RefusedError(f"region {region} ended with {each.end()}")
                 if each.code not in (None, 0) and region not in start_at:
                     start_at[region] = now + restart_s  # Ended badly by itself.
             inside = [r for r in range(len(self.regions)) if self.is_in(r)]
@@ -185,6 +194,11 @@ class Chaos:
     def _start(self, region: int) -> None:
         self.born_s[region] = time.time()
         self.regions[region].start()
+
+    def _kill_all(self) -> None:
+        for region in self.regions:
+            region.send(signal.SIGKILL)
+            region.wait()
 
     def _kill(self, region: int, was_in: bool) -> None:
         folder = self._workdir / f"region_{region}"
@@ -207,24 +221,6 @@ class Chaos:
         print(f"killed region {region} {line}", file=sys.stderr, flush=True)
 
 
-def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
-    """Return the flags of the same training in one process, as fast as it goes."""
-    # The last of a flag counts, and what is said of jobs has no meaning there.
-    fields = dataclasses.fields(Jobs)
-    unset = [f"--{field.name}={getattr(NO_JOBS, field.name)}" for field in fields]
-    return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
-
-
-def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
-    """Train in one process with all regions; return the outer parameters' loss."""
-    command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
-    command += [f"--workdir={workdir}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"the unbroken run failed: {done.stderr.strip()}")
-    return read_table(workdir / "summary.json")["eval_loss_outer"]
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns 0 if the run kept what is promised."""
     own = define_flags()
@@ -236,9 +232,12 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not own.workdir:
             raise ValueError("workdir=None must be a folder")
+        if not own.scenario:
+            check_kills(own.kills, own.regions)
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()
+        check_jobs(config)
     workdir = pathlib.Path(own.workdir)
     if own.scenario:
         with flags.usage_errors():
@@ -249,11 +248,27 @@ def main(argv: Sequence[str]) -> int:
     return wreck(own, config, train_flags, workdir)
 
 
+def check_kills(kills: int, regions: int) -> None:
+    """Refuse kills that leave nobody who has the run in memory.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    if kills < 0:
+        raise ValueError(f"--kills={kills} must be 0 or more")
+    if kills and regions < 2:
+        raise ValueError(
+            f"regions={regions} has nobody left when one is killed; use 2 or more, or "
+            "--kills=0"
+        )
+
+
 def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int:
     """Run it all; returns 0 if the run kept what is promised."""
     loss = None
     if own.unbroken:  # It goes on, or is there already.
-        loss = unbroken_loss(train_flags, workdir / "unbroken")
+        with flags.usage_errors():
+            loss = unbroken_loss(train_flags, workdir / "unbroken")
     told = independent.commands(
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
         workdir,
@@ -267,10 +282,13 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         workdir, [independent.Region(*each) for each in zip(told, logs, strict=True)]
     )
     began_s, steps = time.time(), config.run.steps
-    with children.on_signals(chaos.stop):
-        chaos.run(
-            own.kills, int(_LAST_KILL * steps), own.seed, own.gap_s, own.restart_s
-        )
+    last_step = int(_LAST_KILL * steps)
+    try:
+        with children.on_signals(chaos.stop):
+            chaos.run(own.kills, last_step, own.seed, own.gap_s, own.restart_s)
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return flags.USAGE_ERROR
     seconds = time.time() - began_s
     if chaos.is_stopped:
         with (workdir / PARTS_FILE).open("a") as file:
@@ -280,6 +298,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     seconds += sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
         **judge(workdir, own.regions, steps, chaos.kills, seconds),
+        "kills_asked": own.kills,
         "unbroken_loss": loss,
         "seconds": seconds,
         "regions": own.regions,

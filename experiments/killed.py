@@ -121,7 +121,13 @@ def _returns(
 
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
-    """Tell whether a run kept what is promised."""
+    """Tell whether a run was hit as often as it was to be, and kept what is promised.
+
+    Args:
+      result: of `judge`, with the loss of the unbroken run and the kills asked for.
+      num_regions: M.
+      tolerance: how far losses may be from the unbroken run's.
+    """
     is_near = True
     if result.get("unbroken_loss") is not None:
         is_near = all(
@@ -129,7 +135,8 @@ def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
             for loss in result["eval_loss_outer"]
         )
     return (
-        not result["gaps_unexplained"]
+        result["kills"] >= result["kills_asked"]
+        and not result["gaps_unexplained"]
         and not result["merges_that_differ"]
         and result["regions_at_the_end"] == num_regions
         and is_near

@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from absl.flags import FlagValues
 
+from cocodc_jax.netlab import independent
 from cocodc_jax.run import flags
-from experiments import chaos, train
+from experiments import chaos, train, unbroken
 
 
 def write(folder, name, lines):
@@ -30,7 +32,7 @@ def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6):
         write(folder, "syncs.jsonl", [sync])
         (folder / "summary.json").write_text(json.dumps({"eval_loss_outer": 2.0}))
     kill = {"region": 1, "was_in": True, "coordinated": False, "time": 12}
-    return chaos.judge(tmp_path, 2, 8, [kill], seconds=20)
+    return chaos.judge(tmp_path, 2, 8, [kill], seconds=20) | {"kills_asked": 1}
 
 
 def test_a_run_that_kept_what_is_promised(tmp_path):
@@ -43,6 +45,7 @@ def test_a_run_that_kept_what_is_promised(tmp_path):
     assert chaos.is_good(result | {"unbroken_loss": 2.05}, 2, 0.1)
     assert not chaos.is_good(result | {"unbroken_loss": 2.2}, 2, 0.1)
     assert not chaos.is_good(result, 3, 0.1)
+    assert not chaos.is_good(result | {"kills_asked": 2}, 2, 0.1)
 
 
 def test_a_survivors_lost_step_is_found(tmp_path):
@@ -71,11 +74,63 @@ def test_a_cut_line_is_passed_over(tmp_path):
 def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
     told = ["--regions=4", "--exchange=jobs", "--dead_after_s=8", "--outer_digests"]
     flags.define()
-    flags.parse(["chaos", *chaos.unbroken_flags([*told, "--step_seconds=0.2"])])
+    flags.parse(["chaos", *unbroken.unbroken_flags([*told, "--step_seconds=0.2"])])
     config, _ = train.read_flags()
     assert config.run.exchange == "outer"
     assert config.run.step_seconds == 0
     assert flags.jobs().place(config.run.exchange) is None
+
+
+def child(program):
+    return [sys.executable, "-S", "-c", program]
+
+
+def test_an_unbroken_run_that_fails_is_told_with_its_last_line(tmp_path, monkeypatch):
+    for program, message in (
+        ("import sys; print('much'); sys.exit('error: no room')", "ended with 1: no r"),
+        ("print('stopped at step 8')", "ended with 0: stopped at step 8"),
+    ):
+        monkeypatch.setattr(
+            unbroken.commands, "python_m", lambda _, program=program: child(program)
+        )
+        with pytest.raises(ValueError, match=f"the unbroken run {message}"):
+            unbroken.unbroken_loss([], tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_what_a_region_refuses_ends_the_run(tmp_path):
+    programs = "import time; time.sleep(60)", "print('error: no'); raise SystemExit(2)"
+    regions = [
+        independent.Region(child(program), tmp_path / f"{number}.log")
+        for number, program in enumerate(programs)
+    ]
+    hit = chaos.Chaos(tmp_path, regions)
+    message = f"region 1 ended with 2, see {tmp_path / '1.log'}: error: no"
+    with pytest.raises(chaos.RefusedError, match=message):
+        hit.run(1, 8, seed=0, gap_s=1, restart_s=1)
+    assert regions[1].lives == 1
+    assert not regions[0].is_running
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--regions=1"],
+            "--regions=1 has nobody left when one is killed; use 2 or more",
+        ),
+        (["--kills=-1"], "--kills=-1 must be 0 or more"),
+        (["--", "--method=mla"], "--exchange='jobs' is not possible for method='mla'"),
+    ],
+)
+def test_what_cannot_be_hit_is_refused(words, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(flags, "FLAGS", FlagValues())
+    own = [f"--workdir={tmp_path / 'run'}", *words]
+    with pytest.raises(SystemExit) as end:
+        chaos.main(["chaos", *own, *["--"] * ("--" not in words), "--preset=smoke"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

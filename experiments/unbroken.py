@@ -1,0 +1,35 @@
+"""The run of one process that a run with kills is held against: in it nobody dies."""
+
+import dataclasses
+import pathlib
+import subprocess
+from collections.abc import Sequence
+
+from cocodc_jax.files import read_table
+from cocodc_jax.run.jobs import NO_JOBS, Jobs
+
+from . import commands
+
+
+def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
+    """Return the flags of the same training in one process, as fast as it goes."""
+    # The last of a flag counts, and what is said of jobs has no meaning there.
+    fields = dataclasses.fields(Jobs)
+    unset = [f"--{field.name}={getattr(NO_JOBS, field.name)}" for field in fields]
+    return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
+
+
+def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
+    """Train in one process with all regions; return the outer parameters' loss.
+
+    Raises:
+      ValueError: with what it said last, if it does not come to its end.
+    """
+    command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
+    command += [f"--workdir={workdir}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not (workdir / "summary.json").exists():
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        last = lines[-1].removeprefix("error: ") if lines else "it said nothing"
+        raise ValueError(f"the unbroken run ended with {done.returncode}: {last}")
+    return read_table(workdir / "summary.json")["eval_loss_outer"]
