@@ -4,13 +4,15 @@
         --plan_latency_ms=50 --plan_step_s=0.5 --workdir=DIR
 
 It is what `simulate --plan --frontier` says of the same links (`sweeps/advice.py`), for
-the run's own regions and model. The same flags give the same plan, so that the command
-goes on where it stopped.
+the run's own regions and model; settings with more fragments than the model has blocks
+are passed over. The same flags give the same plan, so that the command goes on where it
+stopped.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable
 
@@ -101,13 +103,27 @@ def _best(config: TrainConfig) -> advice.Advice | None:
         return None
     _check(given)
     found = advice.advise(
-        named("plan_frontier", flags.value("plan_frontier"), advice.read),
+        _that_fit(config.model.num_layers),
         _topology(config.run.regions),
         models.num_params(config.model),
         [flags.value("plan_step_s")],
     )
     _refuse(found[0].choice.flags)
     return found[0]
+
+
+def _that_fit(num_layers: int) -> list[advice.Choice]:
+    """Return the frontier's settings that cut a model into no more than its blocks."""
+    path = flags.value("plan_frontier")
+    choices = named("plan_frontier", path, advice.read)
+    fit = [x for x in choices if x.config.method.build().num_fragments <= num_layers]
+    if not fit:
+        raise ValueError(
+            f"plan_frontier={path} has no setting whose num_fragments is at most "
+            f"num_layers={num_layers}, the blocks of the model; give the file of a "
+            "sweep that has"
+        )
+    return fit
 
 
 def _refuse(chosen: Iterable[str]) -> None:
@@ -124,7 +140,7 @@ def _check(given: list[str]) -> None:
     for name in ("plan_frontier", "plan_step_s"):
         if name not in given:
             raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name].text}")
-    if flags.value("plan_step_s") <= 0:
+    if not 0 < flags.value("plan_step_s") < math.inf:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"
         )

@@ -104,6 +104,10 @@ def test_the_plan_is_that_of_the_simulator(read, cells):
             "plan_step_s=0.0 must be positive",
         ),
         (
+            ["--plan=auto", "--plan_frontier=x", "--plan_step_s=nan"],
+            "plan_step_s=nan must be positive",
+        ),
+        (
             ["--plan=auto", "--plan_frontier=/no/x", "--plan_step_s=1"],
             "--plan_frontier=/no/x: No such file",
         ),
@@ -112,6 +116,19 @@ def test_the_plan_is_that_of_the_simulator(read, cells):
 def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*words)
+
+
+def test_what_has_more_fragments_than_the_model_blocks_is_not_chosen(
+    read, cells, tmp_path
+):
+    slow = ("--plan=auto", "--plan_step_s=1", "--plan_gbps=0.0001")
+    assert read(*slow, f"--plan_frontier={cells}").method.build().num_fragments == 4
+    small = read(*slow, f"--plan_frontier={cells}", "--num_layers=2")
+    assert small.method.method == "data_parallel"
+    path = tmp_path / "cut.json"
+    path.write_text(json.dumps({"cells": json.loads(cells.read_text())["cells"][1:]}))
+    with pytest.raises(ValueError, match=r"cut.json has no .* at most num_layers=2"):
+        read(*slow, f"--plan_frontier={path}", "--num_layers=2")
 
 
 def test_links_that_are_not_the_runs_are_refused(read, cells, tmp_path):
