@@ -40,6 +40,7 @@ from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
+from cocodc_jax.run.messages import while_read
 
 from . import commands, scenarios
 from .killed import is_good, judge, lines
@@ -315,7 +316,9 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
 
 def cli() -> None:
     """Run the program as a command."""
-    sys.exit(main(sys.argv))
+    with while_read():
+        code = main(sys.argv)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

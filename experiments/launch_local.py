@@ -24,6 +24,7 @@ from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.help import options, render
+from cocodc_jax.run.messages import while_read
 
 from . import commands, planned, train
 
@@ -167,7 +168,9 @@ def main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     """Run the program as a command."""
-    sys.exit(main(sys.argv))
+    with while_read():
+        code = main(sys.argv)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.curves import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
-from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.messages import one_line, while_read
 
 from . import commands, loss_curve, simulate_flags
 from .simulate_flags import SECTIONS, named
@@ -60,6 +60,10 @@ ADVICE_LINES = 5
 
 def run_simulation(values: flags.FlagValues) -> None:
     """Simulate, print the summary and write the files."""
+    if values.frontier is not None:
+        raise ValueError(
+            f"frontier={values.frontier} needs --plan too, which recommends from it"
+        )
     topology = simulate_flags.build_topology(values)
     method = simulate_flags.build_method(values)
     work = simulate_flags.build_workload(values, method, topology.num_regions)
@@ -156,6 +160,10 @@ def _write_json(path: pathlib.Path, value: dict) -> None:
 
 def run_plan(values: flags.FlagValues) -> None:
     """Choose a plan and print why."""
+    simulate_flags.check_plan(values)
+    choices = None
+    if values.frontier is not None:
+        choices = named("frontier", values.frontier, advice.read)
     folder = _folder(values)
     topology = simulate_flags.build_topology(values)
     job = _job(values)
@@ -180,16 +188,19 @@ def run_plan(values: flags.FlagValues) -> None:
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
     if folder:
         _write_json(folder / "plan.json", dataclasses.asdict(chosen))
-    if values.frontier is not None:
-        _report_advice(values, topology, folder)
+    if choices is not None:
+        _report_advice(values, choices, topology, folder)
 
 
 def _report_advice(
-    values: flags.FlagValues, topology: Topology, folder: pathlib.Path | None
+    values: flags.FlagValues,
+    choices: Sequence[advice.Choice],
+    topology: Topology,
+    folder: pathlib.Path | None,
 ) -> None:
     """Say what a sweep's frontier recommends on these links, and what comes next."""
     found = advice.advise(
-        named("frontier", values.frontier, advice.read),
+        choices,
         topology,
         values.params,
         simulate_flags.step_times(values),
@@ -204,8 +215,7 @@ def _report_advice(
 
 
 def _job(values: flags.FlagValues) -> plan.Job:
-    wishes = ("num_fragments", "sync_interval", "network_share")
-    given = {name: getattr(values, name) for name in wishes}
+    given = {name: getattr(values, name) for name in simulate_flags.WISHES}
     if values.collective is not None:
         given["collectives"] = (values.collective,)
     return plan.Job(
@@ -342,7 +352,9 @@ def main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     """Run the program as a command."""
-    sys.exit(main(sys.argv))
+    with while_read():
+        code = main(sys.argv)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

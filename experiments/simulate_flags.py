@@ -47,6 +47,9 @@ TEXTS = {
 }
 ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
 
+# Of those, what a plan takes as given.
+WISHES = ("num_fragments", "sync_interval", "network_share")
+
 # What is simulated where nothing is said, so that methods can be laid side by side.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 100},
@@ -155,6 +158,20 @@ SECTIONS = {
 }
 
 
+def check_plan(values: flags.FlagValues) -> None:
+    """Refuse arguments of a method that a plan would pass over: it chooses them.
+
+    Raises:
+      ValueError: naming the flag and its value.
+    """
+    for name in ("method", *ARGUMENTS, "effective_rank"):
+        if values[name].present and name not in WISHES:
+            raise ValueError(
+                f"{name}={values[name].value} has no meaning beside --plan, which "
+                f"takes {', '.join(WISHES)}; leave it out"
+            )
+
+
 def build_topology(values: flags.FlagValues) -> Topology:
     """Return the network the flags describe."""
     if values.links and values.world:
@@ -166,6 +183,10 @@ def build_topology(values: flags.FlagValues) -> Topology:
             return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
         except ValueError as error:
             raise ValueError(f"--world={values.world}: {error}") from error
+    for name in ("latency_ms", "jitter_ms"):
+        value = getattr(values, name)
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
     link = Link(
         values.bandwidth_gbps,
         values.latency_ms / 1000,
@@ -245,6 +266,13 @@ def goodput_of(
             f"--hours_between_failures={values.hours_between_failures}, --repair_s="
             f"{values.repair_s}: {error}"
         ) from error
+    if not math.isfinite(values.checkpoint_s):
+        raise ValueError(f"checkpoint_s={values.checkpoint_s} must be finite")
+    if values.least_regions > num_regions:
+        raise ValueError(
+            f"least_regions={values.least_regions} must be at most the number of "
+            f"regions, {num_regions}"
+        )
     if values.least_regions == 1:
         apart = goodput.alone(failing, sync_s)
     else:  # Some thousand failures are drawn.

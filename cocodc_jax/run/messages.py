@@ -1,7 +1,11 @@
-"""Error messages of programs."""
+"""Error messages of programs, and the end of one that nobody reads any more."""
 
+import contextlib
+import os
 import re
-from collections.abc import Container
+import select
+import sys
+from collections.abc import Container, Iterator
 
 
 def one_line(error: Exception | str, flags: Container[str]) -> str:
@@ -17,3 +21,24 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
     line = " ".join(str(error).split())
     name = re.match(r"[a-z_0-9]+(?==)", line)
     return f"--{line}" if name and name[0] in flags else line
+
+
+@contextlib.contextmanager
+def while_read() -> Iterator[None]:
+    """End at once where whoever read standard output has gone, as `head` goes."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout.fileno()):
+            raise  # It was another pipe.
+        # Python flushes once more at its end, and would tell of that too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Tell whether the other end of a pipe is closed."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -190,6 +190,9 @@ def test_table_is_printed_side_by_side(monkeypatch, capsys):
     [
         ("--bandwidth_gbps=-1", "--bandwidth_gbps=-1.0 must be positive and finite"),
         ("--latency_ms=-3", "flag --latency_ms=-3: -3.0 is not"),
+        ("--latency_ms=nan", "--latency_ms=nan must be finite"),
+        ("--jitter_ms=inf", "--jitter_ms=inf must be finite"),
+        ("--frontier=x", "--frontier=x needs --plan too, which recommends from it"),
         ("--loss=1.5", "--loss=1.5 must be in [0, 1)"),
         ("--regions=0", "flag --regions=0: 0 is not a positive integer"),
         ("--method=gossip", "flag --method=gossip: value should be one of"),
@@ -225,13 +228,24 @@ def test_bad_flags_are_one_line(flag, message, capsys):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--frontier=/no", "--frontier=/no: No such file or directory"),
+        (
+            "--method=diloco",
+            "--method=diloco has no meaning beside --plan, which takes"
+            " num_fragments, sync_interval, network_share; leave it out",
+        ),
+        (
+            "--delay_steps=3",
+            "--delay_steps=3 has no meaning beside --plan, which takes"
+            " num_fragments, sync_interval, network_share; leave it out",
+        ),
         ("--stages=2", "--stages=2 needs --activation_mb too"),
         ("--activation_mb=1", "--activation_mb=1.0 needs --stages of 2 or more"),
     ],
 )
 def test_bad_flags_of_a_plan(flag, message, capsys):
     assert run("--plan", flag) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
 def test_workdir_that_is_a_file(tmp_path, capsys):
@@ -288,3 +302,10 @@ changes:
     assert one < summary["goodput_alone"] < 0.8 * summary["utilization"]
     assert run("--hours_between_failures=-1") == 2
     assert "--hours_between_failures=-1.0" in capsys.readouterr().err
+    for flag, message in (
+        ("--least_regions=3", "3 must be at most the number of regions, 2"),
+        ("--checkpoint_s=nan", "nan must be finite"),
+    ):
+        assert run("--hours_between_failures=1", flag) == 2
+        name = flag.partition("=")[0]
+        assert capsys.readouterr().err == f"error: {name}={message}\n"

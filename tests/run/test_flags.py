@@ -1,12 +1,13 @@
 """Flags of a program: what they build, and how a wrong one is answered."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from cocodc_jax.run import flags
-from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.messages import one_line, while_read
 
 PROGRAM = """
 from cocodc_jax.run import flags
@@ -55,6 +56,20 @@ def test_help_explains_every_flag():
     # A method's argument tells whose it is; all have the values of the preset.
     assert "lambda, weight of the compensation's correction. For cocodc (0.3)," in text
     assert "--regions=4 regions that train, M." in text
+
+
+def test_a_reader_that_goes_ends_the_program_in_silence():
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-c", PROGRAM, "--help"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_another_pipe_that_breaks_is_told(capfd):
+    with pytest.raises(BrokenPipeError), while_read():
+        raise BrokenPipeError
 
 
 WRONG = [
