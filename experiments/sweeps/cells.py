@@ -86,6 +86,11 @@ class Column:
         return Interval.of([row["loss"] for row in self.rows])
 
     @property
+    def extent(self) -> tuple[int, int] | None:
+        """Steps of each run, and how many runs ended well; None for none."""
+        return (self.rows[0]["steps"], len(self.rows)) if self.rows else None
+
+    @property
     def bytes_per_step(self) -> float | None:
         """Bytes that a region sends a step, the mean over the run and the seeds."""
         sent = [row["bytes_per_step"] for row in self.rows]
@@ -99,8 +104,9 @@ class Cell:
     Attributes:
       flags: of `SHOWN`, and those that tell it from other cells of its method.
       columns: by name; one that is missing was not run.
-      tried: settings that were tuned over, and the steps that this took.
-      tuning_steps: see `tried`.
+      tried: settings that were tuned over: by halving, or without it all that were
+        trained; 0 where there was nothing to choose.
+      tuning_steps: that this took, over the seeds.
       config: of one of its runs.
     """
 
@@ -189,7 +195,12 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
     found = []
     for group in finals.values():
         key = cell_of(group[0]["config"], (*group[0]["tuned"], "steps"))
-        tuning, flags = rungs.get(key, []), leaves(group[0]["config"])
+        flags, settings = leaves(group[0]["config"]), {row["setting"] for row in group}
+        # Rungs chose for runs of one length: other lengths may lie in the folder too.
+        is_tuned = chosen is None or not settings.isdisjoint(chosen)
+        tuning = rungs.get(key, []) if is_tuned else []
+        if is_tuned and not tuning and group[0]["tuned"] and len(settings) > 1:
+            tuning = group
         names = [*SHOWN, *_differing(flags, every, group[0]["tuned"])]
         found.append(
             Cell(

@@ -176,23 +176,40 @@ class Report:
         mark = "*" if column.chosen_here else ""
         is_target = column is self.target
         return [
-            _interval(column.loss, ".3f") + mark,
+            _interval(column.loss, ".3f") + mark + self._otherwise(column),
             "reference"
             if is_target
             else _interval(difference(column, self.target), "+.3f"),
             _interval(steps_to(column, self.target), ".0f"),
         ]
 
+    def _every(self) -> list[Column]:
+        return [column for cell in self.cells for column in cell.columns.values()]
+
+    def _usual(self) -> tuple[int, int]:
+        """Return the steps and seeds of the reference, or of the first with a loss."""
+        extents = (column.extent for column in (self.target, *self._every()))
+        return next(filter(None, extents), (0, 0))
+
+    def _otherwise(self, column: Column) -> str:
+        """Return the steps and seeds of a column where they are not the usual ones."""
+        extent = column.extent
+        if extent is None or column.diverged or extent == self._usual():
+            return ""
+        return f" ({_count(extent[0], 'step')}, {_count(extent[1], 'seed')})"
+
     def markdown(self, command: str) -> str:
         """Return the report as text."""
         heads, lines = self.heads(), self.lines()
         table = markdown_table(heads, lines)
-        seeds = len(self.target.rows)
-        steps = self.target.rows[0]["steps"] if self.target.rows else "?"
+        steps, seeds = self._usual()
+        are_alike = not any(map(self._otherwise, self._every()))
         which = f", {self.reference_column}" if TUNED in self._columns() else ""
         note = (
-            f"Loss after {steps} steps, nats per token of held-out text, mean of "
-            f"{seeds} seeds with its 95 % interval (Student). The reference is "
+            f"Loss after {_count(steps, 'step')}, nats per token of held-out text, "
+            f"mean of {_count(seeds, 'seed')} with its 95 % interval (Student)"
+            f"{'' if are_alike else ', but where other numbers stand beside it'}. "
+            "The reference is "
             f"{self.reference.label}{which}; differences from it are "
             "of the same seeds, pairwise, and steps are those to its last loss with "
             "the same seed. In bold: nothing has less loss for at most as many bytes."
@@ -271,6 +288,15 @@ def _plain(interval: Interval | None) -> dict[str, Any] | None:
 
 def _interval(interval: Interval | None, form: str) -> str:
     return "-" if interval is None else format(interval, form)
+
+
+def _count(number: int, what: str) -> str:
+    """Return a number of things in words.
+
+    >>> _count(1, "seed"), _count(8, "step")
+    ('1 seed', '8 steps')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _values(values: Mapping[str, Any]) -> str:

@@ -274,6 +274,10 @@ def test_without_halving_the_best_is_marked(tmp_path):
     assert found[0].columns["tuned"].chosen_here
     text = report.Report(found, reference.find(found, None)).markdown("COMMAND")
     assert "| 2.700* |" in text
+    assert [cell.tried for cell in found] == [3, 3, 0, 0]
+    assert found[0].tuning_steps == 3 * 32
+    assert text.startswith("Loss after 32 steps, nats per token of held-out text, mean")
+    assert "mean of 1 seed with its 95 % interval (Student). The reference" in text
     assert "chosen by these very seeds" in text
 
 
@@ -372,6 +376,29 @@ def test_a_row_may_have_an_infinite_limit(tmp_path):
     row = written(Row(found.settings[0], 0, "final", ()), 1.0)
     rows.append(tmp_path, row)
     assert rows.read(tmp_path) == [row]
+
+
+def test_rungs_are_of_the_cells_that_they_chose_for(halved):
+    plan, _, folder = halved
+    longer = Row(plan.grid.settings[0].at(48), 0, "final", plan.grid.tuned)
+    rows.append(folder, written(longer, 2.0))
+    found = cells.cells(rows.read(folder), plan.to_json()["chosen"])
+    assert [cell.tried for cell in found] == [3, 3, 0, 0, 0]
+
+
+def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
+    plain = GRID.replace("tuned =", "seeds = [0, 1] #").partition("[groups.streaming]")
+    other = '[groups.other]\nmethod = "METHOD"\n'
+    for method, steps, seeds in (("diloco", 32, [0, 1]), ("data_parallel", 48, [0])):
+        text = (plain[0] + other.replace("METHOD", method)).replace("32", str(steps))
+        found = table(text.replace("[0, 1]", str(seeds)))
+        run_through(Plan(found), tmp_path)
+    found = cells.cells(rows.read(tmp_path))
+    text = report.Report(found, found[0]).markdown("")
+    assert text.startswith("Loss after 32 steps, nats per token of held-out text, mean")
+    assert "mean of 2 seeds with its 95 % interval (Student), but where other" in text
+    assert text.count("(48 steps, 1 seed) |") == 1
+    assert text.count(" seed)") == 1
 
 
 def test_points_that_nothing_beats():
