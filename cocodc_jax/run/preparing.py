@@ -30,7 +30,7 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
-from cocodc_jax.run.resume import check_workdir, write_config
+from cocodc_jax.run.resume import check_workdir, claim
 from cocodc_jax.run.session import Session
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 
@@ -96,5 +96,5 @@ def prepare(
         bucket,
     )
     if jax.process_index() == 0:
-        write_config(config, workdir)
+        claim(config, workdir)
     return session

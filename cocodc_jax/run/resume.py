@@ -25,7 +25,7 @@ CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
 
 
 class ResumeError(Exception):
-    """The newest checkpoint does not belong to this run."""
+    """The newest checkpoint, or the folder, does not belong to this run."""
 
 
 def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
@@ -61,27 +61,41 @@ def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
         )
 
 
-def write_config(config: TrainConfig, workdir: pathlib.Path) -> None:
-    """Write a run's configuration to its folder, unless it stands there already.
+def claim(config: TrainConfig, workdir: pathlib.Path) -> None:
+    """Write a run's configuration to its folder, unless another process trains there.
+
+    That is told as soon as this one begins to train.
 
     Raises:
-      FolderInUseError: if another process trains there.
-      ValueError: if it holds another run by now, or cannot be written to.
+      ValueError: if the folder cannot be written to, or holds another run by now.
     """
-    path, text = workdir / CONFIG_FILE, dumps(config.to_json())
     try:
         with only_writer(workdir):
-            # Since that was looked at another command may have begun a run here.
-            check_workdir(config, workdir)
-            if not path.exists() or path.read_text() != text:
-                write_whole(path, text)
+            write_config(config, workdir)
     except FolderInUseError:
-        raise
+        return
     except OSError as error:
         raise ValueError(
             f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); make "
             "room, change its permissions, or name another folder"
         ) from error
+
+
+def write_config(config: TrainConfig, workdir: pathlib.Path) -> None:
+    """Write a run's configuration to its folder, unless it stands there already.
+
+    Args:
+      config: of the run, resolved.
+      workdir: its folder, which this process has for itself.
+
+    Raises:
+      ValueError: if it holds another run: one may have begun since it was looked at.
+      OSError: if it cannot be written to.
+    """
+    check_workdir(config, workdir)
+    path, text = workdir / CONFIG_FILE, dumps(config.to_json())
+    if not path.exists() or path.read_text() != text:
+        write_whole(path, text)
 
 
 def resume(

@@ -42,6 +42,7 @@ from cocodc_jax.run.resume import (
     open_records,
     resume,
     rolled_back,
+    write_config,
 )
 from cocodc_jax.run.summary import summarize
 from cocodc_jax.run.taking_part import run_digest, taking_part
@@ -109,7 +110,8 @@ class Session:
 
         Raises:
           NonFiniteLossError: naming step, region and last good checkpoint.
-          ResumeError: if the newest checkpoint does not belong to this run.
+          ResumeError: if the newest checkpoint does not belong to this run, or another
+            run has begun in the folder since this one was prepared.
           LeftBehindError: if the other jobs go on without this region, and it has
             nothing to come back with.
           OSError: if nobody lets this region in, or the disk refuses; a
@@ -123,6 +125,8 @@ class Session:
             contextlib.closing(stream),
             Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
         ):
+            if jax.process_index() == 0:
+                self._check_folder()
             finished = self._finished(saved)
             if finished is not None:
                 return finished
@@ -153,6 +157,13 @@ class Session:
                     carried = error.state
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
+
+    def _check_folder(self) -> None:
+        """Have this run's configuration in its folder, which nobody else has now."""
+        try:
+            write_config(self.config, self.workdir)
+        except ValueError as error:
+            raise ResumeError(str(error)) from error
 
     def _train_on(
         self,

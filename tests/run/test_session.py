@@ -78,9 +78,9 @@ def test_a_damaged_configuration_is_refused_with_what_to_do(tmp_path, content, w
 
 def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
     config, path = PRESET.resolve(), tmp_path / "run" / "config.json"
-    resume.write_config(config, path.parent)
+    resume.claim(config, path.parent)
     before = path.stat()
-    resume.write_config(config, path.parent)
+    resume.claim(config, path.parent)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (
         before.st_ino,
         before.st_mtime_ns,
@@ -91,11 +91,13 @@ def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
 def test_a_run_that_began_meanwhile_keeps_its_configuration(tmp_path):
     config, other = PRESET.resolve(), PRESET.replace(seed=5).resolve()
     resume.check_workdir(other, tmp_path)
-    with lock.only_writer(tmp_path), pytest.raises(lock.FolderInUseError):
-        resume.write_config(other, tmp_path)
-    resume.write_config(config, tmp_path)
-    with pytest.raises(ValueError, match="another configuration .*seed: 0, not 5"):
-        resume.write_config(other, tmp_path)
+    with lock.only_writer(tmp_path):
+        resume.claim(other, tmp_path)  # Training tells that somebody is there.
+    assert not (tmp_path / "config.json").exists()
+    resume.claim(config, tmp_path)
+    for write in (resume.claim, resume.write_config):
+        with pytest.raises(ValueError, match="another configuration .*seed: 0, not 5"):
+            write(other, tmp_path)
     resume.check_workdir(config, tmp_path)
 
 
@@ -105,7 +107,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(resume, "write_whole", refuse)
     with pytest.raises(ValueError, match=r"workdir='.*run' .*Read-only file system"):
-        resume.write_config(PRESET.resolve(), tmp_path / "run")
+        resume.claim(PRESET.resolve(), tmp_path / "run")
 
 
 def test_a_folder_has_one_writer(tmp_path):

@@ -131,5 +131,5 @@ def test_one_step_has_no_two_halves():
 
 
 def test_the_secant_has_no_units():
-    with pytest.raises(ValueError, match="curvature='secant' is unknown"):
+    with pytest.raises(ValueError, match="curvature='secant' has no choice"):
         methods.get("cocodc", curvature="secant", curvature_units="adam")
