@@ -20,6 +20,7 @@ from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
 
 PyTree = Any
@@ -74,6 +75,22 @@ def check_params(params: PyTree) -> None:
                 "trained and has no mean over regions: only floating-point leaves are "
                 "parameters; keep it out of params, and put it back in loss_fn"
             )
+
+
+def check_second_moment(supplies: Supplies, opt_state: PyTree) -> None:
+    """Refuse an optimizer that has no second moment of the parameters.
+
+    Args:
+      supplies: with the function that finds it.
+      opt_state: shapes of the regions' states.
+
+    Raises:
+      ValueError: as that function does.
+    """
+    assert supplies.second_moment is not None
+    # Where it lies, on devices or with their hosts, is nothing to that.
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), opt_state)
+    jax.eval_shape(supplies.second_moment, plain)
 
 
 def check_like(params: PyTree, shapes: PyTree) -> None:

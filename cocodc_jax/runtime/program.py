@@ -168,13 +168,8 @@ class RegionProgram:
             method.per_step,
             model_state,
         )
-        if supplies.second_moment is not None and "second_moment" in method.needs:
-            # Not every optimizer has one: told before anything is compiled.
-            plain = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-                self._first.abstract().opt_state,
-            )
-            jax.eval_shape(supplies.second_moment, plain)
+        if "second_moment" in method.needs:
+            checks.check_second_moment(supplies, self._first.abstract().opt_state)
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         self._batches = Batches(self.mesh, own.num, counts=is_cpu and not is_fused)
         self._read = Readings(self.mesh)
