@@ -125,8 +125,8 @@ def from_table(table: Mapping[str, Any]) -> Grid:
     start = _base_config(base)
     settings: dict[str, Setting] = {}
     for group, axes in groups.items():
-        with_published = tuned if table.get("published", True) else ()
-        for setting in _settings(start, group, axes, with_published):
+        adds = table.get("published", True)
+        for setting in _settings(start, group, axes, tuned, adds):
             known = settings.setdefault(setting.key, setting)
             if setting.published and not known.published:
                 settings[setting.key] = dataclasses.replace(known, published=True)
@@ -165,9 +165,9 @@ def _base_config(base: Mapping[str, Any]) -> TrainConfig:
 
 
 def _settings(
-    start: TrainConfig, group: str, axes: Any, tuned: Sequence[str]
+    start: TrainConfig, group: str, axes: Any, tuned: Sequence[str], adds: bool
 ) -> Iterator[Setting]:
-    """Yield the settings of a group, each with the published one it belongs to."""
+    """Yield the settings of a group; `adds` the published one that each belongs to."""
     if not isinstance(axes, dict):
         raise ValueError(f"groups.{group}={axes!r} must be a table of flags")
     seen: set[str] = set()
@@ -176,7 +176,7 @@ def _settings(
         published = {n: v for n, v in flags.items() if n not in tuned}
         try:
             found = [Setting(name, _config(start, flags), published == flags)]
-            if tuned and published != flags:
+            if adds and published != flags:
                 plain = f"{group}: " + " ".join(
                     f"{n}={v}" for n, v in published.items()
                 )

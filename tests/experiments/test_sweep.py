@@ -65,7 +65,9 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     assert "delay_steps" not in given[6]
     assert {s.config.data.batch_per_region for s in found.settings} == {2}
     assert len({s.key for s in found.settings}) == 8
-    assert len(table("published = false\n" + GRID).settings) == 6
+    without = table("published = false\n" + GRID).settings
+    assert len(without) == 6
+    assert [s.published for s in without] == [False] * 4 + [True] * 2
 
 
 def test_equal_settings_of_two_groups_are_one():
