@@ -40,7 +40,6 @@ from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import while_read
 
 from . import commands, scenarios
 from .killed import is_good, judge, lines
@@ -172,7 +171,7 @@ class Chaos:
                 del start_at[region]
                 self._start(region)
             for region, each in enumerate(self.regions):
-                if each.code == independent.USAGE_ERROR:
+                if each.code == flags.USAGE_ERROR:
                     self._kill_all()
                     raise RefusedError(f"region {region} ended with {each.end()}")
                 if each.code not in (None, 0) and region not in start_at:
@@ -316,9 +315,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
 
 def cli() -> None:
     """Run the program as a command."""
-    with while_read():
-        code = main(sys.argv)
-    sys.exit(code)
+    commands.end_with(main)
 
 
 if __name__ == "__main__":

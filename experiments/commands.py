@@ -13,8 +13,10 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from cocodc_jax._extras import MissingExtraError, extra
+from cocodc_jax.run.messages import while_read
 
 IS_INSTALLED = __package__ != "experiments"
 
@@ -58,6 +60,13 @@ def command_line(program: str, words: Sequence[str]) -> str:
       words: its flags.
     """
     return " ".join([shown(f"python -m experiments.{program}"), *words])
+
+
+def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a program that returns its exit code, and end with it."""
+    with while_read():
+        code = main(sys.argv)
+    sys.exit(code)
 
 
 def _call(program: str) -> int | str | None:

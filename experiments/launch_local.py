@@ -14,7 +14,6 @@ WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it ag
 import os
 import pathlib
 import signal
-import sys
 from collections.abc import Sequence
 
 from absl import flags as absl_flags
@@ -24,7 +23,6 @@ from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import while_read
 
 from . import commands, planned, train
 
@@ -168,9 +166,7 @@ def main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     """Run the program as a command."""
-    with while_read():
-        code = main(sys.argv)
-    sys.exit(code)
+    commands.end_with(main)
 
 
 if __name__ == "__main__":

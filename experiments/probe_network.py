@@ -216,7 +216,7 @@ def _write(
 
 def cli() -> None:
     """Run the program as a command."""
-    sys.exit(main(sys.argv))
+    commands.end_with(main)
 
 
 if __name__ == "__main__":

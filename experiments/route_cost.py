@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     """Run the program as a command."""
-    sys.exit(main(sys.argv))
+    commands.end_with(main)
 
 
 if __name__ == "__main__":

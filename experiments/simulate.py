@@ -49,7 +49,7 @@ from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.curves import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
-from cocodc_jax.run.messages import one_line, while_read
+from cocodc_jax.run.messages import one_line
 
 from . import commands, loss_curve, simulate_flags
 from .simulate_flags import SECTIONS, named
@@ -352,9 +352,7 @@ def main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     """Run the program as a command."""
-    with while_read():
-        code = main(sys.argv)
-    sys.exit(code)
+    commands.end_with(main)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,13 @@ def check_plan(values: flags.FlagValues) -> None:
             )
 
 
+def _check_finite(values: flags.FlagValues, *names: str) -> None:
+    for name in names:
+        value = getattr(values, name)
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
+
+
 def build_topology(values: flags.FlagValues) -> Topology:
     """Return the network the flags describe."""
     if values.links and values.world:
@@ -183,10 +190,7 @@ def build_topology(values: flags.FlagValues) -> Topology:
             return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
         except ValueError as error:
             raise ValueError(f"--world={values.world}: {error}") from error
-    for name in ("latency_ms", "jitter_ms"):
-        value = getattr(values, name)
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value} must be finite")
+    _check_finite(values, "latency_ms", "jitter_ms")
     link = Link(
         values.bandwidth_gbps,
         values.latency_ms / 1000,
@@ -266,8 +270,7 @@ def goodput_of(
             f"--hours_between_failures={values.hours_between_failures}, --repair_s="
             f"{values.repair_s}: {error}"
         ) from error
-    if not math.isfinite(values.checkpoint_s):
-        raise ValueError(f"checkpoint_s={values.checkpoint_s} must be finite")
+    _check_finite(values, "checkpoint_s")
     if values.least_regions > num_regions:
         raise ValueError(
             f"least_regions={values.least_regions} must be at most the number of "

@@ -33,6 +33,7 @@ from cocodc_jax.report import plots
 from cocodc_jax.report.units import format_bytes, format_duration
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
+from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands
@@ -66,8 +67,7 @@ def _workdir() -> pathlib.Path:
     if not flags.value("workdir") and not flags.value("list"):
         raise ValueError("workdir=None is no folder; name one for the rows")
     workdir = pathlib.Path(flags.value("workdir") or ".")
-    if workdir.exists() and not workdir.is_dir():
-        raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
+    check_folder(workdir)
     return workdir
 
 
@@ -79,10 +79,7 @@ def _make(workdir: pathlib.Path) -> None:
         if not kept.exists() or not kept.samefile(path):
             shutil.copyfile(path, kept)
     except OSError as error:
-        raise ValueError(
-            f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); change "
-            "its permissions, or name another folder"
-        ) from error
+        raise unwritable(workdir, error) from error
 
 
 def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
@@ -92,7 +89,7 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
         raise ValueError(f"step_seconds={step_s} must be a time above 0")
     if flags.value("networks"):
         networks.networks(flags.value("networks"))
-    written = rows.read(workdir) if flags.value("workdir") else []
+    written = rows.read(workdir) if plan and flags.value("workdir") else []
     column = flags.value("reference_column")
     reference.check(flags.value("reference"), column, plan, written)
 

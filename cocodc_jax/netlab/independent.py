@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from cocodc_jax.netlab.children import exit_code, said, start_child
 
 _POLL_S = 0.1
-USAGE_ERROR = 2
+_USAGE_ERROR = 2
 
 
 class Region:
@@ -175,7 +175,7 @@ def wait(regions: Sequence[Region], restarts: bool) -> int:
             if number in ended or region.code is None:
                 continue
             code = region.code
-            if code in (0, USAGE_ERROR) or not restarts:
+            if code in (0, _USAGE_ERROR) or not restarts:
                 ended[number] = code
                 if code:
                     told = f"region {number} ended with {region.end()}"

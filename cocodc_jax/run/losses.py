@@ -11,7 +11,7 @@ from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.pace import paced
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import DATA, MODEL, SEQUENCE, Mesh
+from cocodc_jax.runtime.devices.mesh import DATA, MODEL, SEQUENCE, Mesh, is_cpu
 
 
 def make(
@@ -72,8 +72,7 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
 
     On accelerators also where it has one device, whose kernels need it said.
     """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    if run.is_pipelined or (is_cpu and run.devices_per_region == 1):
+    if run.is_pipelined or (is_cpu(mesh) and run.devices_per_region == 1):
         return None
     sequence = SEQUENCE if run.sequence_axis > 1 else None
     return models.Layout(DATA, MODEL, torus_steps(mesh), sequence)

@@ -9,6 +9,7 @@ from typing import Any
 
 import cocodc_jax as cc
 from cocodc_jax.run.method_arguments import check_taken, method_leaves
+from cocodc_jax.transforms.numerics import check_finite
 
 Pairs = tuple[tuple[str, Any], ...]
 WHERE_TAKEN = "where_taken"
@@ -53,7 +54,8 @@ class MethodConfig:
             if name not in ARGUMENTS:
                 raise ValueError(f"{name}={value} is no argument of any method")
         for name, value in (*self.arguments, *self.where_taken):
-            _check_finite(name, value)
+            if not (value == math.inf and name in _MAY_BE_INFINITE):
+                check_finite(name, value)
         self.build()
 
     @property
@@ -116,14 +118,6 @@ class MethodConfig:
         others = {name: x for name, x in given.items() if name not in taken}
         arguments = {name: x for name, x in given.items() if name in taken}
         return cls(method, arguments, where | others)
-
-
-def _check_finite(name: str, value: Any) -> None:
-    if not isinstance(value, float) or math.isfinite(value):
-        return
-    if value == math.inf and name in _MAY_BE_INFINITE:
-        return
-    raise ValueError(f"{name}={value} must be a finite number")
 
 
 def _pairs(arguments: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Pairs:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import optax
 
 from cocodc_jax.methods import Method
 from cocodc_jax.transforms.mt_adam import mt_adam
 from cocodc_jax.transforms.muon import B2, muon
+from cocodc_jax.transforms.numerics import check_finite
 
 OPTIMIZERS = ("adamw", "mt_adam", "muon", "sgd")
 _ADAM_B2 = 0.999
@@ -65,8 +65,7 @@ class OptimizerConfig:
                 f"{OPTIMIZERS}"
             )
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name}={value} must be a finite number")
+            check_finite(name, value)
         for name in ("inner_lr", "sign_lr_fraction"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")

@@ -28,6 +28,24 @@ class ResumeError(Exception):
     """The newest checkpoint, or the folder, does not belong to this run."""
 
 
+def check_folder(workdir: pathlib.Path) -> None:
+    """Refuse a workdir that is a file.
+
+    Raises:
+      ValueError: naming it.
+    """
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
+
+
+def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:
+    """Return what to say of a workdir that cannot be written to."""
+    return ValueError(
+        f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); make "
+        "room, change its permissions, or name another folder"
+    )
+
+
 def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
     """Refuses a folder that holds anything but this run.
 
@@ -39,8 +57,7 @@ def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
       ValueError: naming the folder and what is in it.
     """
     path = workdir / CONFIG_FILE
-    if workdir.exists() and not workdir.is_dir():
-        raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
+    check_folder(workdir)
     if not path.exists():
         return
     try:
@@ -75,10 +92,7 @@ def claim(config: TrainConfig, workdir: pathlib.Path) -> None:
     except FolderInUseError:
         return
     except OSError as error:
-        raise ValueError(
-            f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); make "
-            "room, change its permissions, or name another folder"
-        ) from error
+        raise unwritable(workdir, error) from error
 
 
 def write_config(config: TrainConfig, workdir: pathlib.Path) -> None:

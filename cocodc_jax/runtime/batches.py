@@ -28,6 +28,7 @@ class Batches:
     def __init__(self, mesh: Mesh, num_regions: int, counts: bool):
         """Lay out the regions of a program over its mesh."""
         self._mesh, self._num_regions, self.counts = mesh, num_regions, counts
+        self._everywhere = NamedSharding(mesh, P())
         self._numbers: dict[int, jax.Array] = {}  # On the mesh; there are few.
 
     @functools.cached_property
@@ -93,14 +94,12 @@ class Batches:
 
         num_steps = None
         if counts:
-            everywhere = NamedSharding(self._mesh, P())
-            num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+            num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
         return jax.tree.map(like, batches), num_steps
 
     def _number(self, value: int) -> jax.Array:
         if value not in self._numbers:
-            everywhere = NamedSharding(self._mesh, P())
-            self._numbers[value] = transfer.put(np.int32(value), everywhere)
+            self._numbers[value] = transfer.put(np.int32(value), self._everywhere)
         return self._numbers[value]
 
     def _where(self, ndim: int) -> NamedSharding:

@@ -22,6 +22,7 @@ from cocodc_jax.runtime.arrivals import Arrivals
 from cocodc_jax.runtime.beginning import Beginning
 from cocodc_jax.runtime.departures import Departures
 from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.mesh import is_cpu
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.model_state import make_average
@@ -101,9 +102,8 @@ class SyncPrograms:
         self._restore = None
         if isinstance(self._outer, SharedOuterModel) and setting.sync.robust:
             self._restore = Restore(setting, self._outer, optimizer)
-        is_cpu = setting.mesh.devices.flat[0].platform == "cpu"
         # On the outer mesh a message has a device, and so its threads, to itself.
-        is_inside = is_cpu and route.shares_mesh
+        is_inside = is_cpu(setting.mesh) and route.shares_mesh
         self._turns = Turns(is_inside and setting.mesh.devices.size > 1)
         self._departures = Departures(
             setting, route, self._outer, self._moments, self._windows, self._turns

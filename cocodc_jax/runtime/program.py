@@ -23,7 +23,7 @@ from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import REGION, is_one_cpu, make_mesh
+from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
 from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
 from cocodc_jax.runtime.events import SyncPrograms
@@ -170,8 +170,8 @@ class RegionProgram:
         )
         if "second_moment" in method.needs:
             checks.check_second_moment(supplies, self._first.abstract().opt_state)
-        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        self._batches = Batches(self.mesh, own.num, counts=is_cpu and not is_fused)
+        counts = is_cpu(self.mesh) and not is_fused
+        self._batches = Batches(self.mesh, own.num, counts)
         self._read = Readings(self.mesh)
         self._correct = make_correct(method.sync, self.fragments, own.num)
         num_params = sum(x.size for x in jax.tree.leaves(self._params))

@@ -118,22 +118,25 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
         return functools.partial(_checked, loss_fn)
 
     def without(params, state, batch, key):
-        found = loss_fn(params, batch, key)
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise ValueError(
-                "loss_fn must return (loss, aux), aux a dict of scalars (`{}` is none),"
-                f" but it returned {found!r}"
-            )
-        loss, aux = found
+        form = "(loss, aux), aux a dict of scalars (`{}` is none)"
+        loss, aux = _two(loss_fn(params, batch, key), form)
         return loss, (aux, state)
 
     return without
 
 
+def _two(found: Any, form: str) -> tuple[Any, Any]:
+    """Return what a loss function returned, if it has the form."""
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ValueError(f"loss_fn must return {form}, but it returned {found!r}")
+    return found
+
+
 def _checked(loss_fn: AnyLossFn, params, state, batch, key):
     # Made anew in this trace, for those whose leaves remember theirs (Flax NNX).
     state = jax.tree.map(lambda x: x, state)
-    loss, rest = loss_fn(params, state, batch, key)
+    form = "(loss, (aux, new_model_state))"
+    loss, rest = _two(loss_fn(params, state, batch, key), form)
     if not (isinstance(rest, tuple) and len(rest) == 2):
         raise ValueError(
             "loss_fn of a model with a model_state must return (loss, (aux, "

@@ -1,6 +1,7 @@
 """Arithmetic that the transforms share: wide types, safe norms, casts."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,12 @@ def fill_holes(updates, part, whole):
     return jax.tree.map(
         lambda u, x, y: y if _is_hole(u) else x, updates, part, whole, is_leaf=_is_hole
     )
+
+
+def check_finite(argument: str, value) -> None:
+    """Raise ValueError for a Python float that is not finite; others pass unchecked."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{argument}={value} must be a finite number")
 
 
 def check_unit_interval(argument: str, value) -> None:

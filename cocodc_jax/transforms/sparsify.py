@@ -149,8 +149,7 @@ def _chunked(name, k, chunk_side, values, transform, count):
         )
 
     def sides(shape):
-        rows, columns = matrix_shape(shape)
-        return _sides(rows, columns, chunk_side)
+        return _sides(*matrix_shape(shape), chunk_side)
 
     def join(coefficients, shape):
         chunks = coefficients.reshape(len(coefficients), *sides(shape))

@@ -238,7 +238,7 @@ def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, 
     if not group[0]["tuned"]:
         return columns
     won = [s for key, s in by_setting.items() if chosen is None or key in chosen]
-    best = min(map(_column, won), key=_mean, default=None)
+    best = min(map(_column, won), key=mean_loss, default=None)
     if best is not None:
         is_late = chosen is None and len(won) > 1
         columns[TUNED] = dataclasses.replace(best, chosen_here=is_late)
@@ -255,7 +255,8 @@ def _column(rows: Sequence[Row]) -> Column:
     )
 
 
-def _mean(column: Column) -> float:
+def mean_loss(column: Column) -> float:
+    """Return the mean of a column's last losses, infinity where a seed diverged."""
     return column.loss.mean if column.loss else math.inf
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .cells import COLUMNS, PUBLISHED, TUNED, Cell
+from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
 from .rows import Row as Written
 from .runs import Row
 from .schedule import FINAL, Plan, leaves
@@ -27,7 +27,8 @@ def find(found: Sequence[Cell], words: str | None) -> Cell:
         held = [
             c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
         ]
-        return max(held or found, key=_first_loss)
+        first = lambda cell: next(iter(cell.columns.values()))  # noqa: E731
+        return max(held or found, key=lambda cell: mean_loss(first(cell)))
     for cell in found:
         if _has(cell.config, words):
             return cell
@@ -64,12 +65,13 @@ def check(
         )
     if words is None:
         return
-    known = [row["config"] for row in written if row["stage"] == FINAL]
-    for setting in plan.grid.settings:
-        for seed in plan.grid.seeds:
-            row = Row(setting, seed, FINAL, plan.grid.tuned)
-            known.append(row.config.to_json())
-    if not any(_has(config, words) for config in known):
+    there = (row["config"] for row in written if row["stage"] == FINAL)
+    to_be = (
+        Row(setting, seed, FINAL, plan.grid.tuned).config.to_json()
+        for setting in plan.grid.settings
+        for seed in plan.grid.seeds
+    )
+    if not any(_has(config, words) for config in itertools.chain(there, to_be)):
         raise ValueError(
             f"reference={words!r} is no setting of the grid; give flags of one as "
             f"--list shows them, such as {_example(plan)}"
@@ -88,8 +90,3 @@ def _has(config: Mapping[str, Any], words: str) -> bool:
     flags = leaves(config)
     parts = (part.partition("=") for part in words.split(","))
     return all(str(flags.get(name)) == value for name, _, value in parts)
-
-
-def _first_loss(cell: Cell) -> float:
-    loss = next(iter(cell.columns.values())).loss
-    return loss.mean if loss else math.inf

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.mesh import REGION, is_cpu
 
 PyTree = Any
 
@@ -61,15 +61,14 @@ class LocalRegions:
           ValueError: for another `how`.
         """
         check_how(how)
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
         # Inside a region of several devices the compiler lays out its products.
         is_whole = mesh.size == mesh.shape[REGION]
         is_small = num_params is not None and num_params <= _MAX_BATCHED_PARAMS
         one_by_one = how == "in_turn"
         if how == "auto":
-            one_by_one = is_cpu and not (is_whole and is_small)
+            one_by_one = is_cpu(mesh) and not (is_whole and is_small)
         size = num_regions // mesh.shape[REGION]
-        in_batches_of_one = is_cpu and is_whole and (one_by_one or size == 1)
+        in_batches_of_one = is_cpu(mesh) and is_whole and (one_by_one or size == 1)
         return cls(size, one_by_one, in_batches_of_one)
 
     def map(self, fn: Callable, in_axes: Any = 0) -> Callable:

@@ -147,9 +147,14 @@ def _index_in_process(device: Any) -> int:
     return alike.index(device)
 
 
+def is_cpu(mesh: Mesh) -> bool:
+    """Tell whether the devices are CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 def is_one_cpu(mesh: Mesh) -> bool:
     """Tell whether all regions are computed by one CPU device."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    return mesh.size == 1 and is_cpu(mesh)
 
 
 def wants_flat_buffer(mesh: Mesh) -> bool:
@@ -159,9 +164,8 @@ def wants_flat_buffer(mesh: Mesh) -> bool:
     for the network's delay. Elsewhere the compiler does better by itself, and where a
     region's arrays lie in parts over its devices, packing would move them.
     """
-    platform = mesh.devices.flat[0].platform
     is_whole = mesh.size == mesh.shape[REGION]
-    return jax.process_count() > 1 and platform == "cpu" and is_whole
+    return jax.process_count() > 1 and is_cpu(mesh) and is_whole
 
 
 def spec_axes(spec: Iterable[Any]) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from cocodc_jax.runtime.devices.mesh import REGION
+from cocodc_jax.runtime.devices.mesh import REGION, is_cpu
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
@@ -202,9 +202,8 @@ class Transport:
             why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
         if self.fuse_syncs == "yes" and why:
             raise ValueError(f"fuse_syncs='yes' is not possible: {why}")
-        is_wanted = mesh.devices.flat[0].platform != "cpu"
         return why is None and (
-            is_wanted if self.fuse_syncs == "auto" else self.fuse_syncs == "yes"
+            not is_cpu(mesh) if self.fuse_syncs == "auto" else self.fuse_syncs == "yes"
         )
 
     def route(self, setting: Setting, kind: str) -> Route:
