@@ -128,7 +128,7 @@ def launch_jobs(
     with children.on_signals(stop):
         for region in regions:
             region.start()
-        return independent.wait(regions, restarts and not asked)
+        return independent.wait(regions, lambda: restarts and not asked)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cocodc_jax.netlab.children import exit_code, said, start_child
 
@@ -159,12 +159,13 @@ def logs(workdir: pathlib.Path, num_regions: int) -> list[pathlib.Path]:
     return [workdir / f"region_{r}" / "output.log" for r in range(num_regions)]
 
 
-def wait(regions: Sequence[Region], restarts: bool) -> int:
+def wait(regions: Sequence[Region], restarts: Callable[[], bool]) -> int:
     """Wait until all have ended.
 
     Args:
       regions: started.
-      restarts: whether to start again who died of anything but a wrong flag.
+      restarts: tells whether to start again who died of anything but a wrong flag. It
+        is asked at each death, as the answer changes once they are told to stop.
 
     Returns:
       0, or the exit code of the first that ended badly and was not started again.
@@ -175,7 +176,7 @@ def wait(regions: Sequence[Region], restarts: bool) -> int:
             if number in ended or region.code is None:
                 continue
             code = region.code
-            if code in (0, _USAGE_ERROR) or not restarts:
+            if code in (0, _USAGE_ERROR) or not restarts():
                 ended[number] = code
                 if code:
                     told = f"region {number} ended with {region.end()}"
@@ -183,5 +184,7 @@ def wait(regions: Sequence[Region], restarts: bool) -> int:
             else:
                 print(f"region {number} ended with {code}: again", file=sys.stderr)
                 region.start()
+                if not restarts():  # Told to stop while it was started.
+                    region.send(signal.SIGTERM)
         time.sleep(_POLL_S)
     return next((code for code in ended.values() if code), 0)

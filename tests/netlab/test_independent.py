@@ -1,5 +1,6 @@
 """Regions that live and die alone: who ended badly says why."""
 
+import signal
 import sys
 
 import pytest
@@ -24,22 +25,55 @@ def started(program, log, num_processes=1):
     return region
 
 
+def never():
+    return False
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
     log = tmp_path / "region_1" / "output.log"
     regions = [started("pass", tmp_path / "log"), started(REFUSED, log)]
-    assert independent.wait(regions, restarts) == 2
+    assert independent.wait(regions, lambda: restarts) == 2
     told = f"region 1 ended with 2, see {log}: error: --regions=0 is wrong\n"
     assert capfd.readouterr().err == told
 
 
 def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
     region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
-    assert independent.wait([region], restarts=False)
+    assert independent.wait([region], never)
     told = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
     assert capfd.readouterr().err.endswith(told)
 
 
 def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
-    assert independent.wait([started("raise SystemExit(3)", None)], False) == 3
+    assert independent.wait([started("raise SystemExit(3)", None)], never) == 3
     assert capfd.readouterr().err == "region 0 ended with 3\n"
+
+
+def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, capfd):
+    """A second Ctrl-C kills them, which is no reason to begin anew."""
+    region = started("import time; time.sleep(60)", tmp_path / "log")
+    told = []
+
+    def restarts():
+        return not told
+
+    def kill(*_):
+        told.append(True)
+        region.send(signal.SIGKILL)
+
+    before = signal.signal(signal.SIGALRM, kill)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert independent.wait([region], restarts) == 128 + signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert region.lives == 1
+
+
+def test_who_is_started_as_all_are_told_to_stop_is_told_too(tmp_path):
+    region = started("raise SystemExit(1)", tmp_path / "log")
+    region._command[-1] = "import time; time.sleep(60)"
+    answers = iter([True, False, False])
+    assert independent.wait([region], lambda: next(answers)) == 128 + signal.SIGTERM
+    assert region.lives == 2
