@@ -37,7 +37,7 @@ from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands
-from .sweeps import cells, grid, networks, reference, report, rows, runs
+from .sweeps import cells, grid, networks, reference, report, roles, rows, runs
 from .sweeps.schedule import Plan, Progress
 
 GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
@@ -60,7 +60,7 @@ def main() -> None:
             _make(workdir)
         _train(plan, workdir, console)
     with flags.usage_errors():
-        _report(workdir, console)
+        _report(workdir, console, plan.grid if plan else _kept_grid(workdir))
 
 
 def _workdir() -> pathlib.Path:
@@ -89,7 +89,9 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
         raise ValueError(f"step_seconds={step_s} must be a time above 0")
     if flags.value("networks"):
         networks.networks(flags.value("networks"))
-    written = rows.read(workdir) if plan and flags.value("workdir") else []
+    written = []
+    if plan and flags.value("workdir"):
+        written = roles.assign(rows.read(workdir), plan.grid)
     column = flags.value("reference_column")
     reference.check(flags.value("reference"), column, plan, written)
 
@@ -106,6 +108,12 @@ def _plan() -> Plan | None:
     plan = Plan(found, *_shard())
     runs.check(found.settings)
     return plan
+
+
+def _kept_grid(workdir: pathlib.Path) -> grid.Grid | None:
+    """Return the grid that was trained here last; None without one."""
+    path = workdir / GRID_FILE
+    return grid.read(path) if path.exists() else None
 
 
 def _shard() -> tuple[int, int]:
@@ -154,15 +162,16 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
             write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
 
 
-def _report(workdir: pathlib.Path, console: Console) -> None:
+def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
     """Write what the rows that are there come to.
 
     Raises:
       ValueError: if there are none, or the reference is none of them.
     """
-    halving = workdir / HALVING_FILE
-    chosen = read_table(halving)["chosen"] if halving.exists() else None
-    written = rows.read(workdir)
+    halving, chosen = workdir / HALVING_FILE, None
+    if halving.exists() and (of_grid is None or of_grid.halving):
+        chosen = read_table(halving)["chosen"]
+    written = roles.assign(rows.read(workdir), of_grid)
     found = cells.cells(written, chosen)
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")
@@ -181,9 +190,9 @@ def _report(workdir: pathlib.Path, console: Console) -> None:
         text += _over_networks(made, workdir)
     write_whole(workdir / "report.md", text)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("cell", no_wrap=True)
+    table.add_column("cell", overflow="fold")  # On a narrow terminal names give way.
     for head in made.short_heads():
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     for line in made.short_lines():
         table.add_row(*line)
     console.print(table)

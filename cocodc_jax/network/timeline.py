@@ -6,6 +6,7 @@ A simulator's timeline holds simulated seconds; one that was measured
 
 import dataclasses
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 import numpy as np
@@ -80,12 +81,16 @@ class Timeline:
         each sync. What it waits for besides (slower regions, the outer step) is not
         counted.
         """
-        flights = [(sync.start_s, sync.arrival_s) for sync in self.syncs]
+        flights = sorted((sync.start_s, sync.arrival_s) for sync in self.syncs)
+        begins = [since for since, _ in flights]
+        # The latest arrival of those up to each: before it, none of them is left.
+        over = list(itertools.accumulate((until for _, until in flights), max))
         waits = [(sync.merge_s - sync.stall_s, sync.merge_s) for sync in self.syncs]
         total, counted_s = 0.0, 0.0
         for since, until in sorted(waits):
-            until = min(until, self.sim_s)
-            total += covered_s(flights, max(since, counted_s), until)
+            since, until = max(since, counted_s), min(until, self.sim_s)
+            first, last = bisect_right(over, since), bisect_left(begins, until)
+            total += covered_s(flights[first:last], since, until)
             counted_s = max(counted_s, until)
         return total
 

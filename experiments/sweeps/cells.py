@@ -261,7 +261,13 @@ def mean_loss(column: Column) -> float:
 
 
 def difference(column: Column, reference: Column) -> Interval | None:
-    """Return the loss less that of a reference, over the seeds that both have."""
+    """Return the loss less that of a reference, over the seeds that both have.
+
+    Returns:
+      None if there are none, or a seed of either diverged.
+    """
+    if column.diverged or reference.diverged:
+        return None
     theirs = {row["seed"]: row["loss"] for row in reference.rows}
     pairs = [(r["loss"], theirs[r["seed"]]) for r in column.rows if r["seed"] in theirs]
     return Interval.of([a - b for a, b in pairs]) if pairs else None
@@ -271,8 +277,10 @@ def steps_to(column: Column, reference: Column) -> Interval | None:
     """Return the steps to the last loss of a reference, each seed to its own.
 
     Returns:
-      None if a seed does not get there.
+      None if a seed does not get there, or one of either diverged.
     """
+    if column.diverged or reference.diverged:
+        return None
     targets = {row["seed"]: row["loss"] for row in reference.rows}
     steps = [
         steps_to_loss([(s, loss) for s, loss, _ in row["curve"]], targets[row["seed"]])

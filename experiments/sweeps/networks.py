@@ -23,6 +23,7 @@ from cocodc_jax.run.config import TrainConfig
 
 from .cells import TUNED, Cell, steps_to
 from .report import Report, markdown_table
+from .rows import Row
 
 MBIT = (20.0, 100.0, 500.0, 2000.0, 10_000.0)
 LATENCY_MS = (10.0, 50.0, 200.0)
@@ -111,7 +112,7 @@ def arrivals(
             needed = steps_to(column, report.target)
             if needed is None:
                 continue
-            method = TrainConfig.from_json(column.rows[0]["config"]).method.build()
+            method = _method_of(cell, column.rows[0])
             for network in on:
                 row = column.rows[0]
                 regions = row["config"]["run"]["regions"]
@@ -126,6 +127,16 @@ def arrivals(
                 seconds = timeline.seconds_until(needed.mean)
                 lost = 1 - timeline.utilization()
                 yield Arrival(network, cell, name, seconds, lost)
+
+
+def _method_of(cell: Cell, row: Row) -> Method:
+    try:
+        return TrainConfig.from_json(row["config"]).method.build()
+    except ValueError as error:
+        raise ValueError(
+            f"networks: {cell.label} is of another version ({error}); keep its rows "
+            "in another folder"
+        ) from error
 
 
 def simulated(

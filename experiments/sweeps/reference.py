@@ -9,7 +9,7 @@ from typing import Any
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
 from .rows import Row as Written
 from .runs import Row
-from .schedule import FINAL, Plan, leaves
+from .schedule import BESIDES, FINAL, Plan, cell_of, leaves
 
 
 def find(found: Sequence[Cell], words: str | None) -> Cell:
@@ -21,7 +21,7 @@ def find(found: Sequence[Cell], words: str | None) -> Cell:
         None is the one with the worst published loss.
 
     Raises:
-      ValueError: if no cell has these flags.
+      ValueError: if no cell has these flags, or more than one.
     """
     if words is None:
         held = [
@@ -29,12 +29,14 @@ def find(found: Sequence[Cell], words: str | None) -> Cell:
         ]
         first = lambda cell: next(iter(cell.columns.values()))  # noqa: E731
         return max(held or found, key=lambda cell: mean_loss(first(cell)))
-    for cell in found:
-        if _has(cell.config, words):
-            return cell
+    fitting = [cell for cell in found if _has(cell.config, words)]
+    if len(fitting) == 1:
+        return fitting[0]
+    which = "no cell" if not fitting else f"{len(fitting)} cells"
     raise ValueError(
-        f"reference={words!r} is no cell of these rows; they are "
-        f"{', '.join(cell.label for cell in found)}"
+        f"reference={words!r} is {which} of these rows; "
+        f"{'give flags of one:' if fitting else 'they are'} "
+        f"{', '.join(cell.label for cell in fitting or found)}"
     )
 
 
@@ -71,10 +73,20 @@ def check(
         for setting in plan.grid.settings
         for seed in plan.grid.seeds
     )
-    if not any(_has(config, words) for config in itertools.chain(there, to_be)):
+    fitting = {
+        cell_of(config, plan.grid.tuned): leaves(config)
+        for config in itertools.chain(there, to_be)
+        if _has(config, words)
+    }
+    if not fitting:
         raise ValueError(
             f"reference={words!r} is no setting of the grid; give flags of one as "
             f"--list shows them, such as {_example(plan)}"
+        )
+    if len(fitting) > 1:
+        raise ValueError(
+            f"reference={words!r} is {len(fitting)} cells; say as well "
+            f"{_differing(list(fitting.values()), plan.grid.tuned)}"
         )
 
 
@@ -85,8 +97,18 @@ def _example(plan: Plan) -> str:
     return f"method={method.method}{more}"
 
 
+def _differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> str:
+    """Return the flags that tell configurations apart, with their values."""
+    told = []
+    for name in dict.fromkeys(name for flags in configs for name in flags):
+        values = dict.fromkeys(str(flags.get(name)) for flags in configs)
+        if name not in (*BESIDES, *tuned) and len(values) > 1:
+            told.append(f"{name} ({', '.join(values)})")
+    return " or ".join(told)
+
+
 def _has(config: Mapping[str, Any], words: str) -> bool:
     """Tell whether a configuration, as JSON has it, has these flags."""
     flags = leaves(config)
     parts = (part.partition("=") for part in words.split(","))
-    return all(str(flags.get(name)) == value for name, _, value in parts)
+    return all(n in flags and str(flags[n]) == value for n, _, value in parts)

@@ -205,6 +205,8 @@ class Report:
         steps, seeds = self._usual()
         are_alike = not any(map(self._otherwise, self._every()))
         which = f", {self.reference_column}" if TUNED in self._columns() else ""
+        if not seeds:
+            return f"Every run diverged.\n\n{table}\n\nBy `{command}`.\n"
         note = (
             f"Loss after {_count(steps, 'step')}, nats per token of held-out text, "
             f"mean of {_count(seeds, 'seed')} with its 95 % interval (Student)"

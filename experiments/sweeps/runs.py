@@ -70,6 +70,16 @@ class Row:
         return run_key(self.config.to_json())
 
     @property
+    def role(self) -> dict[str, Any]:
+        """What it is for, as it is written."""
+        return {
+            "name": self.setting.name,
+            "stage": self.stage,
+            "published": self.setting.published,
+            "tuned": list(self.tuned),
+        }
+
+    @property
     def cost(self) -> float:
         """Multiplications of the whole run, up to a factor that all rows share."""
         tokens = self.config.run.steps * self.config.tokens_per_step
@@ -220,10 +230,7 @@ def _head(row: Row, session: Session) -> dict[str, Any]:
     return {
         "row": row.row_id,
         "setting": row.setting.key,
-        "name": row.setting.name,
-        "stage": row.stage,
-        "published": row.setting.published,
-        "tuned": list(row.tuned),
+        **row.role,
         "method": row.config.method.method,
         "seed": row.seed,
         "steps": row.config.run.steps,

@@ -13,7 +13,7 @@ from scipy import stats
 
 from cocodc_jax.report.pareto import Point, pareto
 from experiments import sweep
-from experiments.sweeps import cells, grid, keys, reference, report, rows
+from experiments.sweeps import cells, grid, keys, reference, report, roles, rows
 from experiments.sweeps.halving import Halving, best
 from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
@@ -283,13 +283,17 @@ def test_without_halving_the_best_is_marked(tmp_path):
     assert "chosen by these very seeds" in text
 
 
-def test_the_report_names_the_frontier(halved, call):
+def test_the_report_names_the_frontier(halved, call, monkeypatch):
     _, _, folder = halved
+    monkeypatch.setenv("COLUMNS", "120")
     (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
     code, out, err = call(sweep, *words)
     assert (code, err) == (0, "")
     assert "streaming_diloco H 16 tau 3 ef+int4" in out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = call(sweep, *words)[1].split()
+    assert set(re.findall(r"\d\.\d{3}", out)) <= set(narrow)
     text = (folder / "report.md").read_text()
     # Streaming in int4 sends least and is best: nothing else is on the frontier.
     assert text.count("| **") == 1
@@ -305,6 +309,11 @@ def test_the_report_names_the_frontier(halved, call):
     code, _, err = call(sweep, *words[:2], "--reference=method=cocodc")
     assert code == 2
     assert err.startswith("error: --reference='method=cocodc' is no cell")
+    code, _, err = call(sweep, *words[:2], "--reference=method=streaming_diloco")
+    assert code == 2
+    assert "is 2 cells of these rows; give flags of one: streaming_diloco H 16" in err
+    code, _, err = call(sweep, *words[:2], "--reference=sync_intervall=None")
+    assert code == 2
     (folder / "halving.json").write_text('{"chosen": ["of another version"]}')
     code, _, err = call(sweep, *words)
     assert code == 2
@@ -345,6 +354,29 @@ def test_a_seed_that_diverged_is_told(tmp_path):
     text = report.Report(found, reference.find(found, "method=diloco")).markdown("")
     assert "diverged (seed 0)" in text
     assert len(rows.read(tmp_path)) == 8
+
+
+def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
+    plan = Plan(table(GRID.replace("tuned =", "seeds = [0, 1] #")))
+    run_through(plan, tmp_path)
+    found = cells.cells(rows.read(tmp_path))
+    lost = found[0].columns["published"].rows[1]
+    rows.append(tmp_path, {**lost, "loss": None, "curve": [], "diverged": "NaN"})
+    found = cells.cells(rows.read(tmp_path))
+    bad, good = (cell.columns["published"] for cell in found[:2])
+    for pair in ((bad, good), (good, bad)):
+        assert cells.difference(*pair) is None
+        assert cells.steps_to(*pair) is None
+    assert cells.difference(good, good).mean == 0
+
+
+def test_where_every_run_diverged_there_are_no_figures(tmp_path):
+    run_through(Plan(table(GRID)), tmp_path)
+    for row in rows.read(tmp_path):
+        rows.append(tmp_path, {**row, "loss": None, "curve": [], "diverged": "NaN"})
+    found = cells.cells(rows.read(tmp_path))
+    text = report.Report(found, found[0]).markdown("")
+    assert text.startswith("Every run diverged.\n\n| method |")
 
 
 def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
@@ -401,6 +433,42 @@ def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
     assert "mean of 2 seeds with its 95 % interval (Student), but where other" in text
     assert text.count("(48 steps, 1 seed) |") == 1
     assert text.count(" seed)") == 1
+
+
+def told(folder, text):
+    """Return the report's table as a grid sees the rows of a folder."""
+    found = cells.cells(roles.assign(rows.read(folder), table(text)))
+    return report.Report(found, reference.find(found, None)).lines()
+
+
+def test_rows_have_the_role_that_the_grid_gives_them_now(tmp_path):
+    """One seed and nothing tuned, then more of both, is the same as all at once."""
+    grown = GRID + "[halving]\nrungs = [8]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
+    first = GRID.replace("tuned =", "seeds = [0] #")
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "grown").mkdir()
+    run_through(Plan(table(grown)), tmp_path / "fresh")
+    for text in (first, grown):
+        run_through(Plan(table(text)), tmp_path / "grown")
+    assert told(tmp_path / "grown", grown) == told(tmp_path / "fresh", grown)
+
+
+def test_a_row_of_a_rung_may_be_a_final_one(tmp_path):
+    halving = "[halving]\nrungs = [8, 32]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
+    run_through(Plan(table(GRID + halving)), tmp_path)
+    plain = GRID.replace("tuned =", "seeds = [7]\ntuned =")
+    found = cells.cells(roles.assign(rows.read(tmp_path), table(plain)))
+    assert 7 in [row["seed"] for row in found[0].columns["tuned"].rows]
+
+
+def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
+    _, _, folder = halved
+    (folder / "halving.json").write_text('{"chosen": []}')
+    (folder / "grid.toml").write_text(GRID.replace("tuned =", "seeds=[0, 1]\ntuned ="))
+    words = [f"--workdir={folder}", "--reference=method=data_parallel"]
+    assert call(sweep, "--report", *words)[0] == 0
+    made = json.loads((folder / "cells.json").read_text())
+    assert made["cells"][0]["columns"]["tuned"]["chosen_here"]
 
 
 def test_points_that_nothing_beats():
