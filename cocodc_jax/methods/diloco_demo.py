@@ -126,4 +126,4 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
         )
         return params, state._replace(feedback=state.feedback._replace(residual=d))
 
-    return RegionalOuter("decoupled_momentum", init, send, receive)
+    return RegionalOuter("decoupled_momentum", init, send, receive, has_feedback=True)

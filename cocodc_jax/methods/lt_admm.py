@@ -165,5 +165,11 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
         )
 
     return RegionalOuter(
-        "admm", init, send, receive, group=GRAPHS[graph], correct=correct
+        "admm",
+        init,
+        send,
+        receive,
+        group=GRAPHS[graph],
+        correct=correct,
+        has_feedback=True,
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.messages import Message
 from cocodc_jax.transforms.compressor import Compressor
-from cocodc_jax.transforms.masked import masked
+from cocodc_jax.transforms.masked import masked, weigh_owned
 
 PyTree = Any
 
@@ -31,6 +32,11 @@ class MaskedCore(Message):
     num_regions: int = 1
 
     @property
+    def is_numbered(self) -> bool:
+        """Whether a region must know its number: its entries go by it."""
+        return True
+
+    @property
     def only_weighted(self) -> str:
         """Why its mean can be a weighted one only: entries have owners."""
         return "a region's message does not have every entry"
@@ -43,6 +49,11 @@ class MaskedCore(Message):
     def compressed(self, compressor: Compressor) -> Message:
         """Return the message with another core."""
         return dataclasses.replace(self, core=compressor)
+
+    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
+        """Return the mean of cores over all, of entries over those that own them."""
+        messages = weigh_owned(messages, weights, self.core, self.density)
+        return super().combine(messages, weights, rank)
 
     def bind(self, num_regions: int) -> Message:
         """Return the message of one of so many regions."""

@@ -58,6 +58,11 @@ class Message:
         """Whether the schedule must set a rank for each message."""
         return False
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a region must know its number among those that it is bound to."""
+        return False
+
     def compressor(self, rank: int = 0) -> Compressor | None:
         """Return the compressor of messages of `rank`; None sends them as they are."""
         del rank

@@ -28,6 +28,7 @@ import optax
 
 from cocodc_jax.sync.averages import Average
 from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.error_feedback import check_no_feedback
 
 PyTree = Any
 
@@ -100,6 +101,8 @@ class RegionalOuter:
       correct: `correct(gradient, local, params, state, num_regions) -> gradient`, of
         every inner step; `params` and `state` are as the last sync left them. None
         leaves gradients as they are.
+      has_feedback: whether what a compressor loses is told later by itself.
+      why_uncompressed: why its messages cannot be compressed; None if they can.
     """
 
     name: str
@@ -109,6 +112,8 @@ class RegionalOuter:
     group: str = "all"
     seed: int = 0
     correct: Callable[..., PyTree] | None = None
+    has_feedback: bool = False
+    why_uncompressed: str | None = None
 
     needs = frozenset()
     only_in_program = "its outer parameters lie in the regions"
@@ -139,9 +144,14 @@ class RegionalOuter:
           sync: the `method.Sync` that this is part of.
 
         Raises:
-          ValueError: if regions come alone or are weighed, or a message is summed or
-            of another average.
+          ValueError: if regions come alone or are weighed, or a message is summed, of
+            another average, or of a compressor that it cannot have.
         """
+        compressor = sync.message.compressor()
+        if compressor is not None and self.why_uncompressed:
+            raise ValueError(self.why_uncompressed)
+        if compressor is not None and self.has_feedback:
+            check_no_feedback(compressor)
         if sync.schedule.is_by_region or sync.weigh is not None:
             raise ValueError(
                 "it has outer parameters in every region, and can neither weigh "

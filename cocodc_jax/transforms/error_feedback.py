@@ -19,6 +19,8 @@ import jax
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import cast_like, widen
 
+_NAME = "error_feedback"
+
 
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`.
@@ -40,7 +42,7 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
       decay: b, share of the residual that is kept from one call to the next, in [0, 1].
 
     Raises:
-      ValueError: if `decay` is out of range.
+      ValueError: if `decay` is out of range, or `inner` has an error feedback.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
@@ -55,6 +57,7 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay={decay} must be between 0 and 1")
+    check_no_feedback(inner)
 
     def init(tree):
         residual = jax.tree.map(lambda x: 0 * widen(x), tree)
@@ -72,5 +75,18 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
 
     # Of the kind of the inner one: its messages can be read as before.
     return dataclasses.replace(
-        inner, name=f"error_feedback({inner.name})", init=init, encode=encode
+        inner, name=f"{_NAME}({inner.name})", init=init, encode=encode
     )
+
+
+def check_no_feedback(compressor: Compressor) -> None:
+    """Refuse error feedback, also of a part, where there is one around it already.
+
+    Raises:
+      ValueError: if the compressor has one.
+    """
+    if f"{_NAME}(" in compressor.name:
+        raise ValueError(
+            f"compress={compressor.name!r} brings an error feedback where there is one "
+            "already, and what is lost would be sent twice; leave out 'ef+'"
+        )

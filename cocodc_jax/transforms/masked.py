@@ -72,11 +72,9 @@ def masked(
 
     def owned(size: int, region: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return which of `size` entries a region owns, and how many own each."""
-        starts = np.arange(num_regions) * size // num_regions
-        count = max(1, round(density * size))
-        place = (jnp.asarray(starts)[region] + jnp.arange(count)) % size
-        owners = ((place[:, None] - starts[None, :]) % size < count).sum(1)
-        return jax.random.permutation(jax.random.key(seed), size)[place], owners
+        place, owners = _places(size, density, num_regions, region)
+        where = jax.random.permutation(jax.random.key(seed), size)[place]
+        return where, owners.sum(1)
 
     def init(tree):
         return MaskedState(jnp.zeros([], jnp.int32), core.init(tree))
@@ -99,3 +97,45 @@ def masked(
         return cast_like(restore(flat.at[where].add(share)), tree)
 
     return Compressor(f"masked({core.name})", init, encode, decode)
+
+
+def weigh_owned(
+    messages: Any, weights: jax.Array, core: Compressor, density: float
+) -> Any:
+    """Scale what regions send of their own entries for a mean with weights.
+
+    So that the sum of decoded messages times weights is, entry by entry, the mean over
+    the owners with these weights: `r_m` becomes `r_m (n / M) / (sum of w over the n
+    owners)`, zero where none of them counts. Equal weights change nothing.
+
+    Args:
+      messages: of `masked(core, density, M)`, leaves `[M, ...]`.
+      weights: `[M]`, of sum 1.
+      core: as given to `masked`, like the next.
+      density: share of the entries that a region owns.
+
+    Returns:
+      Messages like those given.
+    """
+    first = jax.tree.map(lambda x: x[0], messages["core"])
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(core.decode, first)))
+    num_regions = len(weights)
+
+    def scaled(own: jax.Array, region: jax.Array) -> jax.Array:
+        _, owners = _places(size, density, num_regions, region)
+        total = owners @ weights
+        share = owners.sum(1) / num_regions / jnp.where(total > 0, total, 1)
+        return own * jnp.where(total > 0, share, 0).astype(own.dtype)
+
+    own = jax.vmap(scaled)(messages["owned"], messages["region"])
+    return {**messages, "owned": own}
+
+
+def _places(
+    size: int, density: float, num_regions: int, region: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the places that a region owns, and which regions own each, `[n, M]`."""
+    starts = np.arange(num_regions) * size // num_regions
+    count = max(1, round(density * size))
+    place = (jnp.asarray(starts)[region] + jnp.arange(count)) % size
+    return place, (place[:, None] - starts[None, :]) % size < count

@@ -124,6 +124,7 @@ class TestCompressed:
             ("distributed_lion", "its messages are one bit a parameter"),
             ("multi_ring", "its rings pass on partial sums"),
             ("dilocox", "its rank follows the updates"),
+            ("noloco", "its regions send their parameters, which are no change"),
         ],
     )
     def test_nothing_to_compress(self, name, why):
@@ -132,6 +133,20 @@ class TestCompressed:
             match=f"compress='int8' has no meaning for method='{name}': {why}",
         ):
             methods.get(name, compress="int8")
+
+    @pytest.mark.parametrize(
+        ("name", "compress"),
+        [
+            ("demo", "ef+dct:32"),
+            ("diloco_demo", "ef+topk:0.25"),
+            ("lt_admm", "ef+topk:0.25"),
+            ("lt_admm", "matrices(error_feedback(int4()))"),
+            ("streaming_diloco", "error_feedback(error_feedback(int4()))"),
+        ],
+    )
+    def test_what_is_lost_is_not_told_twice(self, name, compress):
+        with pytest.raises(ValueError, match="brings an error feedback where there is"):
+            methods.get(name, compress=compress)
 
 
 class TestWeighted:

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from cocodc_jax.methods.diloco_demo import decoupled_momentum
 from cocodc_jax.methods.noloco import noisy_pairs
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import Compressed
@@ -71,11 +72,14 @@ def test_places():
         {"outer": SHARED, "schedule": asynchronous(4)},
         {"outer": SHARED, "weigh": lambda steps, tokens: tokens},
         {"outer": SHARED, "message": ByRings(2)},
-        {"message": Compressed(compression.parse("int8"))},
+        {
+            "outer": decoupled_momentum(0.7, 0.9),
+            "message": Compressed(compression.parse("int8")),
+        },
     ],
 )
 def test_parts_that_go_together(parts):
-    assert synced(**parts).outer is parts.get("outer", PAIRS)
+    assert synced(**parts).outer is parts["outer"]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cocodc_jax.sync.masked import MaskedCore
 from cocodc_jax.transforms.compressor import identity, message_bytes, per_leaf
 from cocodc_jax.transforms.low_rank import low_rank
-from cocodc_jax.transforms.masked import masked
+from cocodc_jax.transforms.masked import masked, weigh_owned
 from cocodc_jax.transforms.sparsify import top_k
 
 NUM_REGIONS = 4
@@ -36,6 +37,35 @@ def test_the_mean_is_that_of_the_owners(density):
     assert set(owners.ravel()) <= {0, 1, 2}  # 8 of 30, four times: two owned twice.
     theirs = (own * REGIONS / 2).sum(0) / np.maximum(owners, 1)
     np.testing.assert_allclose(found.mean(0), REGIONS.mean(0) / 2 + theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weights", [[0.625, 0.125, 0.125, 0.125], [0, 0.5, 0.25, 0.25], [0, 0, 0.5, 0.5]]
+)
+def test_a_weighted_mean_is_that_of_the_owners_that_count(weights):
+    """Where none of them does, the core alone is left."""
+    weights, density = np.float32(weights), 0.4
+    half = per_leaf("half", lambda x, key: x / 2, lambda arrays, shape: arrays)
+    compressor = masked(half, density, NUM_REGIONS)
+    own = (np.abs(decoded(compressor) - REGIONS / 2) > 1e-6) * weights[:, None, None]
+    core = np.einsum("m,mij->ij", weights, REGIONS / 2)
+    total = own.sum(0)
+    theirs = (own * REGIONS / 2).sum(0) / np.where(total > 0, total, 1)
+    scaled = weigh_owned(messages(compressor), jnp.asarray(weights), half, density)
+    found = np.asarray(jax.vmap(compressor.decode)(scaled))
+    np.testing.assert_allclose(
+        np.einsum("m,mij->ij", weights, found), core + theirs, atol=1e-6
+    )
+    message = MaskedCore(half, density, num_regions=NUM_REGIONS)
+    mean = message.combine(messages(compressor), jnp.asarray(weights))
+    np.testing.assert_allclose(mean, core + theirs, atol=1e-6)
+
+
+def test_equal_weights_change_nothing():
+    compressor = masked(identity(), 0.4, NUM_REGIONS)
+    sent = messages(compressor)
+    scaled = weigh_owned(sent, jnp.full(4, 0.25), identity(), 0.4)
+    np.testing.assert_array_equal(scaled["owned"], sent["owned"])
 
 
 def test_of_everything_nothing_is_lost():

@@ -25,7 +25,7 @@ from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import ModelState
-from cocodc_jax.sync.needs import MEASURED_NOW
+from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
 
@@ -114,6 +114,13 @@ class Transport:
             raise ValueError(
                 f"exchange='jobs' is not possible for method={method.name!r}: {why}; "
                 "use 'outer'"
+            )
+        assert method.sync is not None
+        if self.place.late_mean == "merge" and HALFWAY in method.sync.copies:
+            raise ValueError(
+                f"late_mean='merge' is not possible for method={method.name!r}: its "
+                "merge looks at where a region was halfway, of a delay that is known "
+                "before; use late_mean='wait', or another curvature"
             )
         return Regions(regions.step_times[:1], regions.batch_sizes[:1])
 
@@ -227,10 +234,14 @@ def _not_between_jobs(method: Method) -> str | None:
         return "its outer parameters lie in the regions"
     if sync.only_in_program:
         return sync.only_in_program
+    if sync.message.is_numbered:
+        return "each region sends a part of its own, by its number in the program"
     if sync.moments:
         return "it averages the inner optimizer's state too"
     if sync.schedule.is_by_region:
         return "its regions come one by one"
+    if getattr(sync.schedule, "participating", None) is not None:
+        return "a part of its regions takes part, which each would be by itself"
     if sync.schedule.is_measured:
         return "delay_steps='auto' and syncs_per_interval='auto' follow all regions"
     if sync.schedule.needs & MEASURED_NOW:

@@ -238,6 +238,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
         ("des_loc", "it averages the inner optimizer's state too"),
         ("co2", "its outer state is divided over the inner mesh"),
         ("delayed_nesterov", "."),
+        ("masked_core", "each region sends a part of its own, by its number"),
     ],
 )
 def test_what_cannot_be_jobs_is_refused_by_name(tiny, name, why):
@@ -257,6 +258,22 @@ def test_what_follows_all_regions_is_refused():
         method = methods.get("cocodc", **options, **more)
         with pytest.raises(ValueError, match=why):
             transport.own(Regions.alike(4), method)
+
+
+def test_who_takes_part_is_told_to_one_program():
+    transport = Transport("jobs", place=places(4)[0])
+    method = methods.get("decoupled_diloco", answer_steps="1,1,1,9")
+    with pytest.raises(ValueError, match="a part of its regions takes part"):
+        transport.own(Regions.alike(4), method)
+
+
+def test_a_delay_that_is_looked_halfway_at_is_known_before():
+    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
+    method = methods.get("cocodc", curvature="secant", **options)
+    late = Transport("jobs", place=places(4, late_mean="merge")[0])
+    with pytest.raises(ValueError, match="late_mean='merge' is not possible for meth"):
+        late.own(Regions.alike(4), method)
+    Transport("jobs", place=places(4)[0]).own(Regions.alike(4), method)
 
 
 def test_places_that_cannot_be_are_refused():
