@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
+from .keys import completed
 from .rows import Row as Written
 from .runs import Row
 from .schedule import BESIDES, FINAL, Plan, cell_of, leaves
@@ -69,7 +70,7 @@ def check(
         return
     there = (row["config"] for row in written if row["stage"] == FINAL)
     to_be = (
-        Row(setting, seed, FINAL, plan.grid.tuned).config.to_json()
+        completed(Row(setting, seed, FINAL, plan.grid.tuned).config.to_json())
         for setting in plan.grid.settings
         for seed in plan.grid.seeds
     )

@@ -526,6 +526,12 @@ def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
     with pytest.raises(ValueError, match="reference='method=data_parallel,seed=0' is"):
         reference.check("method=data_parallel,seed=0", "published", plain, [])
     reference.check("method=data_parallel,seed=0", "tuned", plain, [row])
+    # A setting whose rows are there in part is one cell.
+    row = written(Row(plain.grid.settings[-1], 3, "final", ()), 1.0)
+    reference.check("method=data_parallel", "published", plain, [row])
+    both = "'method=streaming_diloco' is 4 cells; say as well .* or compress .none, ef"
+    with pytest.raises(ValueError, match=both):
+        reference.check("method=streaming_diloco", "published", plain, [])
 
 
 def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
