@@ -19,7 +19,7 @@ from cocodc_jax.files import read_table
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints, has_checkpoint
 
 PARAMS = ("outer", "mean")
 
@@ -101,7 +101,7 @@ def export(
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
     config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
     models.hugging_face.check_llama(config.model)
-    if not (workdir / CHECKPOINTS).is_dir():
+    if not has_checkpoint(workdir / CHECKPOINTS):
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
     session = prepare(config, workdir, open_text)
     program = session.program

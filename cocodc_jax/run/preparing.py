@@ -30,9 +30,10 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
-from cocodc_jax.run.resume import check_workdir, claim
+from cocodc_jax.run.resume import CHECKPOINTS, check_workdir, claim
 from cocodc_jax.run.session import Session
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
+from cocodc_jax.runtime.loop.checkpoint import has_checkpoint
 
 
 def prepare(
@@ -76,7 +77,8 @@ def prepare(
         bucket.begin(jax.process_index())
     workdir = bucket.workdir if bucket else pathlib.Path(workdir)
     check_workdir(config, workdir)
-    Source.of(config)  # Its own checks.
+    if not has_checkpoint((bucket.folder if bucket else workdir) / CHECKPOINTS):
+        Source.of(config)  # Its own checks; a run under way needs it no more.
     text = open_for(open_text, config, mesh, place)
     model = model_of(config, text.tokenizer)
     check_model(config, model)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -124,6 +125,24 @@ def test_what_cannot_be_exported_is_named(trained, tmp_path, call, words, messag
     assert error.count("\n") == 1
     assert re.match(f"error: {message}", error), error
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_outlives_the_one_that_it_went_on_from(trained, tmp_path, call):
+    """Neither going on nor exporting asks for it once there is a checkpoint."""
+    workdir = tmp_path / "run"
+    shutil.copytree(trained[0], workdir)
+    config = json.loads((workdir / "config.json").read_text())
+    config["run"]["adopt_from"] = str(tmp_path / "moved")
+    (workdir / "config.json").write_text(json.dumps(config))
+    assert prepare(TrainConfig.from_json(config), workdir).workdir == workdir
+    code, _, error = call(export, f"--workdir={workdir}", f"--out={tmp_path / 'out'}")
+    assert code == 0, error
+    shutil.rmtree(workdir / "checkpoints")
+    (workdir / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    with pytest.raises(ValueError, match="adopt_from='.*/moved' holds no run"):
+        prepare(TrainConfig.from_json(config), workdir)
+    _, _, error = call(export, f"--workdir={workdir}", f"--out={tmp_path / 'new'}")
+    assert error == f"error: --workdir='{workdir}' has no checkpoints\n"
 
 
 def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):

@@ -36,6 +36,7 @@ def small(tmp_path: pathlib.Path) -> str:
         ({"stage_subspace": 4096}, "stage_subspace=4096 must be .* the model's width="),
         ({"devices": 64}, "devices=64 asks for more than there are"),
         ({"dataset": "text:/nowhere"}, "dataset|/nowhere"),
+        ({"adopt_from": "/nowhere"}, "adopt_from='/nowhere' holds no run"),
     ],
 )
 def test_what_set_up_refuses_before_anything_compiles(

@@ -48,6 +48,16 @@ class _DamagedError(Exception):
     """A checkpoint without checksums cannot be restored."""
 
 
+def has_checkpoint(directory: Any) -> bool:
+    """Tell whether a folder, or one of a bucket, holds a checkpoint; opens nothing.
+
+    Args:
+      directory: as of `Checkpoints`; it may be missing.
+    """
+    # Orbax gives a checkpoint its step as a name when all of it is there.
+    return directory.is_dir() and any(x.name.isdecimal() for x in directory.iterdir())
+
+
 class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager."""
 
