@@ -4,7 +4,8 @@
 
 The same command goes on where an interrupted run stopped, bit for bit. Writes to
 DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events, checkpoints,
-summary.json.
+summary.json. Exit code 2 for what would be refused the next time too: wrong flags, a
+folder that does not fit; 1 for what ended the run.
 """
 
 import sys
@@ -16,6 +17,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.processes import failing_alone
+from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands, planned
@@ -35,7 +37,9 @@ def main() -> None:
         summary = session.train()
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        # A folder that does not fit is refused the next time too, like a flag: who
+        # starts again what has died leaves it at that.
+        sys.exit(flags.USAGE_ERROR if isinstance(error, ResumeError) else 1)
     if jax.process_index() > 0:
         return  # Process 0 reports.
     if summary["steps"] < config.run.steps:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from cocodc_jax.netlab.children import exit_code, said, start_child
 
 _POLL_S = 0.1
-_USAGE_ERROR = 2
+_REFUSED = 2
 
 
 class Region:
@@ -73,25 +73,21 @@ class Region:
     def code(self) -> int | None:
         """How its last life ended, None while it lives.
 
-        A process that has ended badly takes the others with it.
+        A process that has ended badly takes the others with it; the code is its own.
         """
         codes = [process.poll() for process in self.processes]
         if any(codes):
             self.send(signal.SIGKILL)
         if not codes or None in codes:
             return None
-        return exit_code(next((code for code in codes if code), 0))
+        return exit_code(codes[_to_blame(codes)] or 0)
 
     def end(self) -> str:
         """Return how its last life ended: the code, where its output is, the last line.
 
         Of several processes those are meant that ended badly by themselves.
         """
-        codes = [process.poll() for process in self.processes]
-        bad = [n for n, code in enumerate(codes) if code]
-        own = [n for n in bad if codes[n] != -signal.SIGKILL]
-        number = (*own, *bad, 0)[0]
-        log = self._log_of(number)
+        log = self._log_of(_to_blame([process.poll() for process in self.processes]))
         if log is None:
             return f"{self.code}"
         lines = said(log.read_text(errors="replace")) if log.exists() else []
@@ -108,6 +104,13 @@ class Region:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
+
+
+def _to_blame(codes: Sequence[int | None]) -> int:
+    """Return which process ended badly by itself, else one that did, else the first."""
+    bad = [n for n, code in enumerate(codes) if code]
+    own = [n for n in bad if codes[n] != -signal.SIGKILL]
+    return (*own, *bad, 0)[0]
 
 
 def make_key(workdir: pathlib.Path) -> pathlib.Path:
@@ -164,8 +167,9 @@ def wait(regions: Sequence[Region], restarts: Callable[[], bool]) -> int:
 
     Args:
       regions: started.
-      restarts: tells whether to start again who died of anything but a wrong flag. It
-        is asked at each death, as the answer changes once they are told to stop.
+      restarts: tells whether to start again who died, but of what would be refused
+        again: a wrong flag or folder, exit code 2. It is asked at each death, as the
+        answer changes once they are told to stop.
 
     Returns:
       0, or the exit code of the first that ended badly and was not started again.
@@ -176,7 +180,7 @@ def wait(regions: Sequence[Region], restarts: Callable[[], bool]) -> int:
             if number in ended or region.code is None:
                 continue
             code = region.code
-            if code in (0, _USAGE_ERROR) or not restarts():
+            if code in (0, _REFUSED) or not restarts():
                 ended[number] = code
                 if code:
                     told = f"region {number} ended with {region.end()}"

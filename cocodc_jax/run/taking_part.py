@@ -83,7 +83,8 @@ def taking_part(
       ValueError: if the region cannot listen.
       LeftBehindError: if the others go on without this region.
       TimeoutError: if nobody lets it in.
-      ResumeError: if it would begin anew, without all others, a run that it was in.
+      ResumeError: if it would begin anew, without all others, a run that it was in, or
+        if its own checkpoint is ahead of what the others go on from.
     """
     assert isinstance(program.route, BetweenJobs)
     own, _, position = begun
@@ -197,12 +198,16 @@ def _go_on(
     make_params: Callable[[], tuple[Any, jax.Array]],
     carried: joining.Carried | None,
 ) -> TrainState:
-    """Return the state made of a copy, with the data where that is, or further."""
+    """Return the state made of a copy, with the data where that is, or further.
+
+    Raises:
+      ResumeError: if this region was further than the copy is.
+    """
     if own_step > copy.step and carried is None:
-        raise ValueError(
+        raise ResumeError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "
-            f"{own_step}: of another run, or the others lost theirs; name another "
-            "workdir, or restore theirs"
+            f"{own_step}: of another run, or the others lost theirs; restore theirs, "
+            "start it again when they have come so far, or name another workdir"
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
     params, key = make_params()

@@ -226,7 +226,7 @@ def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
     (tmp_path / "run" / "summary.json").unlink()  # As if it had not come to its end.
     (text / "new.txt").write_text("one more document\n" * 100)
     code, _, err = call(train, *flags)
-    assert code == 1
+    assert code == 2  # Started again, it would be refused again.
     assert err.startswith(f"error: the run in {tmp_path / 'run'} cannot go on")
 
 

@@ -45,6 +45,13 @@ def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd)
     assert capfd.readouterr().err.endswith(told)
 
 
+def test_what_one_of_several_processes_refuses_is_not_started_again(tmp_path):
+    program = OF_TWO.replace('"error: out of memory"', "2")
+    region = started(program, tmp_path / "output.log", num_processes=2)
+    assert independent.wait([region], lambda: True) == 2
+    assert region.lives == 1
+
+
 def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
     assert independent.wait([started("raise SystemExit(3)", None)], never) == 3
     assert capfd.readouterr().err == "region 0 ended with 3\n"

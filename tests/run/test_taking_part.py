@@ -6,9 +6,9 @@ import pytest
 
 from cocodc_jax.run.attendance import SYNCS_FILE, last_merge
 from cocodc_jax.run.resume import ResumeError
-from cocodc_jax.run.taking_part import _begins
+from cocodc_jax.run.taking_part import _begins, _go_on
 from cocodc_jax.runtime.membership.hearing import Timing
-from cocodc_jax.runtime.membership.messages import Seat, View
+from cocodc_jax.runtime.membership.messages import Seat, Snapshot, View
 from cocodc_jax.runtime.membership.place import Place
 
 PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
@@ -41,6 +41,12 @@ def test_where_it_begins_is_said(regions, own_step, reached, told, capsys):
     error = capsys.readouterr().err
     assert told in error
     assert bool(error) == bool(told)
+
+
+def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
+    told = "the run is at step 4, and this region's own checkpoint at step 8: of an"
+    with pytest.raises(ResumeError, match=told):
+        _go_on(None, Snapshot(4, {}, ()), 8, None, None, None)
 
 
 def test_the_last_merge_of_a_long_run_is_found(tmp_path):
