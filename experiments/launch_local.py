@@ -11,9 +11,11 @@ With `--jobs` every region is a job of its own (`--exchange=jobs`), writes to
 WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again.
 """
 
+import math
 import os
 import pathlib
 import signal
+import time
 from collections.abc import Sequence
 
 from absl import flags as absl_flags
@@ -95,6 +97,7 @@ def launch_jobs(
     workdir: pathlib.Path,
     count: int,
     restarts: bool,
+    grace_s: float,
     num_processes: int = 1,
 ) -> int:
     """Start every region as a job of its own, and wait for their end.
@@ -104,6 +107,7 @@ def launch_jobs(
       workdir: folder of the run.
       count: regions.
       restarts: whether to start again who died.
+      grace_s: between asking them to end and killing them.
       num_processes: of each region.
 
     Returns:
@@ -117,18 +121,22 @@ def launch_jobs(
         independent.Region(*each, num_processes)
         for each in zip(told, logs, strict=True)
     ]
-    asked: list[int] = []
+    asked_s: list[float] = []
 
-    def stop(code: int) -> None:
-        number = signal.SIGKILL if asked else signal.SIGTERM
-        asked.append(code)
+    def stop(_: int) -> None:
+        number = signal.SIGKILL if asked_s else signal.SIGTERM
+        asked_s.append(time.monotonic())
         for region in regions:
             region.send(number)
 
     with children.on_signals(stop):
         for region in regions:
             region.start()
-        return independent.wait(regions, lambda: restarts and not asked)
+        return independent.wait(
+            regions,
+            lambda: restarts and not asked_s,
+            lambda: asked_s[0] + grace_s if asked_s else math.inf,
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -157,7 +165,12 @@ def main(argv: Sequence[str]) -> int:
                     f"regions={config.run.regions}, each of so many processes"
                 )
             return launch_jobs(
-                train_flags, workdir, config.run.regions, own.restart, each
+                train_flags,
+                workdir,
+                config.run.regions,
+                own.restart,
+                own.grace_s,
+                each,
             )
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)

@@ -7,6 +7,7 @@ started again, by itself or when it is asked for.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import secrets
@@ -162,7 +163,11 @@ def logs(workdir: pathlib.Path, num_regions: int) -> list[pathlib.Path]:
     return [workdir / f"region_{r}" / "output.log" for r in range(num_regions)]
 
 
-def wait(regions: Sequence[Region], restarts: Callable[[], bool]) -> int:
+def wait(
+    regions: Sequence[Region],
+    restarts: Callable[[], bool],
+    kill_at_s: Callable[[], float] = lambda: math.inf,
+) -> int:
     """Wait until all have ended.
 
     Args:
@@ -170,6 +175,8 @@ def wait(regions: Sequence[Region], restarts: Callable[[], bool]) -> int:
       restarts: tells whether to start again who died, but of what would be refused
         again: a wrong flag or folder, exit code 2. It is asked at each death, as the
         answer changes once they are told to stop.
+      kill_at_s: tells when to kill who still runs, by `time.monotonic`; asked again and
+        again, for the same reason.
 
     Returns:
       0, or the exit code of the first that ended badly and was not started again.
@@ -190,5 +197,8 @@ def wait(regions: Sequence[Region], restarts: Callable[[], bool]) -> int:
                 region.start()
                 if not restarts():  # Told to stop while it was started.
                     region.send(signal.SIGTERM)
+        if time.monotonic() > kill_at_s():
+            for region in regions:
+                region.send(signal.SIGKILL)
         time.sleep(_POLL_S)
     return next((code for code in ended.values() if code), 0)

@@ -7,6 +7,7 @@ import pathlib
 import re
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -310,3 +311,22 @@ def test_the_launcher_says_what_is_wrong_once(monkeypatch, capsys, tmp_path):
     assert code == 2
     assert err.startswith("error: --exchange='jobs' is not possible for method='mla'")
     assert not (tmp_path / "run").exists()
+
+
+# Has its launcher told to stop as soon as it does not listen itself.
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_job_that_does_not_end_when_asked_is_killed(tmp_path, monkeypatch):
+    command = [sys.executable, "-S", "-c", DEAF]
+    monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
+    begin_s = time.monotonic()
+    code = launch_local.launch_jobs([], tmp_path, 1, restarts=True, grace_s=0.5)
+    assert code == 128 + signal.SIGKILL
+    assert time.monotonic() - begin_s < 30
