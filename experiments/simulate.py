@@ -60,16 +60,12 @@ ADVICE_LINES = 5
 
 def run_simulation(values: flags.FlagValues) -> None:
     """Simulate, print the summary and write the files."""
-    if values.frontier is not None:
-        raise ValueError(
-            f"frontier={values.frontier} needs --plan too, which recommends from it"
-        )
     topology = simulate_flags.build_topology(values)
     method = simulate_flags.build_method(values)
     work = simulate_flags.build_workload(values, method, topology.num_regions)
     schedule = exchanges.schedule_of(method)
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
-    _check_pairs(values, method)
+    _check_rank(values, method)
     folder = _folder(values)
     timeline = exchanges.simulate_method(
         topology,
@@ -100,12 +96,8 @@ def run_simulation(values: flags.FlagValues) -> None:
         _write(folder, values, summary, timeline, named_s)
 
 
-def _check_pairs(values: flags.FlagValues, method: Method) -> None:
-    """Refuse flags that mean nothing without another, or for this method."""
-    if (values.loss_curve is None) != (values.target_loss is None):
-        given = "loss_curve" if values.loss_curve else "target_loss"
-        missing = "target_loss" if values.loss_curve else "loss_curve"
-        raise ValueError(f"--{given}={values[given].value} needs --{missing} too")
+def _check_rank(values: flags.FlagValues, method: Method) -> None:
+    """Refuse a rank that means nothing for this method."""
     if values.effective_rank is not None and "effective_rank" not in method.needs:
         raise ValueError(
             f"effective_rank={values.effective_rank} has no meaning for "
@@ -160,28 +152,26 @@ def _write_json(path: pathlib.Path, value: dict) -> None:
 
 def run_plan(values: flags.FlagValues) -> None:
     """Choose a plan and print why."""
-    simulate_flags.check_plan(values)
     choices = None
     if values.frontier is not None:
         choices = named("frontier", values.frontier, advice.read)
     folder = _folder(values)
     topology = simulate_flags.build_topology(values)
-    job = _job(values)
+    times = simulate_flags.step_times(values, topology.num_regions)
+    failures = simulate_flags.failures(values, topology.regions)
+    job = _job(values, max(times))
     if values.stages > 1:
         placed = _place(values, topology, job)
         _report_placement(topology, placed, folder)
         if values.swarm_s is not None:
-            _report_swarm(values, topology, placed.stages, job)
+            _report_swarm(values, topology, placed.stages, job, times, failures)
         # What a site averages is its stage, with the sites that have the same one.
-        topology = topology.subset(placed.stages[placed.slowest_stage])
+        sites = placed.stages[placed.slowest_stage]
+        topology, times = topology.subset(sites), tuple(times[i] for i in sites)
         job = dataclasses.replace(job, model_bytes=job.model_bytes / values.stages)
         if topology.num_regions == 1:
             print("- Nothing is averaged: every site has a stage of its own.")
             return
-    elif values.activation_mb is not None:
-        raise ValueError(
-            f"activation_mb={values.activation_mb} needs --stages of 2 or more"
-        )
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
@@ -189,23 +179,18 @@ def run_plan(values: flags.FlagValues) -> None:
     if folder:
         _write_json(folder / "plan.json", dataclasses.asdict(chosen))
     if choices is not None:
-        _report_advice(values, choices, topology, folder)
+        _report_advice(values, choices, topology, times, folder)
 
 
 def _report_advice(
     values: flags.FlagValues,
     choices: Sequence[advice.Choice],
     topology: Topology,
+    times: Sequence[float],
     folder: pathlib.Path | None,
 ) -> None:
     """Say what a sweep's frontier recommends on these links, and what comes next."""
-    found = advice.advise(
-        choices,
-        topology,
-        values.params,
-        simulate_flags.step_times(values),
-        values.collective,
-    )
+    found = advice.advise(choices, topology, values.params, times, values.collective)
     print("By losses that were measured, in the time of its steps without a network:")
     for place, each in enumerate(found[:ADVICE_LINES], 1):
         print(f"{place}. {each.explain()}.")
@@ -214,13 +199,13 @@ def _report_advice(
         _write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
 
 
-def _job(values: flags.FlagValues) -> plan.Job:
+def _job(values: flags.FlagValues, step_time_s: float) -> plan.Job:
     given = {name: getattr(values, name) for name in simulate_flags.WISHES}
     if values.collective is not None:
         given["collectives"] = (values.collective,)
     return plan.Job(
         model_bytes=simulate_flags.model_bytes(values),
-        step_time_s=max(simulate_flags.step_times(values)),
+        step_time_s=step_time_s,
         max_fragments=values.max_fragments,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -263,16 +248,12 @@ def _report_swarm(
     topology: Topology,
     stages: placement.Stages,
     job: plan.Job,
+    times: Sequence[float],
+    failures: Sequence[swarm.Failure],
 ) -> None:
     """Simulate the sites at work: in chains, wired by throughput, and rebalanced."""
-    num, names = topology.num_regions, topology.regions
-    times = simulate_flags.step_times(values)
-    if len(times) not in (1, num):
-        raise ValueError(
-            f"--step_time_s={values.step_time_s} must be one number or one for each of "
-            f"{num} sites"
-        )
-    batch_s = [time / len(stages) for time in (times * num)[:num]]
+    names = topology.regions
+    batch_s = [time / len(stages) for time in times]
     rates = [1 / seconds for seconds in batch_s]
     sizes = (values.activation_mb * 1e6, job.model_bytes / len(stages))
     simulated = functools.partial(
@@ -280,7 +261,7 @@ def _report_swarm(
         swarm.Swarm(stages, tuple(batch_s), *sizes),
         topology.at(),
         values.swarm_s,
-        failures=simulate_flags.failures(values, names),
+        failures=failures,
     )
     runs = {"in fixed chains": simulated(wiring="fixed"), "wired anew": simulated()}
     if values.rebalance_s is not None:
@@ -338,7 +319,9 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"argument {extra[0]!r} is no flag")
         if values.help:
             print(render(commands.shown(__doc__), sections_of(SECTIONS, values)))
-        elif values.table:
+            return 0
+        simulate_flags.check(values)
+        if values.table:
             run_table()
         elif values.plan:
             run_plan(values)

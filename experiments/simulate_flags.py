@@ -50,6 +50,31 @@ ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
 # Of those, what a plan takes as given.
 WISHES = ("num_fragments", "sync_interval", "network_share")
 
+# Flags that another one leaves without a meaning; beside --table, that is all of them.
+UNREAD = {
+    "plan": (
+        "method", *(name for name in ARGUMENTS if name not in WISHES), "effective_rank",
+        "sharing", "host_mb_per_s", "num_layers", "steps", "loss_curve", "loss_key",
+        "target_loss", "hours_between_failures", "repair_s", "checkpoint_s",
+        "least_regions",
+    ),
+    "links": ("world", "regions", "bandwidth_gbps", "latency_ms", "jitter_ms", "loss"),
+    "world": ("regions", "latency_ms", "jitter_ms", "loss"),
+}  # fmt: skip
+
+# Flags that mean something beside another one alone.
+NEED = {
+    "plan": (
+        "frontier", "max_fragments", "stages", "activation_mb", "swarm_s",
+        "rebalance_s", "failures",
+    ),
+    "stages": ("activation_mb", "swarm_s"),
+    "swarm_s": ("rebalance_s", "failures"),
+    "loss_curve": ("target_loss", "loss_key"),
+    "target_loss": ("loss_curve",),
+    "hours_between_failures": ("repair_s", "checkpoint_s", "least_regions"),
+}  # fmt: skip
+
 # What is simulated where nothing is said, so that methods can be laid side by side.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 100},
@@ -158,18 +183,32 @@ SECTIONS = {
 }
 
 
-def check_plan(values: flags.FlagValues) -> None:
-    """Refuse arguments of a method that a plan would pass over: it chooses them.
+def check(values: flags.FlagValues) -> None:
+    """Refuse flags that would be passed over, and numbers that are of no use.
 
     Raises:
       ValueError: naming the flag and its value.
     """
-    for name in ("method", *ARGUMENTS, "effective_rank"):
-        if values[name].present and name not in WISHES:
-            raise ValueError(
-                f"{name}={values[name].value} has no meaning beside --plan, which "
-                f"takes {', '.join(WISHES)}; leave it out"
-            )
+    others = [name for name in values if name not in ("table", "help")]
+    for mode, names in ({"table": others} | UNREAD).items():
+        for name in names:
+            if values[mode].value and values[name].present:
+                raise ValueError(
+                    f"{name}={values[name].value} has no meaning beside --{mode}; "
+                    "leave it out"
+                )
+    for needed, names in NEED.items():
+        how = "--stages of 2 or more" if needed == "stages" else f"--{needed} too"
+        for name in names:
+            is_there = values[needed].value != values[needed].default
+            if values[name].present and not is_there:
+                raise ValueError(f"{name}={values[name].value} needs {how}")
+    for name in ("activation_mb", "swarm_s", "rebalance_s"):
+        value = values[name].value
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be positive and finite")
+    if values.target_loss is not None:
+        _check_finite(values, "target_loss")
 
 
 def _check_finite(values: flags.FlagValues, *names: str) -> None:
@@ -181,8 +220,6 @@ def _check_finite(values: flags.FlagValues, *names: str) -> None:
 
 def build_topology(values: flags.FlagValues) -> Topology:
     """Return the network the flags describe."""
-    if values.links and values.world:
-        raise ValueError(f"--links={values.links} and --world exclude each other")
     if values.links:
         return named("links", values.links, world.load_topology)
     if values.world:
@@ -233,19 +270,13 @@ def build_workload(
     values: flags.FlagValues, method: Method, num_regions: int
 ) -> Workload:
     """Return bytes and step times, fragments of equal bytes."""
-    times = step_times(values)
-    if len(times) not in (1, num_regions):
-        raise ValueError(
-            f"--step_time_s={values.step_time_s} must be one number or one for each of "
-            f"{num_regions} regions"
-        )
+    times = step_times(values, num_regions)
     num, share = method.num_fragments, exchanges.message_share(method)
     size = model_bytes(values) * share / num
-    steps_s = times * num_regions if len(times) == 1 else times
     host = values.host_mb_per_s
     if not host > 0:
         raise ValueError(f"--host_mb_per_s={host} must be positive")
-    return Workload((size,) * num, steps_s, values.num_layers, host * 1e6, 1 / share)
+    return Workload((size,) * num, times, values.num_layers, host * 1e6, 1 / share)
 
 
 def goodput_of(
@@ -295,15 +326,19 @@ def failures(values: flags.FlagValues, names: Sequence[str]) -> list[Failure]:
     found = []
     for text in filter(None, values.failures.split(",")):
         name, _, when = text.partition("@")
+        start, _, end = when.partition("-")
         try:
-            start, _, end = when.partition("-")
-            found.append(
-                Failure(names.index(name), float(start), float(end or math.inf))
-            )
+            site, times = names.index(name), (float(start), float(end or math.inf))
         except ValueError as error:
             raise ValueError(
                 f"--failures={values.failures}: {text!r} must be a site of "
                 f"{', '.join(names)}, and from when to when, as {names[0]}@60-90"
+            ) from error
+        try:
+            found.append(Failure(site, *times))
+        except ValueError as error:
+            raise ValueError(
+                f"--failures={values.failures}: {text!r}: {error}"
             ) from error
     return found
 
@@ -317,17 +352,25 @@ def model_bytes(values: flags.FlagValues) -> float:
     return values.params * values.bits_per_param / 8
 
 
-def step_times(values: flags.FlagValues) -> tuple[float, ...]:
-    """Return the seconds of a step that were given, one number or several."""
+def step_times(values: flags.FlagValues, num_regions: int) -> tuple[float, ...]:
+    """Return the seconds of a step in each region, of one number or as many.
+
+    Raises:
+      ValueError: naming the flag and its value.
+    """
+    text = values.step_time_s
     try:
-        times = tuple(float(text) for text in values.step_time_s.split(","))
+        times = tuple(float(each) for each in text.split(","))
     except ValueError as error:
-        raise ValueError(
-            f"--step_time_s={values.step_time_s} must be numbers"
-        ) from error
+        raise ValueError(f"--step_time_s={text} must be numbers") from error
     if not all(0 < time < math.inf for time in times):
-        raise ValueError(f"--step_time_s={values.step_time_s} must be positive")
-    return times
+        raise ValueError(f"--step_time_s={text} must be positive")
+    if len(times) not in (1, num_regions):
+        raise ValueError(
+            f"--step_time_s={text} must be one number or one for each of {num_regions} "
+            "regions"
+        )
+    return times * num_regions if len(times) == 1 else times
 
 
 def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:

@@ -19,6 +19,7 @@ sites from the fastest stage to the slowest while that gets faster (SWARM, arXiv
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -53,8 +54,9 @@ class Pipeline:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("activation_bytes", "stage_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be at least 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)

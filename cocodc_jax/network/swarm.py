@@ -82,6 +82,10 @@ class Swarm:
             )
         if not all(0 < seconds < math.inf for seconds in self.batch_s):
             raise ValueError(f"batch_s={self.batch_s} must be positive")
+        for name in ("activation_bytes", "stage_bytes"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be at least 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +135,13 @@ def simulate_swarm(
       seed: of choices between equal loads.
 
     Raises:
-      ValueError: for a wiring that is none, or a fixed one of stages of unequal size.
+      ValueError: for a wiring that is none, a fixed one of stages of unequal size, or
+        seconds that are not positive.
     """
+    if not 0 < duration_s < math.inf:
+        raise ValueError(f"duration_s={duration_s} must be positive and finite")
+    if not rebalance_s > 0:
+        raise ValueError(f"rebalance_s={rebalance_s} must be positive")
     if wiring not in WIRINGS:
         raise ValueError(f"wiring={wiring!r} is unknown; use one of {WIRINGS}")
     sizes = {len(sites) for sites in swarm.stages}

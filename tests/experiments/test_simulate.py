@@ -10,14 +10,8 @@ from experiments import simulate
 
 # 2 GB, two regions, 1 GB/s: a sync of all takes 2 s and two delays of 0.25 s, one of
 # half of it (FRAGMENTS) 1 s and the delays.
-BASE = (
-    "--params=1e9",
-    "--bits_per_param=16",
-    "--regions=2",
-    "--bandwidth_gbps=8",
-    "--latency_ms=250",
-    "--step_time_s=1",
-)
+MODEL = ("--params=1e9", "--bits_per_param=16", "--step_time_s=1")
+BASE = (*MODEL, "--regions=2", "--bandwidth_gbps=8", "--latency_ms=250")
 
 
 FRAGMENTS = "--num_fragments=2"
@@ -25,6 +19,11 @@ FRAGMENTS = "--num_fragments=2"
 
 def run(*arguments):
     return simulate.main(["simulate", *BASE, *arguments])
+
+
+def run_elsewhere(*arguments):
+    """As `run`, on links that the arguments name."""
+    return simulate.main(["simulate", *MODEL, *arguments])
 
 
 def read(folder):
@@ -83,9 +82,10 @@ def test_links_from_a_file_and_by_name(tmp_path):
     links.write_text(
         "{regions: [a, b, c], default: {bandwidth_gbps: 8, latency_ms: 250}}"
     )
-    assert run("--method=diloco", f"--links={links}", f"--workdir={tmp_path}") == 0
+    folder = f"--workdir={tmp_path}"
+    assert run_elsewhere("--method=diloco", f"--links={links}", folder) == 0
     assert len(read(tmp_path)["bytes_sent"]) == 3
-    assert run("--world=us-east,australia", f"--workdir={tmp_path}") == 0
+    assert run_elsewhere("--world=us-east,australia", folder) == 0
     assert len(read(tmp_path)["bytes_sent"]) == 2
 
 
@@ -125,14 +125,14 @@ def test_a_plan_of_stages_says_which_site_runs_which(tmp_path, capsys):
         "{between: [c, d], bandwidth_gbps: 10}]}"
     )
     arguments = ("--plan", f"--links={links}", f"--workdir={tmp_path}")
-    assert run(*arguments, "--stages=2", "--activation_mb=100") == 0
+    assert run_elsewhere(*arguments, "--stages=2", "--activation_mb=100") == 0
     placed = json.loads((tmp_path / "placement.json").read_text())
     pipelines = {frozenset(path) for path in zip(*placed["sites"], strict=True)}
     assert pipelines == {frozenset("ab"), frozenset("cd")}
     out = capsys.readouterr().out
     assert "- Stage 0 on a, " in out
     assert "tau = " in out
-    assert run(*arguments, "--stages=4", "--activation_mb=100") == 0
+    assert run_elsewhere(*arguments, "--stages=4", "--activation_mb=100") == 0
     assert "Nothing is averaged" in capsys.readouterr().out
 
 
@@ -147,10 +147,19 @@ def test_a_plan_of_stages_is_simulated_with_failures(capsys):
     assert fixed <= wired <= moved
     assert "Without links and failures at most 2, region" in out
     bad = (*sites, *job, *swarm)
-    for failures in ("mars@3", "region0@x"):
+    for failures, why in (
+        ("mars@3", " must be a site of region0, region1, region2, region3, and from"),
+        (
+            "region0@x",
+            " must be a site of region0, region1, region2, region3, and from",
+        ),
+        ("region0@5-3", ": start_s=5.0 must be at least 0 and before end_s=3.0"),
+    ):
         assert run(*bad, f"--failures={failures}") == 2
-        error = capsys.readouterr().err
-        assert f"--failures={failures}: '{failures}' must be a site of" in error
+        told = f"error: --failures={failures}: '{failures}'{why}"
+        out, error = capsys.readouterr()
+        assert not out
+        assert error.startswith(told)
 
 
 def test_arguments_of_a_method_reach_it(tmp_path):
@@ -179,7 +188,7 @@ def test_table_is_printed_side_by_side(monkeypatch, capsys):
     published = simulate.published
     entries = {("1B", "streaming"): published.PUBLISHED_GBPS["1B", "streaming"]}
     monkeypatch.setattr(published, "PUBLISHED_GBPS", entries)
-    assert run("--table") == 0
+    assert simulate.main(["simulate", "--table"]) == 0
     out = capsys.readouterr().out
     assert "1.53/1.39 = 1.10" in out
     assert "(published 10.4)" in out
@@ -192,7 +201,16 @@ def test_table_is_printed_side_by_side(monkeypatch, capsys):
         ("--latency_ms=-3", "flag --latency_ms=-3: -3.0 is not"),
         ("--latency_ms=nan", "--latency_ms=nan must be finite"),
         ("--jitter_ms=inf", "--jitter_ms=inf must be finite"),
-        ("--frontier=x", "--frontier=x needs --plan too, which recommends from it"),
+        ("--frontier=x", "--frontier=x needs --plan too"),
+        ("--stages=2", "--stages=2 needs --plan too"),
+        ("--max_fragments=2", "--max_fragments=2 needs --plan too"),
+        ("--failures=a@3", "--failures=a@3 needs --plan too"),
+        ("--repair_s=3", "--repair_s=3.0 needs --hours_between_failures too"),
+        ("--least_regions=2", "--least_regions=2 needs --hours_between_failures too"),
+        ("--loss_key=loss", "--loss_key=loss needs --loss_curve too"),
+        ("--links=l.yaml", "--regions=2 has no meaning beside --links; leave it out"),
+        ("--world=us-east,asia", "--regions=2 has no meaning beside --world; leave i"),
+        ("--table", "--regions=2 has no meaning beside --table; leave it out"),
         ("--loss=1.5", "--loss=1.5 must be in [0, 1)"),
         ("--regions=0", "flag --regions=0: 0 is not a positive integer"),
         ("--method=gossip", "flag --method=gossip: value should be one of"),
@@ -211,10 +229,8 @@ def test_table_is_printed_side_by_side(monkeypatch, capsys):
         ("--step_time_s=0", "--step_time_s=0 must be positive"),
         ("--params=0", "--params=0.0 must be positive"),
         ("--sync_interval=0", "flag --sync_interval=0: 0 is not a positive integer"),
-        ("--links=/no/such.yaml", "--links=/no/such.yaml: No such file or directory"),
         ("--loss_curve=/no/such", "--loss_curve=/no/such needs --target_loss too"),
         ("--target_loss=2", "--target_loss=2.0 needs --loss_curve too"),
-        ("--world=mars", "--world=mars: region 'mars' is unknown"),
         ("extra", "argument 'extra' is no flag"),
     ],
 )
@@ -226,19 +242,51 @@ def test_bad_flags_are_one_line(flag, message, capsys):
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--links=/no/l.yaml",), "--links=/no/l.yaml: No such file or directory"),
+        (("--links=l", "--world=w"), "--world=w has no meaning beside --links; leave"),
+        (("--links=l", "--bandwidth_gbps=1"), "--bandwidth_gbps=1.0 has no meaning b"),
+        (("--world=mars", "--bandwidth_gbps=1"), "--world=mars: region 'mars' is unk"),
+        (("--world=asia", "--latency_ms=9"), "--latency_ms=9.0 has no meaning beside"),
+        (("--world=asia", "--loss=0.1"), "--loss=0.1 has no meaning beside --world; "),
+        (("--loss_curve=c", "--target_loss=nan"), "--target_loss=nan must be finite"),
+    ],
+)
+def test_bad_flags_of_links_and_losses(flags, message, capsys):
+    assert run_elsewhere(*flags) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--frontier=/no", "--frontier=/no: No such file or directory"),
         (
             "--method=diloco",
-            "--method=diloco has no meaning beside --plan, which takes"
-            " num_fragments, sync_interval, network_share; leave it out",
+            "--method=diloco has no meaning beside --plan; leave it out",
         ),
         (
             "--delay_steps=3",
-            "--delay_steps=3 has no meaning beside --plan, which takes"
-            " num_fragments, sync_interval, network_share; leave it out",
+            "--delay_steps=3 has no meaning beside --plan; leave it out",
         ),
+        ("--sharing=fifo", "--sharing=fifo has no meaning beside --plan; leave it out"),
+        (
+            "--host_mb_per_s=0.001",
+            "--host_mb_per_s=0.001 has no meaning beside --plan; leave it out",
+        ),
+        ("--steps=9", "--steps=9 has no meaning beside --plan; leave it out"),
+        (
+            "--hours_between_failures=9",
+            "--hours_between_failures=9.0 has no meaning beside --plan; leave it out",
+        ),
+        (
+            "--step_time_s=1,2,3",
+            "--step_time_s=1,2,3 must be one number or one for each of 2 regions",
+        ),
+        ("--swarm_s=9", "--swarm_s=9.0 needs --stages of 2 or more"),
+        ("--rebalance_s=9", "--rebalance_s=9.0 needs --swarm_s too"),
+        ("--failures=region0@1", "--failures=region0@1 needs --swarm_s too"),
         ("--stages=2", "--stages=2 needs --activation_mb too"),
         ("--activation_mb=1", "--activation_mb=1.0 needs --stages of 2 or more"),
     ],
@@ -246,6 +294,16 @@ def test_bad_flags_are_one_line(flag, message, capsys):
 def test_bad_flags_of_a_plan(flag, message, capsys):
     assert run("--plan", flag) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["activation_mb", "swarm_s", "rebalance_s"])
+def test_numbers_of_stages_are_positive(name, value, capsys):
+    given = {"activation_mb": 5, "swarm_s": 60, "rebalance_s": 9} | {name: value}
+    words = [f"--{name}={value}" for name, value in given.items()]
+    assert run("--plan", "--stages=2", *words) == 2
+    told = f"error: --{name}={value} must be positive and finite\n"
+    assert capsys.readouterr() == ("", told)
 
 
 def test_workdir_that_is_a_file(tmp_path, capsys):
@@ -291,7 +349,7 @@ changes:
         "--checkpoint_s=10",
         f"--workdir={tmp_path}",
     )
-    assert run(*arguments) == 0
+    assert run_elsewhere(*arguments) == 0
     assert "link from b to a" in capsys.readouterr().out
     found = read(tmp_path)
     assert found["faulty"][0]["kind"] == "link"

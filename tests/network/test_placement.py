@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -101,5 +102,7 @@ def test_errors():
         place(two_clusters(), Pipeline(3, 1.0, 1.0))
     with pytest.raises(ValueError, match="num_stages=0 must be at least 1"):
         Pipeline(0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="stage_bytes=-1 must not be negative"):
+    with pytest.raises(ValueError, match="stage_bytes=-1 must be at least 0 and fin"):
         Pipeline(1, 1.0, -1)
+    with pytest.raises(ValueError, match="activation_bytes=nan must be at least 0 an"):
+        Pipeline(1, math.nan, 1.0)

@@ -147,3 +147,9 @@ def test_errors():
         run(((0,), (1,)), [1.0, 1.0], 1, wiring="star")
     with pytest.raises(ValueError, match="wiring='fixed' needs stages of equal size"):
         run(((0, 1), (2,)), [1.0] * 3, 1, wiring="fixed")
+    with pytest.raises(ValueError, match="activation_bytes=nan must be at least 0 an"):
+        Swarm(((0,), (1,)), (1.0, 1.0), activation_bytes=math.nan)
+    with pytest.raises(ValueError, match="duration_s=0 must be positive and finite"):
+        run(((0,), (1,)), [1.0, 1.0], 0)
+    with pytest.raises(ValueError, match="rebalance_s=0 must be positive"):
+        run(((0,), (1,)), [1.0, 1.0], 1, rebalance_s=0)
