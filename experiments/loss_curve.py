@@ -4,6 +4,8 @@ import itertools
 import json
 import pathlib
 
+from cocodc_jax.report.records import read_records
+
 
 def read_curve(
     path: str | pathlib.Path, key: str = "eval_loss"
@@ -11,22 +13,23 @@ def read_curve(
     """Read (step, loss) pairs from JSON lines or from a JSON list of pairs.
 
     Args:
-      path: a file of one JSON table a line, as metrics.jsonl, or of one JSON list.
+      path: metrics.jsonl, also one that is being written, so that a last line without
+        its newline is left out; or a file of one JSON list.
       key: entry of a line that holds the loss; lines without it are skipped.
 
     Raises:
       ValueError: naming the file, if it holds no such pair or steps do not increase.
       OSError: if the file cannot be read.
     """
-    text = pathlib.Path(path).read_text()
+    text = pathlib.Path(path).read_bytes()
     try:
-        if text.lstrip().startswith("["):
+        if text.lstrip().startswith(b"["):
             pairs = json.loads(text)
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = read_records(path)
             pairs = [(row["step"], row[key]) for row in rows if key in row]
         curve = [(float(step), float(loss)) for step, loss in pairs]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no loss curve: {error!r}") from error
     if not curve:
         raise ValueError(f"{path} has no line with both 'step' and {key!r}")

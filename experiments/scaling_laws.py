@@ -38,9 +38,10 @@ def main() -> None:
         found = _observed(folder)
         laws, refused = fits(found)
         if not laws:
+            whys = [f"{name}: {why}" for name, why in refused.items()]
             raise ValueError(
                 f"workdir={str(folder)!r} has no method to fit: "
-                + "; ".join(f"{name}: {why}" for name, why in refused.items())
+                + ("; ".join(whys) or "every row diverged, or has not come to its end")
             )
     for name, law in laws.items():
         for line in told(name, law, found[name], at):

@@ -15,7 +15,7 @@ def test_first_crossing_counts():
 
 def test_curves_are_read(tmp_path):
     lines = tmp_path / "metrics.jsonl"
-    lines.write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "loss": 9}\n\n')
+    lines.write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "loss": 9}\n')
     assert read_curve(lines) == [(1.0, 3.0)]
     assert read_curve(lines, "loss") == [(2.0, 9.0)]
     pairs = tmp_path / "curve.json"
@@ -23,13 +23,22 @@ def test_curves_are_read(tmp_path):
     assert read_curve(pairs) == [(1.0, 3.0), (2.0, 2.5)]
 
 
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "eval_lo')
+    assert read_curve(path) == [(1.0, 3.0)]
+
+
 def test_bad_curves_name_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}')
+    path.write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="metrics.jsonl has no line with both 'step'"):
         read_curve(path)
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="metrics.jsonl is no loss curve: TypeError"):
+        read_curve(path)
+    path.write_text('{"step": 1, "eval_lo\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="no loss curve: .*metrics.jsonl, line 1 is n"):
         read_curve(path)
     path.write_text("[[1, 2.0], [1, 1.0]]")
     with pytest.raises(ValueError, match="loss curve steps must increase"):

@@ -119,6 +119,9 @@ def test_bad_flags_are_named(call, tmp_path):
     alike = json.dumps({"cells": [cell("diloco", grid()[0])]})
     (tmp_path / "cells.json").write_text(alike)
     assert "has no method to fit: diloco: a scaling" in error(f"--workdir={tmp_path}")
+    diverged = [cell("diloco", o, diverged=True) for o in grid()]
+    (tmp_path / "cells.json").write_text(json.dumps({"cells": diverged}))
+    assert "has no method to fit: every row diverged" in error(f"--workdir={tmp_path}")
     (tmp_path / "cells.json").write_text('{"cells": [{"flags": {}}]}')
     assert "cells.json is no cells.json of" in error(f"--workdir={tmp_path}")
     assert not (tmp_path / "scaling.json").exists()

@@ -92,7 +92,7 @@ def test_links_from_a_file_and_by_name(tmp_path):
 def test_seconds_to_a_target_loss(tmp_path):
     curve = tmp_path / "metrics.jsonl"
     rows = [{"step": s, "eval_loss": 4 - s / 100} for s in (0, 100, 200)]
-    curve.write_text("\n".join(map(json.dumps, rows)))
+    curve.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     arguments = (f"--loss_curve={curve}", "--target_loss=2.5", f"--workdir={tmp_path}")
     assert run("--method=diloco", *arguments) == 0
     assert read(tmp_path)["summary"]["sim_s_to_target"] == pytest.approx(152.5)
