@@ -12,19 +12,38 @@ import pathlib
 from typing import Any
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file that is there with all of its content or not at all.
+class UnwritableError(OSError):
+    """A file cannot be written; says which, as the system does not of a full disk."""
+
+    def __str__(self) -> str:
+        """Return what to print of it."""
+        return f"{self.filename} cannot be written ({self.strerror})"
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file that is there with all of its content or not at all.
+
+    Args:
+      path: of the file; its folder must be there.
+      content: text is written as UTF-8.
 
     Raises:
-      OSError: if it cannot be written; what was there before is there still.
+      UnwritableError: if that cannot be; what was there before is there still.
     """
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        _replace(path, partial, content)
+    except OSError as error:
+        raise UnwritableError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(path: pathlib.Path, partial: pathlib.Path, content: str | bytes) -> None:
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # Otherwise the new name may be on the disk before the text is.
+            # Otherwise the new name may be on the disk before the content is.
             os.fsync(file.fileno())
         partial.replace(path)
     finally:

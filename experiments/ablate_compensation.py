@@ -67,7 +67,7 @@ def main() -> None:
         "rows": results.summarise(done, settings.steps),
         "jobs": done,
     }
-    (workdir / "ablate_compensation.json").write_text(dumps(summary))
+    write_whole(workdir / "ablate_compensation.json", dumps(summary))
     plots.write(summary, workdir)
     _print(summary, console)
 
@@ -112,7 +112,7 @@ def _parts(workdir: pathlib.Path, settings: Settings) -> pathlib.Path:
             f"workdir={str(workdir)!r} holds an ablation with other settings; name "
             "another folder or delete it"
         )
-    path.write_text(text)
+    write_whole(path, text)
     return parts
 
 

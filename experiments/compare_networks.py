@@ -27,6 +27,7 @@ from absl import flags as absl_flags
 from rich.console import Console
 
 from cocodc_jax import methods
+from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import kernel
 from cocodc_jax.report.plots import save_png
 from cocodc_jax.run import flags
@@ -248,8 +249,8 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
     for entry in comparison.rows(alone, host_bytes_per_s):
         rows.append(entry)
         print(*report.cells(entry)[:5], sep="  ", file=sys.stderr)
-        (workdir / "networks.json").write_text(dumps(result))
-    (workdir / "networks.md").write_text(report.markdown(rows, alone, command))
+        write_whole(workdir / "networks.json", dumps(result))
+    write_whole(workdir / "networks.md", report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):
         save_png(plot.slowdowns(rows), str(workdir / "networks.png"))
     console.print(report.table(rows))

@@ -25,6 +25,7 @@ from cocodc_jax.compiled import report
 from cocodc_jax.compiled.job import CompileError, Job
 from cocodc_jax.compiled.programs import INNER_STEPS, place
 from cocodc_jax.compiled.targets import CHIPS, Target
+from cocodc_jax.files import write_whole
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -51,7 +52,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / RESULT_FILE).write_text(dumps(result))
+    write_whole(workdir / RESULT_FILE, dumps(result))
     if not result["fits"]:
         sys.exit(1)
 

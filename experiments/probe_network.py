@@ -35,6 +35,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import schedule
 from cocodc_jax.netlab.probe import (
     COLLECTIVES,
@@ -211,7 +212,7 @@ def _write(
     told = {name: values[name].value for name in values if name != "help"}
     workdir.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"flags": told, "rows": rows}, indent=1)
-    (workdir / FILE).write_text(text + "\n")
+    write_whole(workdir / FILE, text + "\n")
 
 
 def cli() -> None:

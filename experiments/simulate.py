@@ -34,6 +34,7 @@ import rich.console
 from absl import flags
 from rich.table import Table
 
+from cocodc_jax.files import write_whole
 from cocodc_jax.methods import Method
 from cocodc_jax.network import (
     exchanges,
@@ -147,7 +148,7 @@ def _write(
 
 
 def _write_json(path: pathlib.Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=1))
+    write_whole(path, json.dumps(value, indent=1))
 
 
 def run_plan(values: flags.FlagValues) -> None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import UnwritableError, read_table, write_whole
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path):
@@ -24,7 +24,8 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    told = f"^{path} cannot be written \\(No space left on device\\)$"
+    with pytest.raises(UnwritableError, match=told):
         write_whole(path, "new\n")
     assert path.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["summary.json"]

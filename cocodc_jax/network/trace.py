@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,9 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
     Process 1 has one track per region with its steps and stalls, process 2 one track
     per sync in flight at once; every sync carries its steps, bytes and stall.
+
+    Raises:
+      UnwritableError: if it cannot be written.
     """
     events = [*_names(timeline), *_compute_events(timeline), *_sync_events(timeline)]
     table = {"displayTimeUnit": "ms", "traceEvents": events}
@@ -107,6 +112,9 @@ def plot_timeline(
 
     Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
+
+    Raises:
+      UnwritableError: if it cannot be written.
     """
     with extra("report"):  # Here: every run imports this file, few plot at once.
         from matplotlib.figure import Figure
@@ -118,7 +126,9 @@ def plot_timeline(
     axes.set_xlabel(f"{clock} seconds")
     axes.set_title(title)
     draw_legend(figure)
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=pathlib.Path(path).suffix[1:] or "png", dpi=120)
+    write_whole(path, picture.getvalue())
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cocodc_jax._extras import extra
+from cocodc_jax.files import write_whole
 from cocodc_jax.report.curves import Curve, eval_curve
 from cocodc_jax.report.runs import Run, by_method
 from cocodc_jax.report.units import format_bytes
@@ -98,9 +99,12 @@ def scale_bytes(axes: Axes, narrow: float) -> None:
 
 
 def save_png(figure: Figure, path: str) -> None:
-    """Write the figure as a PNG file."""
-    with open(path, "wb") as file:
-        file.write(png_bytes(figure))
+    """Write the figure as a PNG file.
+
+    Raises:
+      UnwritableError: if it cannot be written.
+    """
+    write_whole(path, png_bytes(figure))
 
 
 def png_bytes(figure: Figure) -> bytes:

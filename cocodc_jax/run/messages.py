@@ -1,4 +1,4 @@
-"""Error messages of programs, and the end of one that nobody reads any more."""
+"""Error messages of programs, and the end of one that cannot say or write more."""
 
 import contextlib
 import os
@@ -6,6 +6,8 @@ import re
 import select
 import sys
 from collections.abc import Container, Iterator
+
+from cocodc_jax.files import UnwritableError
 
 
 def one_line(error: Exception | str, flags: Container[str]) -> str:
@@ -34,6 +36,16 @@ def while_read() -> Iterator[None]:
             raise  # It was another pipe.
         # Python flushes once more at its end, and would tell of that too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def while_writable() -> Iterator[None]:
+    """End with one line where a result cannot be written, as on a full disk."""
+    try:
+        yield
+    except UnwritableError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 

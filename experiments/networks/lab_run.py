@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.run import timeline
@@ -97,9 +98,7 @@ def measured(
     _run(command, folder / LOG, limit_s)
     result = read(folder, stretch)
     entry = {"command": list(command), "measured": dataclasses.asdict(result)}
-    partial = path.with_suffix(".partial")
-    partial.write_text(dumps(entry))
-    partial.replace(path)
+    write_whole(path, dumps(entry))
     return result
 
 

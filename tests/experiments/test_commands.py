@@ -46,6 +46,20 @@ def test_a_missing_extra_is_one_line(monkeypatch):
     assert commands.compare() == line
 
 
+@pytest.mark.parametrize("name", ["simulation.json", "timeline.json", "timeline.png"])
+def test_a_result_that_cannot_be_written_is_one_line(
+    name, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / name).mkdir()
+    words = ["--method=diloco", "--regions=2", f"--workdir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["cocodc-simulate", *words])
+    with pytest.raises(SystemExit) as ended:
+        commands.simulate()
+    told = f"error: {tmp_path / name} cannot be written (Is a directory)\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, told)
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_programs_are_called_as_they_are_installed(monkeypatch):
     said = "python -m experiments.compare_networks"
     assert commands.command_line("compare_networks", ["--x"]) == f"{said} --x"

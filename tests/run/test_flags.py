@@ -67,6 +67,15 @@ def test_a_reader_that_goes_ends_the_program_in_silence():
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_a_result_that_cannot_be_written_is_one_line(tmp_path):
+    writes = "from cocodc_jax import files; main = lambda: files.write_whole"
+    program = f"{writes}({str(tmp_path)!r}, '')\nflags.run_main(main)"
+    words = [sys.executable, "-c", PROGRAM.replace("flags.run_main(main)", program)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    told = f"error: {tmp_path} cannot be written (Is a directory)\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_another_pipe_that_breaks_is_told(capfd):
     with pytest.raises(BrokenPipeError), while_read():
         raise BrokenPipeError
