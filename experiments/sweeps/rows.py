@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from cocodc_jax.files import UnwritableError
+
 from .keys import completed, run_key, setting_key
 
 FILE = "rows.jsonl"
@@ -21,10 +23,17 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
     What a killed process left of a line is dropped first.
 
     Raises:
-      OSError: if it cannot be written.
+      UnwritableError: if it cannot be written.
     """
-    line = json.dumps(row).encode() + b"\n"
-    with (folder / FILE).open("a+b") as file:
+    line, path = json.dumps(row).encode() + b"\n", folder / FILE
+    try:
+        _append(path, line)
+    except OSError as error:
+        raise UnwritableError(error.errno, error.strerror, str(path)) from error
+
+
+def _append(path: pathlib.Path, line: bytes) -> None:
+    with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from cocodc_jax.files import UnwritableError
 from cocodc_jax.report.pareto import Point, pareto
 from experiments import sweep
 from experiments.sweeps import cells, grid, keys, reference, report, roles, rows
@@ -403,6 +404,12 @@ def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
     (tmp_path / "rows-other.jsonl").write_text(f"{json.dumps(a)}\n3\n")
     with pytest.raises(ValueError, match=r"rows-other.jsonl, line 2 is no row"):
         rows.read(tmp_path)
+
+
+def test_a_row_that_cannot_be_written_names_its_file(tmp_path):
+    (tmp_path / rows.FILE).mkdir()
+    with pytest.raises(UnwritableError, match=r"rows.jsonl cannot be written \(Is a d"):
+        rows.append(tmp_path, {})
 
 
 def test_a_row_may_have_an_infinite_limit(tmp_path):
