@@ -18,7 +18,8 @@ gradient-unit product `c` over by
     "parameter"   learning_rate * c                         the inner optimizer is SGD
     "adam"        learning_rate * c / (sqrt(second_moment) + 1e-8)          Adam(W)
 
-where `second_moment` is Adam's bias-corrected nu. The last two give parameter units.
+where `second_moment` is Adam's bias-corrected nu; where all of it is zero, as before
+Adam's first step, the product is 0. The last two give parameter units.
 
 | curvature                  | H D                       | gradients   | memory      |
 |----------------------------|---------------------------|-------------|-------------|
@@ -44,6 +45,7 @@ changes of units are derived here.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -359,9 +361,15 @@ def _to_units(units, curved, learning_rate=None, second_moment=None):
         return curved
     if units == "parameter":
         return jax.tree.map(lambda c: learning_rate * c, curved)
-    return jax.tree.map(
-        lambda c, nu: learning_rate * c / (jnp.sqrt(nu) + 1e-8), curved, second_moment
-    )
+    # Adam before its first step has no units yet: 1e-8 alone would make them huge.
+    some = [jnp.any(nu != 0) for nu in jax.tree.leaves(second_moment)]
+    has_stepped = functools.reduce(jnp.logical_or, some, False)
+
+    def scaled(c, nu):
+        root = jnp.where(has_stepped, jnp.sqrt(nu) + 1e-8, jnp.inf)
+        return learning_rate * c / root
+
+    return jax.tree.map(scaled, curved, second_moment)
 
 
 def _zeros(tree):

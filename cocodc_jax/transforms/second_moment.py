@@ -22,7 +22,9 @@ def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
 
     Returns:
       A function of a regional optimizer state, every leaf `[R, ...]`, that gives a
-      tree like the parameters, nu / (1 - b2^count).
+      tree like the parameters, nu / (1 - b2^count), and nu itself, zeros, of a region
+      whose Adam has made no step yet. It raises ValueError where the state does not
+      hold one Adam's nu of every parameter.
     """
 
     def second_moment(opt_state: PyTree) -> PyTree:
@@ -45,8 +47,10 @@ def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
             )
 
         def correct(nu):
+            count = adam[0].count
             wide = jnp.promote_types(nu.dtype, jnp.float32)
-            scale = 1 - b2 ** adam[0].count.astype(wide)
+            # Before the first step 0 / 0: of a region that was restored, or that waits.
+            scale = jnp.where(count == 0, 1, 1 - b2 ** count.astype(wide))
             return nu / scale.reshape(-1, *(1,) * (nu.ndim - 1)).astype(nu.dtype)
 
         return jax.tree.map(correct, adam[0].nu)

@@ -20,9 +20,11 @@ from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.messages import Compressed
+from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.robust import told
 from cocodc_jax.sync.schedules import events_at
 from cocodc_jax.transforms.compressor import identity
+from cocodc_jax.transforms.second_moment import adam_second_moment
 
 R, LR, MOMENTUM = 4, 0.1, 0.5
 PARAMS = {"a": np.array([1.0, -2.0, 0.5]), "b": np.array([2.0, 1.0])}
@@ -219,6 +221,28 @@ def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
     adam, rate = state.region.opt_state
     assert np.asarray(adam.count).tolist() == [4, 4, 0, 4]
     assert np.asarray(rate.count).tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("curvature", ["adam_second_moment", "hessian_vector"])
+def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
+    """Region 2 is restored as it merges, its inner optimizer fresh."""
+    method = methods.get(
+        "cocodc",
+        sync_interval=4,
+        num_fragments=1,
+        delay_steps=2,
+        curvature=curvature,
+        exclude_above=5.0,
+    )
+    optimizer, supplies = optax.adam(LR), Supplies(LR, adam_second_moment(0.999))
+    program = RegionProgram(loss_fn, optimizer, method, PARAMS, R, supplies=supplies)
+    state = program.init(PARAMS, jax.random.key(0))
+    *_, (state, output) = run(program, state, stream(), 6)
+    assert told(np.asarray(output.syncs[0].verdict)) == {2: "not finite"}
+    assert np.asarray(state.region.opt_state[0].count).tolist() == [6, 6, 0, 6]
+    found, outer = state.region.params, program.outer_params(state)
+    for n in PARAMS:
+        np.testing.assert_array_equal(found[n][2], outer[n])
 
 
 class TestLoop:

@@ -12,11 +12,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.numerics import safe_norm
+from cocodc_jax.transforms.second_moment import adam_second_moment
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +149,20 @@ def test_hessian_vector_equals_the_dense_hessian(problem, units):
         curvature.hessian_vector(units), D, learning_rate=0.3, second_moment=NU, **extra
     )
     np.testing.assert_allclose(flat(product), scale[units] * (dense @ d), rtol=1e-10)
+
+
+def test_before_its_first_step_adam_has_a_second_moment_of_zero():
+    nu = {"w": jnp.array([[0.0, 0.0], [0.1, 0.2]])}
+    state = optax.ScaleByAdamState(jnp.array([0, 2]), nu, nu)
+    found = adam_second_moment(0.5)(state)
+    np.testing.assert_allclose(found["w"], [[0, 0], [0.1 / 0.75, 0.2 / 0.75]])
+
+
+def test_in_the_units_of_an_adam_without_a_step_nothing_is_corrected(problem):
+    extra, _ = problem
+    extra |= {"learning_rate": 0.3, "second_moment": jax.tree.map(jnp.zeros_like, NU)}
+    product = call(curvature.hessian_vector("adam"), D, **extra)
+    np.testing.assert_array_equal(flat(product), 0 * d)
 
 
 @pytest.mark.parametrize("units", ["gradient", "parameter"])
