@@ -45,6 +45,7 @@ from cocodc_jax.runtime.turns import AppliedSync, Times, Turn, Turns
 from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.robust import LENGTH_BYTES
 from cocodc_jax.sync.schedules.base import (
     FINISH,
     MIDWAY,
@@ -172,7 +173,7 @@ class SyncPrograms:
         if self._moments:
             found += self._moments.listed(region.opt_state)
         if self._average_state is not None:
-            states = (region.model_state,)
+            states = (region.model_state, self._judged(region))
             found.append(Listed("mean of model state", self._average_state, states))
         return found
 
@@ -314,10 +315,16 @@ class SyncPrograms:
     def _average_model_state(self, turn: Turn, average: Callable) -> None:
         assert self._setting.model_state is not None
         self._turns.wait()
-        model_state, one = average(turn.region.model_state)
+        region = turn.region
+        model_state, one = average(region.model_state, self._judged(region))
         self._turns.took(one)
-        turn.region = turn.region._replace(model_state=model_state)
+        turn.region = region._replace(model_state=model_state)
         turn.bytes_sent += self._setting.model_state.averaged_bytes
+        turn.bytes_sent += LENGTH_BYTES if self._setting.sync.robust else 0
+
+    def _judged(self, region: RegionState) -> PyTree:
+        """Return what it goes by whose model's state counts; None where all do."""
+        return region.params if self._setting.sync.robust else None
 
     def _look_midway(self, turn: Turn, event: Event) -> None:
         """Keep a copy of a fragment that is halfway to its merge."""

@@ -14,6 +14,10 @@ become their plain mean over all regions
   a round of its own that the regions wait for (statistics are small);
 - never, where the method exchanges nothing.
 
+Where regions may be left out of a mean (`sync.robust`), those whose state or parameters
+are not finite are left out of this one too, and are given that of the others. If nobody
+is left each keeps its own.
+
 All other leaves (counters, flags) are each region's own.
 """
 

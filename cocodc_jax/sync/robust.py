@@ -12,6 +12,8 @@ If nobody is left the mean is 0. A region that was left out is restored when the
 applied: parameters from the outer ones, a fresh inner optimizer, nothing fed back. Of
 two regions none is ever an outlier (their median is their mean), nor where the median
 is 0. This is for what breaks by itself, not for regions that lie about their lengths.
+A region's nonsense may also be in the state of its model before it is in a message: see
+`sync.model_state`.
 
 Among those that count the mean may be a robust one:
 
@@ -187,10 +189,14 @@ def length(params: PyTree, message: PyTree) -> jax.Array:
     Returns:
       Scalar of at least float32; NaN also where the square of the norm is too large.
     """
-    leaves = jax.tree.leaves((params, message))
-    finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+    finite = is_finite((params, message))
     norm = optax.tree_utils.tree_norm(jax.tree.map(widen, message))
     return jnp.where(finite & jnp.isfinite(norm), norm, jnp.nan)
+
+
+def is_finite(tree: PyTree) -> jax.Array:
+    """Tell whether all numbers of a tree with leaves are finite, bool scalar."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def without(messages: PyTree, weights: jax.Array) -> PyTree:

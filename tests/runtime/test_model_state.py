@@ -90,6 +90,41 @@ def test_regions_average_it_where_their_parameters_are(method, average, averaged
     assert state.bytes_sent - without.bytes_sent == 8 * len(averaged_at)
 
 
+def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
+    """Region 1 reads nonsense while a sync is in flight: no message has told yet."""
+    method = STREAMING.guarded(10.0, None)
+    program, plain = make(method), make(STREAMING)
+    batches = BATCHES.copy()
+    batches[3, 1] = np.nan
+    ends = []
+    for each, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
+        state = each.init(PARAMS, jax.random.key(0))
+        *_, (state, _) = cc.run_steps(each, state, iter(read), 5)
+        ends.append(state)
+    bad, good, without = (np.asarray(x.region.model_state["mean"]) for x in ends)
+    own = running_means(set(), 5)
+    expected = np.stack([own[[0, 2, 3]].mean(0)] * 4)
+    np.testing.assert_allclose(bad, expected, rtol=1e-5, atol=1e-6)
+    assert ends[0].region.model_state["count"].tolist() == [5] * 4
+    # Where all of them are finite nothing changes but a number more that crosses,
+    # besides that of the message.
+    np.testing.assert_array_equal(good, without)
+    assert ends[1].bytes_sent - ends[2].bytes_sent == 4 + 4
+
+
+def test_where_no_state_is_finite_each_region_keeps_its_own():
+    def endless(params, state, batch, key):
+        low = jnp.minimum(state["low"], batch.min() + 9)
+        return jnp.sum(params["w"] ** 2), ({}, {"low": low, "never": state["never"]})
+
+    init = {"low": jnp.full((), jnp.inf), "never": jnp.full((), jnp.inf)}
+    program = make(STREAMING.guarded(10.0, None), loss=endless, init=init)
+    state, _ = finish(program, program.init(PARAMS, jax.random.key(0)), 5)
+    low = BATCHES[:5].min((0, 2, 3)) + 9
+    np.testing.assert_allclose(state.region.model_state["low"], low, rtol=1e-6)
+    assert np.isinf(state.region.model_state["never"]).all()
+
+
 def test_a_region_that_has_no_step_to_do_keeps_its_own():
     regions = cc.Regions((1.0, 2.0), (1, 1))
     program = cc.RegionProgram(

@@ -16,11 +16,17 @@ from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.exchange.per_step import mean_for_all
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.model_state import is_float
+from cocodc_jax.sync.robust import is_finite, without
 
 PyTree = Any
 
 
-def averaged(tree: PyTree, local: LocalRegions, all_reduce: str | None) -> PyTree:
+def averaged(
+    tree: PyTree,
+    local: LocalRegions,
+    all_reduce: str | None,
+    counted: jax.Array | None = None,
+) -> PyTree:
     """Give all regions the mean of their floating-point leaves.
 
     Inside `region_shard_map`.
@@ -29,26 +35,52 @@ def averaged(tree: PyTree, local: LocalRegions, all_reduce: str | None) -> PyTre
       tree: leaves `[block, ...]`.
       local: the regions of the block.
       all_reduce: see `per_step.mean_for_all`.
+      counted: bool `[block]`, whose are in the mean; None is everyone's. If nobody's
+        are, each region keeps its own.
     """
     leaves, treedef = jax.tree.flatten(tree)
     which = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     if not which:
         return tree
-    mean = mean_for_all([leaves[i] for i in which], all_reduce)
-    for i, leaf in zip(which, for_all_regions(mean, local.size), strict=True):
+    own = [leaves[i] for i in which]
+    if counted is None:
+        new = for_all_regions(mean_for_all(own, all_reduce), local.size)
+    else:
+        new = _mean_of_counted(own, local, all_reduce, counted)
+    for i, leaf in zip(which, new, strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
 
 
+def _mean_of_counted(
+    own: list[jax.Array],
+    local: LocalRegions,
+    all_reduce: str | None,
+    counted: jax.Array,
+) -> list[jax.Array]:
+    """Average as `averaged` does; who counts crosses with the leaves, as a number."""
+    sent = [*without(own, counted), counted.astype(jnp.float32)]
+    mean = for_all_regions(mean_for_all(sent, all_reduce), local.size)
+    share = mean.pop()  # One where all count: then nothing is rounded anew.
+
+    def of_counted(x: jax.Array, old: jax.Array) -> jax.Array:
+        part = share.reshape(-1, *(1,) * (x.ndim - 1))
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.where(part > 0, (wide / part).astype(x.dtype), old)
+
+    return list(map(of_counted, mean, own))
+
+
 def make_average(setting: Setting) -> Callable | None:
-    """Make `average(model_state) -> (model_state, one)` of the regions.
+    """Make `average(model_state, params) -> (model_state, one)` of the regions.
 
     Args:
       setting: of the run.
 
     Returns:
-      A function that donates its argument; `one` is an array that is there when the
-      mean is, and goes into no other program. None where there is nothing to average.
+      A function that donates its first argument; `params` are the regions' where some
+      may be left out, else None; `one` is an array that is there when the mean is, and
+      goes into no other program. None where there is nothing to average.
     """
     state = setting.model_state
     if state is None or not state.averaged_bytes or setting.regions.num == 1:
@@ -56,13 +88,16 @@ def make_average(setting: Setting) -> Callable | None:
     # Few bytes: what takes least delays.
     kind = "direct" if wants_flat_buffer(setting.mesh) else None
 
-    def average(tree: PyTree) -> tuple[PyTree, jax.Array]:
-        new = averaged(tree, setting.local, kind)
+    def average(tree: PyTree, params: PyTree) -> tuple[PyTree, jax.Array]:
+        counted = None
+        if setting.sync.robust:
+            counted = jax.vmap(is_finite)((tree, params))
+        new = averaged(tree, setting.local, kind, counted)
         first = next(filter(is_float, jax.tree.leaves(new)))
         return new, first.reshape(setting.local.size, -1)[:, 0]
 
     mapped = region_shard_map(
-        average, setting.mesh, in_specs=(P(REGION),), out_specs=P(REGION)
+        average, setting.mesh, in_specs=P(REGION), out_specs=P(REGION)
     )
     return jax.jit(mapped, donate_argnums=0, out_shardings=regional(setting.mesh))
 
