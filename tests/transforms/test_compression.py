@@ -214,6 +214,27 @@ def test_a_nan_is_not_hidden(text):
     assert np.any(np.isnan(back))
 
 
+@pytest.mark.parametrize(
+    "text", [x for x in EXPRESSIONS if "low_rank" not in x and "every" not in x]
+)
+def test_nor_is_it_among_many_numbers(text):
+    """XLA's maximum of many numbers may leave it out where that of few does not."""
+    x = np.random.default_rng(0).normal(size=(70, 66)).astype(np.float32)
+    x[3, 3] = np.nan
+    back = np.asarray(round_trip(text, x))
+    assert np.isnan(back[3, 3])
+
+
+@pytest.mark.parametrize("text", ["int8", "int4", "int2", "fp4"])
+def test_a_nan_makes_its_own_block_one_and_no_other(text):
+    x = np.random.default_rng(0).normal(size=(70, 66)).astype(np.float32)
+    whole = np.asarray(round_trip(text, x)).ravel()
+    x[3, 3] = np.nan
+    back = np.asarray(round_trip(text, x)).ravel()
+    assert np.isnan(back[:256]).all()
+    np.testing.assert_array_equal(back[256:], whole[256:])
+
+
 def test_sign_has_the_least_squares_scale_per_block():
     x = np.random.default_rng(0).normal(size=11).astype(np.float32)
     back = np.asarray(round_trip("sign(4)", x))
