@@ -1,8 +1,9 @@
 """Which regions count in a mean when some send nonsense, and for how much.
 
-A region measures the length l_m = ||Delta_m|| of what it is about to send, before it is
-encoded; NaN stands for parameters or a message that are not finite. The lengths of all
-regions cross with the messages, so that every region comes to the same verdict:
+A region measures the length l_m = ||Delta_m|| of its pseudo-gradient, before it makes
+of it what it sends; NaN stands for parameters or a pseudo-gradient that are not finite.
+The lengths of all regions cross with the messages, so that every region comes to the
+same verdict:
 
     left out, not finite:  l_m is NaN
     left out, an outlier:  l_m > exclude_above * median(l), over those that are finite
@@ -20,7 +21,6 @@ Among those that count the mean may be a robust one:
 - "clip": sum_m w_m min(1, median(l) / l_m) Delta_m, norms clipped at their median.
   Adaptive robust clipping (Allouah et al., arXiv 2405.14432) clips at one of this very
   round's norms too, which one by how many regions may be at fault; the median is ours.
-  Of encoded messages l_m is that of what was to be encoded.
 - "trim:b": entry by entry the mean of what is left without the floor(b n) largest and
   smallest of n values (Yin et al., arXiv 1803.01498, Definition 2). Messages are
   gathered, and all of them decoded at once: M times a fragment.
@@ -179,18 +179,18 @@ class Robust:
         return jax.tree.map(lambda x: trimmed_mean(x, weights > 0, self.trim), decoded)
 
 
-def length(params: PyTree, message: PyTree) -> jax.Array:
+def length(params: PyTree, delta: PyTree) -> jax.Array:
     """Measure one region's message: its L2 norm, NaN where something is not finite.
 
     Args:
       params: all of the region's parameters.
-      message: what it is about to send, not yet encoded.
+      delta: the pseudo-gradient that the message is made of.
 
     Returns:
       Scalar of at least float32; NaN also where the square of the norm is too large.
     """
-    finite = is_finite((params, message))
-    norm = optax.tree_utils.tree_norm(jax.tree.map(widen, message))
+    finite = is_finite((params, delta))
+    norm = optax.tree_utils.tree_norm(jax.tree.map(widen, delta))
     return jnp.where(finite & jnp.isfinite(norm), norm, jnp.nan)
 
 

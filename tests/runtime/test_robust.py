@@ -206,6 +206,24 @@ def test_nobody_left_out_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.parametrize("averaging", ["mean", "rda"])
+def test_an_outlier_is_one_whatever_the_mean_is_of(averaging):
+    """Directions are of length 1, far above that of a short pseudo-gradient."""
+    method = methods.get(
+        "decoupled_diloco",
+        sync_interval=6,
+        num_fragments=1,
+        delay_steps=1,
+        averaging=averaging,
+        exclude_above=5.0,
+    )
+    program = RegionProgram(loss_fn, optax.sgd(1e-5), method, PARAMS, R)
+    state = program.init(PARAMS, jax.random.key(0))
+    *_, (state, output) = run(program, state, stream(), 7)
+    verdict = np.asarray(output.syncs[0].verdict)
+    assert told(verdict) == {0: "outlier", 2: "not finite"}
+
+
 def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
     method = DILOCO(exclude_above=5.0, compress="ef+int8")
     optimizer = optax.adam(optax.linear_schedule(0.1, 0.0, 100))

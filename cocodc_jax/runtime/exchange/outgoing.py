@@ -78,16 +78,17 @@ def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
 
     def outgoing(params, stale_params, state, weights, keys, start_step):
         staged = setting.fragments.take(params, fragment_id, lead=1)
-        message = jax.tree.map(
+        deltas = jax.tree.map(
             lambda o, x: (o if is_by_region else o[None]) - x.astype(o.dtype),
             stale_params,
             staged,
         )
         key = None if start_step is None else sync_key(fragment_id, start_step)
-        message = setting.local.map(lambda delta: average.before(delta, key))(message)
+        message = setting.local.map(lambda delta: average.before(delta, key))(deltas)
         lengths = None
         if sync.robust:
-            lengths = setting.local.map(length)(params, message)
+            # Of the deltas: what is made of them may be directions, all of one length.
+            lengths = setting.local.map(length)(params, deltas)
             # What is summed has one dtype.
             dtype = jnp.float32 if compressor else jax.tree.leaves(message)[0].dtype
             lengths = lengths.astype(dtype)
