@@ -175,7 +175,7 @@ class Compressed(Message):
     @property
     def only_weighted(self) -> str | None:
         """Why its mean can be a weighted one only; None if not."""
-        if isinstance(self.by, SparseCompressor):
+        if self.by.is_sparse:
             return "a region's message does not have every entry"
         return None
 

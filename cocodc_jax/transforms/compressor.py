@@ -31,12 +31,14 @@ class Compressor:
       encode: `encode(tree, state, key=None) -> (message, state)`; leaves are float
         arrays of any shape; `key` is needed by stochastic rounding only.
       decode: `decode(message) -> tree`, with the structure, shapes and dtypes encoded.
+      is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
     """
 
     name: str
     init: Callable[[Any], Any]
     encode: Callable[..., tuple[Any, Any]]
     decode: Callable[[Any], Any]
+    is_sparse: bool = dataclasses.field(default=False, kw_only=True)
 
 
 @functools.partial(

@@ -91,8 +91,11 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
             return part
         return product(part["left"], transposed(part["right"]))
 
+    def decode(message):
+        return map_packed(decode_leaf, message)
+
     name = f"low_rank({factors.name})" if factors else "low_rank"
-    return Compressor(name, init, encode, lambda m: map_packed(decode_leaf, m))
+    return Compressor(name, init, encode, decode, is_sparse=inner.is_sparse)
 
 
 def resize(state: LowRankState, tree, rank: int) -> LowRankState:

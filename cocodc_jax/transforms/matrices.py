@@ -70,7 +70,8 @@ def matrices(inner: Compressor) -> Compressor:
         found = inner.decode(message.matrices) | whole.decode(message.vectors)
         return message.structure.unflatten([found[path] for path in message.paths])
 
-    return Compressor(f"matrices({inner.name})", init, encode, decode)
+    name = f"matrices({inner.name})"
+    return Compressor(name, init, encode, decode, is_sparse=inner.is_sparse)
 
 
 def _split(tree):

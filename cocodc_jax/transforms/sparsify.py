@@ -184,6 +184,7 @@ def _sparse(name, count, rows, values):
         return rows.join(_scatter(*read(arrays, shape), rows.size(shape)), shape)
 
     plain = per_leaf(name, encode_leaf, decode_leaf)
+    plain = dataclasses.replace(plain, is_sparse=True)
     return SparseCompressor(
         **vars(plain), row_size=rows.size, read=read, invert=rows.join
     )

@@ -119,7 +119,10 @@ def threshold(
         places = unpack(packed.arrays["indices"], index_bits(size + 1), chosen.size)
         return jnp.zeros(size, chosen.dtype).at[places].set(chosen, mode="drop")
 
-    return Compressor(name, init, encode, lambda m: map_packed(decode_leaf, m))
+    def decode(message):
+        return map_packed(decode_leaf, message)
+
+    return Compressor(name, init, encode, decode, is_sparse=True)
 
 
 def _capacity(size, density, slack):

@@ -176,6 +176,17 @@ class TestArguments:
         with pytest.raises(ValueError, match=rf"method='{name}': .*{why}"):
             methods.get(name, **options)
 
+    @pytest.mark.parametrize("sparse", ["topk:0.25", "chunked:8", "threshold:0.25"])
+    @pytest.mark.parametrize("wrapped", ["", "ef+", "matrices+", "ef+matrices+"])
+    def test_sparse_messages_are_refused_however_wrapped(self, sparse, wrapped):
+        with pytest.raises(ValueError, match="does not have every entry"):
+            methods.get("diloco", compress=wrapped + sparse, robust_mean="trim:0.25")
+
+    @pytest.mark.parametrize("dense", ["int4", "matrices+int4", "lowrank:2"])
+    def test_those_that_have_every_entry_are_not(self, dense):
+        method = methods.get("diloco", compress=dense, robust_mean="trim:0.25")
+        assert method.sync.robust.trim == 0.25
+
     def test_a_trimmed_mean_has_no_weights(self):
         with pytest.raises(ValueError, match="a trimmed mean has no weights"):
             methods.get("diloco", robust_mean="trim:0.2", region_weights="tokens")
