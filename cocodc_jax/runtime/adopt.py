@@ -10,7 +10,8 @@ inner optimizer; the model is the same. What fits is kept, what does not is told
   is remembered of messages) stays each region's own where there are as many as before.
   Otherwise every region begins at the mean over all of them, of counters the largest:
   what they did since their last sync is in it, and goes with the next message. Keys are
-  then drawn anew from the first region's.
+  then drawn anew from the first region's, and the entries of messages that
+  each region owns (`sync.masked`) are dealt anew.
 - An optimizer's state is kept if it has the same structure; else the new optimizer's
   begins, but learning rates that follow a schedule go on at the step.
 - The outer optimizer's state is kept if it has the same structure, cut anew where
@@ -24,6 +25,7 @@ inner optimizer; the model is the same. What fits is kept, what does not is told
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -226,8 +228,21 @@ class _Adoption:
             self._regional("model_state", old.model_state, fresh.model_state),
         )
 
-    def _regional(self, name: str, old: PyTree, fresh: PyTree) -> PyTree:
-        """Return `old`, leaves `[R, ...]`, for the new regions, where it fits."""
+    def _regional(
+        self,
+        name: str,
+        old: PyTree,
+        fresh: PyTree,
+        of_regions: Callable = lambda tree: tree,
+    ) -> PyTree:
+        """Return `old`, leaves `[R, ...]`, for the new regions, where it fits.
+
+        Args:
+          name: what is told of it.
+          old: of the regions before.
+          fresh: of the new ones.
+          of_regions: makes of what is the same for all what is each region's own.
+        """
         if not jax.tree.leaves(old) or name in self._lost:
             return fresh
         why = difference(old, fresh, lead=1)
@@ -244,7 +259,8 @@ class _Adoption:
             lambda tree: jax.tree.map(mean_over_all, tree), out_shardings=inside(old)
         )(old)
         return jax.jit(
-            lambda tree: for_all_regions(tree, self._num), out_shardings=where
+            lambda tree: of_regions(for_all_regions(tree, self._num)),
+            out_shardings=where,
         )(transfer.move(mean, inside(fresh)))
 
     def _sync(
@@ -271,7 +287,14 @@ class _Adoption:
             flights = transfer.move(old.in_flight, where)
         compressors = fresh.compressors
         if self._is_same_cut():
-            compressors = self._regional("compressors", old.compressors, compressors)
+            assert self._new.method.sync is not None
+            of_regions = self._new.method.sync.message.of_regions
+            compressors = self._regional(
+                "compressors",
+                old.compressors,
+                compressors,
+                lambda states: tuple(map(of_regions, states)),
+            )
         elif jax.tree.leaves(old.compressors):
             self._lost["compressors"] = "the model is cut into other fragments"
         stale = fresh.stale_params
