@@ -308,6 +308,13 @@ class SyncPrograms:
         assert state.sync is not None
         return self._outer.whole(state.sync, state.region, mean)
 
+    def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
+        """Return what regions remember of messages, as of messages of `rank`."""
+        if rank == sync.schedule.rank:
+            return sync.compressors
+        assert isinstance(self._outer, SharedOuterModel)
+        return self._outer.compressors.resized(sync, rank)
+
     def copy(self, region: RegionState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' fragment as it is now."""
         return self._copy[fragment_id](region.params)

@@ -477,6 +477,17 @@ class RegionProgram:
         assert self._syncs is not None
         return self._syncs.copy(state.region, fragment_id)
 
+    def compressors_of(self, state: TrainState, rank: int) -> PyTree:
+        """Return what regions remember of messages, fitted to those of another rank.
+
+        Args:
+          state: at whose schedule's rank they are.
+          rank: see `messages.Ranked`; 0 where the schedule sets none.
+        """
+        assert self._syncs is not None
+        assert state.sync is not None
+        return self._syncs.compressors_of(state.sync, rank)
+
     def outer_bytes(self, state: TrainState) -> int:
         """Count the bytes a method keeps besides the regions' own training.
 

@@ -19,7 +19,10 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.methods.contrib.dilocox import dilocox
 from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.loop import joining
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.membership.place import Place
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
 from cocodc_jax.sync import merge
@@ -468,3 +471,56 @@ def test_divided_over_a_regions_devices(real):
     _, plain = train(real[0], start(real[0]), 20)
     assert [row for row, *_ in seen] == [row for row, *_ in plain]
     assert_close(seen, plain, 1e-4)
+
+
+@pytest.mark.parametrize("sum_factors", [False, True])
+def test_adopted_it_goes_on_at_its_rank(sum_factors):
+    """Another inner optimizer alone: all that the method remembers is kept."""
+    method = dilocox(
+        6, 6, 1, sum_factors=sum_factors, outer_lr=OUTER_LR, outer_momentum=MOMENTUM
+    )
+    program, state = make(method)
+    state, _ = train(program, state, 19)
+    assert state.sync.schedule.rank == 3
+    before = jax.device_get(state.sync.compressors)
+    other = RegionProgram(
+        loss_fn, optax.sgd(LR, 0.5), method, PARAMS, NUM_REGIONS, mesh=program.mesh
+    )
+    state, kept, lost = other.adopt(state, program)
+    assert not lost
+    assert kept["compressors"] == "of each region"
+    found = jax.device_get(state.sync.compressors)
+    jax.tree.map(np.testing.assert_array_equal, found, before)
+    _, seen = train(other, state, 24)
+    assert [row[1] for row, *_ in seen] == [3, 3]
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_who_joins_does_so_at_the_rank_of_the_others(is_carried):
+    """The region that joins was cut off at the first rank, or has just begun."""
+    place = Place(0, ("127.0.0.1:1", "127.0.0.1:2"), b"k" * 32)
+    one = RegionProgram(
+        loss_fn, optax.sgd(LR), ADAPTIVE, PARAMS, 2, mesh=make_mesh(1),
+        transport=Transport("jobs", place=place),
+    )  # fmt: skip
+    schedule = dataclasses.replace(
+        start(one).sync.schedule, in_flight=(), sent_rank=3, round_steps=3
+    )
+    sync = dataclasses.replace(start(one).sync, schedule=schedule, in_flight={})
+    copy = joining.copy_of(one, dataclasses.replace(start(one), sync=sync))
+    carried, unsent = None, 0.0
+    if is_carried:
+        mine, unsent = start(one), 0.5
+        (compressor,) = mine.sync.compressors
+        residual = jax.tree.map(lambda x: x + unsent, compressor.residual)
+        compressor = compressor._replace(residual=residual)
+        sync = dataclasses.replace(mine.sync, compressors=(compressor,))
+        carried = joining.Carried(dataclasses.replace(mine, sync=sync))
+    state = joining.adopt(one, PARAMS, jax.random.key(0), copy, carried)
+    assert state.sync.schedule.rank == 3
+    found, like = state.sync.compressors, one.abstract(schedule).sync.compressors
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+    for x, shape in zip(*map(jax.tree.leaves, (found, like)), strict=True):
+        assert (x.shape, x.sharding) == (shape.shape, shape.sharding)
+    for x in jax.tree.leaves(found[0].residual):
+        assert (np.asarray(x) == unsent).all()

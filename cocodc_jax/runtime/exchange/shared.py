@@ -78,24 +78,21 @@ class SharedOuterModel:
         self._join = make_join(self.place)
         shardings = setting.shardings
         shapes, regional = jax.eval_shape(self._make, setting.params)
-        self.where, where_regional = self._where(shapes, regional)
+        self.where, _ = self._where(shapes, regional)
         first = self.where
         if not self.steps_on_mesh:  # One program makes all of it, so on one channel.
             lay = functools.partial(shardings.on_host, channel=0)
             first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
-        self._new_regional = jax.jit(
-            lambda x: self._make(x)[1], out_shardings=where_regional
-        )
-        if not jax.tree.leaves(regional):  # Most compressors remember nothing.
-            self._new_regional = lambda _: regional
+        # By the rank of the messages, where the schedule sets one.
+        self._new_regional: dict[int, Callable] = {}
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
-        """Return the state before the first step.
+        """Return the state before the first step, or of regions that begin later.
 
         Args:
           params: one region's parameters, on the mesh.
-          schedule: the schedule's state.
+          schedule: the schedule's state; what compressors remember is of its rank.
         """
         shardings = self._setting.shardings
         near = params
@@ -104,7 +101,19 @@ class SharedOuterModel:
         outer = self._new_outer(near)
         if len(shardings.channels) > 1:
             outer = transfer.move(outer, self.where)
-        return SyncState(outer, schedule, *self._new_regional(params))
+        rank = schedule.rank
+        if rank not in self._new_regional:
+            self._new_regional[rank] = self._make_regional(rank)
+        return SyncState(outer, schedule, *self._new_regional[rank](params))
+
+    def _make_regional(self, rank: int) -> Callable:
+        """Make what makes of parameters what regions remember before messages."""
+        make = functools.partial(self._make, rank=rank)
+        outer, regional = jax.eval_shape(make, self._setting.params)
+        if not jax.tree.leaves(regional):  # Most compressors remember nothing.
+            return lambda _: regional
+        _, where = self._where(outer, regional)
+        return jax.jit(lambda x: make(x)[1], out_shardings=where)
 
     def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
         parts = outer_parts(self._setting.fragments, params)

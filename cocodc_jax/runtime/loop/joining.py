@@ -105,13 +105,17 @@ def adopt(
     assert abstract is not None
     frames = iter(copy.arrays)
     outer = _read(frames, abstract.outer)
-    own = carried.state.sync if carried else None
 
     def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
         assert state.sync is not None
-        kept = {} if own is None else {"compressors": own.compressors}
+        # Whatever they remember, the next message has the others' rank.
+        own = carried.state if carried else state
         sync = dataclasses.replace(
-            state.sync, outer=outer, schedule=schedule, in_flight=flights, **kept
+            state.sync,
+            outer=outer,
+            schedule=schedule,
+            compressors=program.compressors_of(own, schedule.rank),
+            in_flight=flights,
         )
         return dataclasses.replace(
             state, sync=sync, step=copy.step, bytes_sent=copy.header["bytes_sent"]
