@@ -409,6 +409,7 @@ def test_a_checkpoint_of_other_factors_is_refused(real, tmp_path):
     state, _ = train(program, start(program), 8)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(program, state, {})
+        checkpoints.wait()
         with pytest.raises(ValueError, match="another model, method"):
             checkpoints.restore(make(fixed(2))[0])
 
