@@ -6,9 +6,11 @@ the file that was there before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -18,6 +20,19 @@ class UnwritableError(OSError):
     def __str__(self) -> str:
         """Return what to print of it."""
         return f"{self.filename} cannot be written ({self.strerror})"
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have an `OSError` name the file that is being written.
+
+    Raises:
+      UnwritableError: in place of the error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableError(error.errno, error.strerror, str(path)) from error
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -32,22 +47,16 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        _replace(path, partial, content)
-    except OSError as error:
-        raise UnwritableError(error.errno, error.strerror, str(path)) from error
-
-
-def _replace(path: pathlib.Path, partial: pathlib.Path, content: str | bytes) -> None:
-    try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            # Otherwise the new name may be on the disk before the content is.
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                # Otherwise the new name may be on the disk before the content is.
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -53,10 +53,19 @@ class Pipeline:
         for name in ("num_stages", "sync_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("activation_bytes", "stage_bytes"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be at least 0 and finite")
+        check_sizes(self.activation_bytes, self.stage_bytes)
+
+
+def check_sizes(activation_bytes: float, stage_bytes: float) -> None:
+    """Refuse sizes of messages that are none.
+
+    Raises:
+      ValueError: naming the argument and its value.
+    """
+    sizes = {"activation_bytes": activation_bytes, "stage_bytes": stage_bytes}
+    for name, value in sizes.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be at least 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)

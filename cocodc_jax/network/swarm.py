@@ -29,7 +29,7 @@ import random
 from collections.abc import Sequence
 
 from cocodc_jax.network.links import LinkState
-from cocodc_jax.network.placement import Stages
+from cocodc_jax.network.placement import Stages, check_sizes
 from cocodc_jax.network.swarm_state import Batch, Move, SwarmState
 
 WIRINGS = ("stochastic", "fixed")
@@ -82,10 +82,7 @@ class Swarm:
             )
         if not all(0 < seconds < math.inf for seconds in self.batch_s):
             raise ValueError(f"batch_s={self.batch_s} must be positive")
-        for name in ("activation_bytes", "stage_bytes"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be at least 0 and finite")
+        check_sizes(self.activation_bytes, self.stage_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,11 @@ A simulator's timeline holds simulated seconds; one that was measured
 (`experiments.timeline`) has the same shape, so that the two can be laid side by side.
 """
 
+from __future__ import annotations
+
+import bisect
 import dataclasses
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 import numpy as np
@@ -81,18 +83,18 @@ class Timeline:
         each sync. What it waits for besides (slower regions, the outer step) is not
         counted.
         """
-        flights = sorted((sync.start_s, sync.arrival_s) for sync in self.syncs)
-        begins = [since for since, _ in flights]
-        # The latest arrival of those up to each: before it, none of them is left.
-        over = list(itertools.accumulate((until for _, until in flights), max))
+        flights = self.flights()
         waits = [(sync.merge_s - sync.stall_s, sync.merge_s) for sync in self.syncs]
         total, counted_s = 0.0, 0.0
         for since, until in sorted(waits):
-            since, until = max(since, counted_s), min(until, self.sim_s)
-            first, last = bisect_right(over, since), bisect_left(begins, until)
-            total += covered_s(flights[first:last], since, until)
+            until = min(until, self.sim_s)
+            total += flights.covered_s(max(since, counted_s), until)
             counted_s = max(counted_s, until)
         return total
+
+    def flights(self) -> Intervals:
+        """Return when messages were on their way."""
+        return Intervals((sync.start_s, sync.arrival_s) for sync in self.syncs)
 
     @property
     def exposed_share(self) -> float:
@@ -165,17 +167,28 @@ class Timeline:
         }
 
 
-def covered_s(
-    intervals: Iterable[tuple[float, float]], begin_s: float, end_s: float
-) -> float:
-    """Return the seconds between two moments that any of the intervals covers.
+class Intervals:
+    """Intervals of time, which may overlap, to be asked about again and again."""
 
-    >>> covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 9.0)], 1.0, 6.0)
-    3.0
-    """
-    total = 0.0
-    for since, until in sorted(intervals):
-        since, until = max(begin_s, since), min(end_s, until)
-        total += max(0.0, until - since)
-        begin_s = max(begin_s, until)
-    return total
+    def __init__(self, intervals: Iterable[tuple[float, float]]):
+        """Sort them by their beginnings."""
+        self._sorted = sorted(intervals)
+        self._begins = [since for since, _ in self._sorted]
+        # The latest end of those up to each: from there on, none of them is left.
+        ends = (until for _, until in self._sorted)
+        self._over = list(itertools.accumulate(ends, max))
+
+    def covered_s(self, begin_s: float, end_s: float) -> float:
+        """Return the seconds between two moments that any of them covers.
+
+        >>> Intervals([(0.0, 2.0), (1.0, 3.0), (5.0, 9.0)]).covered_s(1.0, 6.0)
+        3.0
+        """
+        first = bisect.bisect_right(self._over, begin_s)
+        last = bisect.bisect_left(self._begins, end_s)
+        total = 0.0
+        for since, until in self._sorted[first:last]:
+            since, until = max(begin_s, since), min(end_s, until)
+            total += max(0.0, until - since)
+            begin_s = max(begin_s, until)
+        return total

@@ -17,7 +17,7 @@ import numpy as np
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.network import trace
-from cocodc_jax.network.timeline import SyncRecord, Timeline, covered_s
+from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run.method_config import MethodConfig
 
 _LEAST_OVERLAP = 0.05  # of a stretch, to count as one beside a sync
@@ -195,12 +195,12 @@ def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
     waited: dict[int, float] = {}
     for sync in timeline.syncs:  # A mark is made before the waiting that follows it.
         waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
-    flights = [(sync.start_s, sync.arrival_s) for sync in timeline.syncs]
+    flights = timeline.flights()
     quiet, beside = [], []
     for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
         wait_s = waited.get(step, 0.0)
         took_s = max(np.subtract(ends, begins)) - wait_s
-        overlap_s = covered_s(flights, max(begins), max(ends)) - wait_s
+        overlap_s = flights.covered_s(max(begins), max(ends)) - wait_s
         if overlap_s < _LEAST_OVERLAP * took_s:
             quiet.append(took_s / (next_step - step))
         else:

@@ -19,7 +19,7 @@ from cocodc_jax.files import read_table
 from cocodc_jax.report.curves import steps_to_loss
 
 from .rows import Row
-from .schedule import BESIDES, FINAL, cell_of, leaves
+from .schedule import FINAL, cell_of, differing, leaves
 
 PUBLISHED, TUNED = "published", "tuned"
 COLUMNS = (PUBLISHED, TUNED)
@@ -219,12 +219,8 @@ def _differing(
 ) -> list[str]:
     """List what tells a cell from others of its method, besides `SHOWN`."""
     rivals = [other for other in every if other["method"] == flags["method"]]
-    without = {*SHOWN, *tuned, *BESIDES}
-    return [
-        name
-        for name, value in flags.items()
-        if name not in without and any(r.get(name) != value for r in rivals)
-    ]
+    apart = differing(rivals, tuned)
+    return [name for name in flags if name in apart and name not in SHOWN]
 
 
 def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, Column]:

@@ -9,8 +9,7 @@ from typing import Any
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
 from .keys import completed
 from .rows import Row as Written
-from .runs import Row
-from .schedule import BESIDES, FINAL, Plan, cell_of, leaves
+from .schedule import FINAL, Plan, cell_of, differing, leaves, rows_of
 
 
 def find(found: Sequence[Cell], words: str | None) -> Cell:
@@ -70,9 +69,8 @@ def check(
         return
     there = (row["config"] for row in written if row["stage"] == FINAL)
     to_be = (
-        completed(Row(setting, seed, FINAL, plan.grid.tuned).config.to_json())
-        for setting in plan.grid.settings
-        for seed in plan.grid.seeds
+        completed(row.config.to_json())
+        for row in rows_of(plan.grid, plan.grid.settings, plan.grid.seeds, FINAL)
     )
     fitting = {
         cell_of(config, plan.grid.tuned): leaves(config)
@@ -101,10 +99,9 @@ def _example(plan: Plan) -> str:
 def _differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> str:
     """Return the flags that tell configurations apart, with their values."""
     told = []
-    for name in dict.fromkeys(name for flags in configs for name in flags):
+    for name in differing(configs, tuned):
         values = dict.fromkeys(str(flags.get(name)) for flags in configs)
-        if name not in (*BESIDES, *tuned) and len(values) > 1:
-            told.append(f"{name} ({', '.join(values)})")
+        told.append(f"{name} ({', '.join(values)})")
     return " or ".join(told)
 
 

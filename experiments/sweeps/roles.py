@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from .grid import Grid
 from .rows import Row as Written
 from .runs import Row
-from .schedule import FINAL
+from .schedule import FINAL, rows_of, rung_name
 
 
 def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
@@ -34,10 +34,7 @@ def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
 def _every(grid: Grid) -> Iterator[Row]:
     """Yield every row that a grid may train, final ones last."""
     if grid.halving:
-        for number, steps in enumerate(grid.halving.rungs, 1):
-            for setting in grid.settings:
-                for seed in grid.halving.tuning_seeds:
-                    yield Row(setting.at(steps), seed, f"rung {number}", grid.tuned)
-    for setting in grid.settings:
-        for seed in grid.seeds:
-            yield Row(setting, seed, FINAL, grid.tuned)
+        seeds = grid.halving.tuning_seeds
+        for number, steps in enumerate(grid.halving.rungs):
+            yield from rows_of(grid, grid.settings, seeds, rung_name(number), steps)
+    yield from rows_of(grid, grid.settings, grid.seeds, FINAL)

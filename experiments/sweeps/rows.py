@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from cocodc_jax.files import UnwritableError
+from cocodc_jax.files import writing
 
 from .keys import completed, run_key, setting_key
 
@@ -26,14 +26,7 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
       UnwritableError: if it cannot be written.
     """
     line, path = json.dumps(row).encode() + b"\n", folder / FILE
-    try:
-        _append(path, line)
-    except OSError as error:
-        raise UnwritableError(error.errno, error.strerror, str(path)) from error
-
-
-def _append(path: pathlib.Path, line: bytes) -> None:
-    with path.open("a+b") as file:
+    with writing(path), path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)

@@ -34,6 +34,48 @@ def cell_of(config: Mapping[str, Any], tuned: Sequence[str]) -> str:
     return json.dumps(same, sort_keys=True)
 
 
+def differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> list[str]:
+    """List the flags by which configurations are of different cells.
+
+    Args:
+      configs: leaves of each.
+      tuned: flags that are tuned, which tell no cells apart.
+    """
+    without = {*BESIDES, *tuned}
+    names = dict.fromkeys(name for flags in configs for name in flags)
+    return [
+        name
+        for name in names
+        if name not in without
+        and any(flags.get(name) != configs[0].get(name) for flags in configs)
+    ]
+
+
+def rung_name(number: int) -> str:
+    """Return the stage of a rung, counted from 0."""
+    return f"rung {number + 1}"
+
+
+def rows_of(
+    grid: Grid,
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    stage: str,
+    steps: int | None = None,
+) -> list[Row]:
+    """Return the rows of some of a grid's settings, all seeds of each together.
+
+    Args:
+      grid: theirs.
+      settings: some of its.
+      seeds: of each.
+      stage: that they are of.
+      steps: of a rung; None is the settings' own.
+    """
+    at = [s.at(steps) if steps else s for s in settings]
+    return [Row(s, seed, stage, grid.tuned) for s in at for seed in seeds]
+
+
 @dataclasses.dataclass
 class Plan:
     """The rows of a grid, stage by stage.
@@ -76,8 +118,8 @@ class Plan:
         for rung in range(len(halving.rungs)) if halving else ():
             assert halving is not None
             rivals = [s for s in settings if self._num(s, settings) > halving.winners]
-            rows = self._rows(rivals, halving.rungs[rung], halving.tuning_seeds,
-                              f"rung {rung + 1}")  # fmt: skip
+            rows = rows_of(self.grid, rivals, halving.tuning_seeds, rung_name(rung),
+                           halving.rungs[rung])  # fmt: skip
             yield rows
             written, num = results(), len(halving.tuning_seeds)
             losses = [written[row.row_id]["loss"] for row in rows]
@@ -91,7 +133,7 @@ class Plan:
             settings = [
                 s for s in self.grid.settings if s.published or s.key in self.chosen
             ]
-        yield self._rows(settings, None, self.grid.seeds, FINAL)
+        yield rows_of(self.grid, settings, self.grid.seeds, FINAL)
 
     def is_own(self, number: int) -> bool:
         """Tell whether a setting of a stage is this shard's: all seeds of it are."""
@@ -137,16 +179,6 @@ class Plan:
     def _num(self, setting: Setting, among: Sequence[Setting]) -> int:
         key = self._keys[setting.key]
         return sum(self._keys[other.key] == key for other in among)
-
-    def _rows(
-        self,
-        settings: Sequence[Setting],
-        steps: int | None,
-        seeds: Sequence[int],
-        stage: str,
-    ) -> list[Row]:
-        at = [s.at(steps) if steps else s for s in settings]
-        return [Row(s, seed, stage, self.grid.tuned) for s in at for seed in seeds]
 
     def _remember(self, rung, settings, losses, kept) -> None:
         assert self.grid.halving is not None

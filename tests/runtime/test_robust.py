@@ -73,6 +73,13 @@ def make_program(method, exchange="program"):
     )
 
 
+def verdict_of(program, num_steps):
+    """The state after so many steps, and who was left out of the one sync by then."""
+    state = program.init(PARAMS, jax.random.key(0))
+    *_, (state, output) = run(program, state, stream(), num_steps)
+    return state, told(np.asarray(output.syncs[0].verdict))
+
+
 def mean_of(messages, above, mean, trim):
     """The verdicts and the mean of the regions' messages, each one array."""
     length = np.array([np.linalg.norm(x) for x in messages])
@@ -218,19 +225,16 @@ def test_an_outlier_is_one_whatever_the_mean_is_of(averaging):
         exclude_above=5.0,
     )
     program = RegionProgram(loss_fn, optax.sgd(1e-5), method, PARAMS, R)
-    state = program.init(PARAMS, jax.random.key(0))
-    *_, (state, output) = run(program, state, stream(), 7)
-    verdict = np.asarray(output.syncs[0].verdict)
-    assert told(verdict) == {0: "outlier", 2: "not finite"}
+    _, verdict = verdict_of(program, 7)
+    assert verdict == {0: "outlier", 2: "not finite"}
 
 
 def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
     method = DILOCO(exclude_above=5.0, compress="ef+int8")
     optimizer = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
     program = RegionProgram(loss_fn, optimizer, method, PARAMS, R)
-    state = program.init(PARAMS, jax.random.key(0))
-    *_, (state, output) = run(program, state, stream(), 4)
-    assert told(np.asarray(output.syncs[0].verdict)) == {2: "not finite"}
+    state, verdict = verdict_of(program, 4)
+    assert verdict == {2: "not finite"}
     (fed_back,) = jax.tree.map(np.asarray, state.sync.compressors)
     for leaf in jax.tree.leaves(fed_back):
         if leaf.dtype == np.float32:
@@ -254,9 +258,8 @@ def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
     )
     optimizer, supplies = optax.adam(LR), Supplies(LR, adam_second_moment(0.999))
     program = RegionProgram(loss_fn, optimizer, method, PARAMS, R, supplies=supplies)
-    state = program.init(PARAMS, jax.random.key(0))
-    *_, (state, output) = run(program, state, stream(), 6)
-    assert told(np.asarray(output.syncs[0].verdict)) == {2: "not finite"}
+    state, verdict = verdict_of(program, 6)
+    assert verdict == {2: "not finite"}
     assert np.asarray(state.region.opt_state[0].count).tolist() == [6, 6, 0, 6]
     found, outer = state.region.params, program.outer_params(state)
     for n in PARAMS:
