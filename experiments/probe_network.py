@@ -48,7 +48,7 @@ from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.run import agreement
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.messages import one_line, while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 
 from . import commands
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, flags.Error) as error:
         print(f"error: {one_line(error, values)}", file=sys.stderr)
         return 2
-    with failing_alone():
+    with failing_alone(), while_writable():
         rows = [
             probe(name, num_values, values.repeats, values.pause_s, links)
             for name, num_values in itertools.product(names, sizes)
