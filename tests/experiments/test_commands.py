@@ -1,7 +1,9 @@
 """The programs as commands of an installation."""
 
 import importlib
+import os
 import pathlib
+import subprocess
 import sys
 import tomllib
 
@@ -68,3 +70,18 @@ def test_programs_are_called_as_they_are_installed(monkeypatch):
     assert commands.command_line("compare_networks", []) == "cocodc-compare-networks"
     text = "`experiments.wan -- python -m experiments.train`"
     assert commands.shown(text) == "`cocodc-wan -- cocodc-train`"
+
+
+@pytest.mark.parametrize(("chosen", "holds"), [(None, "1"), ("3", "3")])
+def test_openblas_takes_one_thread_unless_told_otherwise(chosen, holds):
+    told = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    if chosen:
+        told["OPENBLAS_NUM_THREADS"] = chosen
+    # What is told after SciPy is loaded comes too late.
+    code = (
+        "import os, sys, experiments; "
+        "print(os.environ['OPENBLAS_NUM_THREADS'], 'scipy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=told, capture_output=True, check=True, cwd=ROOT)
+    assert ran.stdout.decode().split() == [holds, "False"]
