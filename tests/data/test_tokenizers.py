@@ -83,6 +83,18 @@ def test_huggingface_file(tmp_path, bpe):
     assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()
 
 
+def test_what_a_file_was_last_called_with_does_not_hold(tmp_path, bpe):
+    tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=12, pad_token="<|endoftext|>")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer.to_str())
+    loaded = _load(f"hf:{path}", tmp_path)
+    for text in ("x", "".join(TEXTS)):
+        assert loaded.encode(text).tolist() == bpe.encode(text).tolist()
+    assert loaded.fingerprint == bpe.fingerprint
+
+
 @pytest.fixture
 def folder(tmp_path, bpe):
     """A tokenizer as Hugging Face keeps it, whose text ends in an unusual token."""
