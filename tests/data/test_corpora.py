@@ -163,6 +163,18 @@ def test_fingerprint_does_not_depend_on_the_place(tmp_path):
     assert _texts(here) == _texts(there)
 
 
+def test_names_and_folders_are_part_of_the_fingerprint(tmp_path):
+    # They decide in which order documents are stored, and whose source they are.
+    found = set()
+    for root, name in (("a", "{}.txt"), ("b", "x{}.txt"), ("c", "folder/{}.txt")):
+        for index in range(4):
+            path = tmp_path / root / name.format(index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"text {index}")
+        found.add(_open(tmp_path / root, tmp_path / "d").fingerprint)
+    assert len(found) == 3
+
+
 def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypatch):
     make = prepare._make_builder
 

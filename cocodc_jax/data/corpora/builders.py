@@ -54,11 +54,14 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager):
         del dl_manager  # everything is on disk already
-        hashes = [corpus_files.content_hash(d.text) for d in self._documents()]
-        threshold = split_threshold(hashes, self._config)
+        named = [
+            (d.key, d.source, corpus_files.content_hash(d.text))
+            for d in self._documents()
+        ]
+        threshold = split_threshold((content for *_, content in named), self._config)
         metadata = self.info.metadata
         assert metadata is not None  # set in _info
-        metadata["content"] = _corpus_digest(hashes, threshold)
+        metadata["content"] = _corpus_digest(named, threshold)
         return {
             "train": self._generate_examples(threshold, is_validation=False),
             "validation": self._generate_examples(threshold, is_validation=True),
@@ -117,9 +120,12 @@ def split_threshold(hashes: Iterable[float], config: CorpusConfig) -> float:
     return float(np.clip(config.validation_fraction, distinct[0], distinct[-2]))
 
 
-def _corpus_digest(hashes: list[float], threshold: float) -> str:
-    content = np.sort(np.array([*hashes, threshold])).tobytes()
-    return hashlib.sha256(content).hexdigest()[:16]
+def _corpus_digest(named: list[tuple[str, str, float]], threshold: float) -> str:
+    """Digest keys, sources and texts: a key decides where its document is stored."""
+    digest = hashlib.sha256(repr(threshold).encode())
+    for entry in sorted(named):
+        digest.update(repr(entry).encode())
+    return digest.hexdigest()[:16]
 
 
 def _common_folder(files: Sequence[corpus_files.CorpusFile]) -> pathlib.Path:
