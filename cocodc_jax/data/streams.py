@@ -21,12 +21,16 @@ import numpy as np
 
 from cocodc_jax._extras import later
 from cocodc_jax.data.config import DataConfig
+from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.packing import TokenizedDocuments, pack_sequences
 
 if TYPE_CHECKING:
     import grain
 else:
     grain = later("grain", "data")
+
+# Windows one after another without a sequence, at least; cheap where a region has few.
+_LEAST_EMPTY = 1000
 
 
 class TrainStream:
@@ -122,22 +126,37 @@ def region_batches(
       seed_words: all that the order of documents and sequences depends on.
 
     Returns:
-      A Grain data set of `[B, L + 1]` arrays of ids.
+      A Grain data set of `[B, L + 1]` arrays of ids. Iterating raises RecordError
+      where no window of an epoch holds a sequence: it would go on looking for ever.
     """
     # Grain adds the epoch to a seed; hashing keeps neighbouring seeds and regions
     # from running into one another's epochs.
     order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)
+    size = _even_size(len(indices), window_documents)
+    most_empty = max(-(-len(indices) // size), _LEAST_EMPTY)
+    empty: list[int] = []  # Windows since the last sequence, by any thread.
 
     def make_window(chosen: list[int], rng: np.random.Generator) -> np.ndarray | None:
         documents = [tokens[index] for index in chosen]
         sequences = pack_sequences(documents, config.sequence_length + 1)
+        if len(sequences):
+            empty.clear()
+            return rng.permutation(sequences)
+        empty.append(len(chosen))
+        if len(empty) > most_empty:
+            raise RecordError(
+                f"shuffle_window_bytes={config.shuffle_window_bytes} makes windows of "
+                f"{size} documents, and {len(empty)} of them, one after another, were "
+                f"all shorter than a sequence of {config.sequence_length + 1} tokens; "
+                "use more, or a smaller sequence_length"
+            )
         # Grain passes over None; a window too small for one sequence is no element.
-        return rng.permutation(sequences) if len(sequences) else None
+        return None
 
     windows = (
         grain.MapDataset.source(indices)
         .shuffle(seed=int(order_seed))
-        .batch(_even_size(len(indices), window_documents), batch_fn=list)
+        .batch(size, batch_fn=list)
         .random_map(make_window, seed=int(sequence_seed))
         .repeat()
     )

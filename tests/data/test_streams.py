@@ -10,6 +10,7 @@ import pytest
 
 from cocodc_jax.data import DataConfig, load
 from cocodc_jax.data.corpora.corpus import open_corpus
+from cocodc_jax.data.corpora.row_files import RecordError
 
 LENGTH, BATCH = 15, 4
 
@@ -205,6 +206,28 @@ def test_a_window_too_small_for_a_sequence_is_passed_over(tmp_path):
         shuffle_window_bytes=1024,
     )
     assert _take(load(config, 1).train_stream(), 300).shape[0] == 300
+
+
+def test_windows_that_are_all_too_small_are_refused(tmp_path):
+    for source, text, count in (("books", "word " * 2000, 8), ("notes", "n", 80)):
+        (tmp_path / source).mkdir()
+        for index in range(count):
+            (tmp_path / source / f"{index}.txt").write_text(f"{index} {text}")
+    config = DataConfig(
+        f"text:{tmp_path}",
+        str(tmp_path / "data"),
+        sequence_length=LENGTH,
+        batch_per_region=BATCH,
+        partition="source",
+        shuffle_window_bytes=1024,
+    )
+    stream = load(config, 2, regions=[1]).train_stream()
+    with pytest.raises(
+        RecordError,
+        match="shuffle_window_bytes=1024 makes windows of 2 documents, .* shorter than "
+        "a sequence of 16 tokens; use more",
+    ):
+        next(stream)
 
 
 def test_eval_tokens_are_always_the_same(config, text_folder):
