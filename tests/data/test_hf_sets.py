@@ -247,6 +247,10 @@ def test_half_a_surrogate_pair_is_no_character(tmp_path):
             "a.jsonl, line 2: has no field 'text'; its fiel",
         ),
         ({"a.json.gz": b"x"}, "a.json.gz cannot be unpacked"),
+        (
+            {"a.json.gz": gzip.compress(b"")[:10] + b"\xff"},
+            "a.json.gz cannot be unpacked",
+        ),
         ({"a.parquet": b"x" * 99}, "a.parquet cannot be read"),
         ({"a.arrow": b"x" * 99}, "a.arrow cannot be read"),
     ],
@@ -258,6 +262,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, files, message):
         (folder / name).write_bytes(content)
     with pytest.raises(RecordError, match=re.escape(message)):
         open_corpus(config_of(folder, tmp_path))
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -18,6 +18,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -231,7 +232,7 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
             try:
                 with gzip.open(path) as packed:
                     shutil.copyfileobj(packed, file, 1 << 20)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 os.unlink(file.name)
                 raise RecordError(f"{path} cannot be unpacked: {error}") from error
         os.replace(file.name, target)  # Whole, for any other process that looks.
