@@ -10,9 +10,7 @@ are never produced.
 
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -22,6 +20,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.data import tokenizer_folder
 from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
 from cocodc_jax.data.writable import make_writable
+from cocodc_jax.files import write_whole
 
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
@@ -264,10 +263,8 @@ def _cached_bpe(
     if not path.exists():
         make_writable(folder)
         text = train_bpe(texts, vocab_size)._tokenizer.to_str()
-        # A rename is atomic: another process sees no file or a whole one.
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        # Another process sees no file or a whole one, and other users may read it.
+        write_whole(path, text)
     return _load_huggingface(path.read_bytes())
 
 

@@ -280,7 +280,8 @@ def test_a_gz_is_unpacked_once_and_named_in_errors(tmp_path):
     write(path, TEXTS[:9])
     first = open_corpus(config_of(path, tmp_path))
     assert open_corpus(config_of(path, tmp_path)).fingerprint == first.fingerprint
-    assert len(list((tmp_path / "cache" / "unpacked").rglob("*.json"))) == 1
+    (unpacked,) = (tmp_path / "cache" / "unpacked").rglob("*.json")
+    assert unpacked.stat().st_mode == path.stat().st_mode
     with pytest.raises(
         RecordError, match=r"set/a.json.gz, line 1: has no field 'body'"
     ):

@@ -68,6 +68,9 @@ def test_bpe_compresses_its_corpus(bpe):
 def test_bpe_is_trained_once(tmp_path):
     first = _load("bpe:300", tmp_path, TEXTS)
     (file,) = tmp_path.iterdir()
+    (tmp_path / "new").touch()
+    assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
+    (tmp_path / "new").unlink()
     second = _load("bpe:300", tmp_path, iter(["never read"]))
     assert first.fingerprint == second.fingerprint
     assert list(tmp_path.iterdir()) == [file]

@@ -235,6 +235,8 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
             except (OSError, EOFError, zlib.error) as error:
                 os.unlink(file.name)
                 raise RecordError(f"{path} cannot be unpacked: {error}") from error
+        # Whoever may read the one may read the other, in a cache that several share.
+        shutil.copymode(path, file.name)
         os.replace(file.name, target)  # Whole, for any other process that looks.
     return target
 
