@@ -22,6 +22,8 @@ from cocodc_jax.models.layout import own_share
 
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
+# Features of a head that cuDNN takes: a multiple, up to so many (128 before Hopper).
+HEAD_MULTIPLE, MOST_HEAD_WIDTH = 8, 256
 # Positions of a block of splash attention, at most and at least.
 MOST_BLOCK, LEAST_BLOCK = 512, 128
 
@@ -134,6 +136,13 @@ def choose(
             (
                 f"computes in bfloat16, and compute_dtype={config.compute_dtype!r}",
                 config.compute_dtype != "bfloat16",
+            ),
+            (
+                f"takes heads of a multiple of {HEAD_MULTIPLE} features up to "
+                f"{MOST_HEAD_WIDTH}, and width={config.width} with num_heads="
+                f"{config.num_heads} makes heads of {config.head_width}",
+                config.head_width % HEAD_MULTIPLE != 0
+                or config.head_width > MOST_HEAD_WIDTH,
             ),
         ),
     }

@@ -111,6 +111,21 @@ FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
         (SMALL, "cuda", 1024, {}, "cudnn"),
         (FLOAT32, "gpu", 1024, {}, "plain"),
         (dataclasses.replace(SMALL, attention="plain"), "tpu", 1024, {}, "plain"),
+        (
+            dataclasses.replace(SMALL, num_heads=2, num_kv_heads=2),
+            "gpu",
+            8,
+            {},
+            "cudnn",
+        ),
+        (
+            dataclasses.replace(SMALL, num_heads=1, num_kv_heads=1),
+            "gpu",
+            8,
+            {},
+            "plain",
+        ),
+        (dataclasses.replace(SMALL, width=32), "gpu", 8, {}, "plain"),
     ],
 )
 def test_the_platform_chooses(config, platform, length, flags, expected):
@@ -129,6 +144,11 @@ def test_the_platform_chooses(config, platform, length, flags, expected):
         (
             {"attention": "cudnn", "compute_dtype": "float32"}, "gpu", 128, {},
             "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use",
+        ),
+        (
+            {"attention": "cudnn", "width": 96}, "gpu", 128, {},
+            "attention='cudnn' takes heads of a multiple of 8 features up to 256, and "
+            "width=96 with num_heads=8 makes heads of 12; use attention='auto'",
         ),
         (
             {"attention": "splash"}, "tpu", 256, {"sequence_axis": 4},
