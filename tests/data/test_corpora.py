@@ -1,6 +1,7 @@
 """What the builders store, that it is prepared once, and what they refuse."""
 
 import errno
+import os
 import pathlib
 import subprocess
 import sys
@@ -272,6 +273,18 @@ def test_links_to_nowhere_are_passed_over(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no readable file"):
         _open(tmp_path, tmp_path / "data")
+
+
+def test_files_whose_names_are_not_utf8_are_read(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(4):
+        path = folder / os.fsdecode(b"caf\xe9%d.txt" % index)
+        path.write_text(f"text {index}")
+    corpus = _open(folder, tmp_path)
+    assert {*corpus.train, *corpus.validation} == {f"text {i}" for i in range(4)}
+    sources = {corpus.train.source_and_bytes(i)[0] for i in range(len(corpus.train))}
+    assert sources <= {rf"caf\udce9{index}" for index in range(4)}
 
 
 def test_file_without_permission_is_named(tmp_path, monkeypatch):

@@ -85,7 +85,8 @@ def list_text_files(paths: Iterable[str]) -> tuple[CorpusFile, ...]:
         base = root.parent if is_file else root
         for path in found:
             key = f"{index}/{path.relative_to(base).as_posix()}"
-            files.append(CorpusFile(path, key, _top_level(path, base)))
+            source = _top_level(path, base)
+            files.append(CorpusFile(path, _sayable(key), _sayable(source)))
     return tuple(files)
 
 
@@ -190,6 +191,11 @@ def walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
 def _top_level(path: pathlib.Path, root: pathlib.Path) -> str:
     parts = path.relative_to(root).parts
     return parts[0] if len(parts) > 1 else path.stem
+
+
+def _sayable(name: str) -> str:
+    """Return a name that UTF-8 can say: a file's may be any bytes."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _pieces(text: str, max_chars: int | None) -> Iterator[str]:
