@@ -277,9 +277,16 @@ def list_evaluation(
 def build_evaluate(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
 ) -> Callable[[models.Params], jax.Array]:
-    """Return what judges parameters on the validation batches; compiles nothing."""
+    """Return what judges parameters on the validation batches; compiles nothing.
+
+    Raises:
+      ValueError: naming the flag, if the corpus holds fewer.
+    """
     # The same batches whatever the method and the seed.
-    tokens = text.eval_tokens(config.run.eval_batches)
+    try:
+        tokens = text.eval_tokens(config.run.eval_batches)
+    except ValueError as error:
+        raise ValueError(f"eval_batches={config.run.eval_batches}: {error}") from error
     return make_evaluate(_judge(config, model, mesh), mesh, tokens)
 
 

@@ -36,6 +36,7 @@ def small(tmp_path: pathlib.Path) -> str:
         ({"stage_subspace": 4096}, "stage_subspace=4096 must be .* the model's width="),
         ({"devices": 64}, "devices=64 asks for more than there are"),
         ({"dataset": "text:/nowhere"}, "dataset|/nowhere"),
+        ({"eval_batches": 2**20}, "^eval_batches=1048576: .* and the corpus has"),
         ({"adopt_from": "/nowhere"}, "adopt_from='/nowhere' holds no run"),
     ],
 )
