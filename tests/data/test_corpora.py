@@ -1,5 +1,6 @@
 """What the builders store, that it is prepared once, and what they refuse."""
 
+import dataclasses
 import errno
 import os
 import pathlib
@@ -293,6 +294,29 @@ def test_file_without_permission_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "read_bytes", _refuse)
     with pytest.raises(ValueError, match="a.txt cannot be read .Permission denied.; c"):
         _open(tmp_path, tmp_path / "data")
+
+
+@pytest.mark.parametrize("kind", ["text", "hf"])
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch, kind):
+    folder = tmp_path / "set"
+    for name in ("a", "b", "locked"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "x.txt").write_text(f"text {name}")
+        (folder / name / "x.jsonl").write_text(f'{{"text": "text {name}"}}\n')
+    scan = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    config = DataConfig(f"{kind}:{folder}", str(tmp_path / "data"))
+    with pytest.raises(ValueError, match="set/locked cannot be read .Permission den"):
+        open_corpus(config)
+    if kind == "text":
+        corpus = open_corpus(dataclasses.replace(config, undecodable="skip"))
+        assert not any("locked" in text for text in (*corpus.train, *corpus.validation))
 
 
 def _refuse(path):

@@ -37,7 +37,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     if kind == "text":
         builder_class, found = (
             builders.TextFiles,
-            list_text_files(_at_hand(rest.split(","), config)),
+            list_text_files(_at_hand(rest.split(","), config), config.undecodable),
         )
         undecodable = config.undecodable
         if undecodable == "skip":

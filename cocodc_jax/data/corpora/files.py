@@ -11,7 +11,7 @@ import os
 import pathlib
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 TEXT_DOCUMENT_CHARS = 1 << 16
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -61,24 +61,29 @@ def list_stdlib_files() -> tuple[CorpusFile, ...]:
     return tuple(files)
 
 
-def list_text_files(paths: Iterable[str]) -> tuple[CorpusFile, ...]:
+def list_text_files(
+    paths: Iterable[str], undecodable: str = "refuse"
+) -> tuple[CorpusFile, ...]:
     """List text files, walking folders; hidden files and folders are left out.
 
     Args:
       paths: files and folders.
+      undecodable: "skip" leaves out folders that cannot be read, see `DataConfig`.
 
     Returns:
       The files, in order of name; a file's source is the first sub-folder it lies in,
       or its own stem.
 
     Raises:
-      ValueError: if a path does not exist, or a folder holds no readable file.
+      ValueError: if a path does not exist, or a folder holds no readable file, or
+        cannot be read.
     """
     files = []
+    refuse = None if undecodable == "skip" else _refuse_folder
     for index, name in enumerate(paths):
         root = pathlib.Path(name).expanduser().absolute()
         is_file = os.path.isfile(root)
-        found = [root] if is_file else list(walk(root))
+        found = [root] if is_file else list(walk(root, refuse))
         if not found:
             what = "holds no readable file" if os.path.isdir(root) else "does not exist"
             raise ValueError(f"dataset='text:...': {root} {what}")
@@ -172,9 +177,18 @@ def content_hash(text: str) -> float:
     return (int.from_bytes(digest) >> 11) / 2**53
 
 
-def walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
-    """List the files under a folder in order of name, without hidden ones."""
-    for folder, subfolders, names in os.walk(root):
+def walk(
+    root: pathlib.Path, refuse: Callable[[OSError], None] | None = None
+) -> Iterator[pathlib.Path]:
+    """List the files under a folder in order of name, without hidden ones.
+
+    Args:
+      root: the folder; of one that does not exist there are none.
+      refuse: is told of a folder that cannot be read, to raise; None passes it over.
+    """
+    for folder, subfolders, names in os.walk(
+        root, onerror=refuse if os.path.isdir(root) else None
+    ):
         # os.walk follows the order of this list, so sorting it fixes ours.
         subfolders[:] = sorted(
             name
@@ -186,6 +200,13 @@ def walk(root: pathlib.Path) -> Iterator[pathlib.Path]:
             # Dangling links and pipes are no files; os.path answers where Path raises.
             if not name.startswith(".") and os.path.isfile(path):
                 yield path
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise ValueError(
+        f"dataset='text:...': the folder {error.filename} cannot be read "
+        f"({error.strerror}); change its permissions, or choose undecodable=skip"
+    ) from error
 
 
 def _top_level(path: pathlib.Path, root: pathlib.Path) -> str:

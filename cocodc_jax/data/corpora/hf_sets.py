@@ -161,7 +161,7 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
 
 def _find(root: pathlib.Path) -> list[_Found]:
     base = root.parent if root.is_file() else root
-    files = [root] if root.is_file() else list(walk(root))
+    files = [root] if root.is_file() else list(walk(root, _refuse))
     keys = {path: path.relative_to(base).as_posix() for path in files}
     rows = {
         path: key
@@ -185,6 +185,13 @@ def _find(root: pathlib.Path) -> list[_Found]:
         for path, key in rows.items()
         if splits[path]
     ]
+
+
+def _refuse(error: OSError) -> None:
+    raise RecordError(
+        f"the folder {error.filename} cannot be read ({error.strerror}); change its "
+        "permissions"
+    ) from error
 
 
 def _split(key: str) -> str:
