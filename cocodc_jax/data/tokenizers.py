@@ -24,6 +24,9 @@ from cocodc_jax.files import write_whole
 
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
+# The library sets memory aside for every token it is asked for, and ends the process
+# where there is none.
+_MOST_TOKENS = 1 << 24
 
 
 class Tokenizer(Protocol):
@@ -279,10 +282,11 @@ def _load_huggingface(
 
 def _bpe_vocab_size(name: str) -> int:
     size = name.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < _NUM_BYTES + 1:
+    if not size.isdecimal() or not _NUM_BYTES < int(size) <= _MOST_TOKENS:
         raise ValueError(
             f"tokenizer={name!r} needs a vocabulary of at least {_NUM_BYTES + 1} "
-            "tokens (the bytes and end of text), such as 'bpe:4096'"
+            f"tokens (the bytes and end of text) and at most {_MOST_TOKENS}, such as "
+            "'bpe:4096'"
         )
     return int(size)
 

@@ -19,6 +19,8 @@ from cocodc_jax.data.config import DataConfig, cache_dir
         ({"tokenizer": "hf:"}, "tokenizer='hf:' is unknown"),
         ({"tokenizer": "bpe:many"}, "tokenizer='bpe:many' needs a vocabulary of at"),
         ({"tokenizer": "bpe:256"}, "tokenizer='bpe:256' needs .* at least 257"),
+        ({"tokenizer": f"bpe:{10**9}"}, "tokenizer='bpe:10+' .* at most 16777216"),
+        ({"tokenizer": f"bpe:{10**20}"}, "tokenizer='bpe:10+' .* at most 16777216"),
         ({"sequence_length": 0}, "sequence_length=0 is too small"),
         ({"batch_per_region": -1}, "batch_per_region=-1 is too small"),
         ({"loader_threads": 0}, "loader_threads=0 is too small"),
