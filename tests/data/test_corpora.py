@@ -402,6 +402,12 @@ def test_tfds_set_that_is_not_prepared(tmp_path):
         open_corpus(DataConfig("tfds:c4/en", str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["c4/en:9.9", "c4/en/x", "!"])
+def test_tfds_set_of_no_name(tmp_path, name):
+    with pytest.raises(ValueError, match=f"^dataset='tfds:{name}' is no name of a TFD"):
+        open_corpus(DataConfig(f"tfds:{name}", str(tmp_path)))
+
+
 def test_tfds_set_without_random_access(tmp_path):
     _prepare_toy(tmp_path)
     (info,) = tmp_path.glob("toy_set/*/dataset_info.json")

@@ -8,7 +8,7 @@ from cocodc_jax.data.corpora.documents import Corpus, read_split
 
 with extra("data"):
     import tensorflow_datasets as tfds
-    from tensorflow_datasets.core import read_only_builder
+    from tensorflow_datasets.core import naming, read_only_builder
 
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 
@@ -49,6 +49,13 @@ def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpu
 def _find_prepared(name: str, data_dir: str) -> Any:
     where = f"data_dir={data_dir!r}" if data_dir else "the default data_dir of TFDS"
     how = f"`tfds build {name} --file_format=array_record`"
+    try:
+        naming.parse_builder_name_kwargs(name)
+    except ValueError as error:  # It shows a grammar, over many lines.
+        raise ValueError(
+            f"dataset='tfds:{name}' is no name of a TFDS set; use "
+            "'tfds:name[/config][:version]', with a version such as 1.0.0"
+        ) from error
     try:
         builder = read_only_builder.builder_from_files(name, data_dir=data_dir or None)
     except tfds.core.DatasetNotFoundError as error:
