@@ -84,6 +84,13 @@ class DataConfig:
             raise ValueError(
                 f"undecodable={self.undecodable!r} is unknown; use one of {UNDECODABLE}"
             )
+        if self.undecodable != "refuse" and not self.dataset.startswith(
+            ("text:", "hf:")
+        ):
+            raise ValueError(
+                f"undecodable={self.undecodable!r} is of files, dataset='text:/path' "
+                f"or 'hf:/folder', and dataset={self.dataset!r}; leave it out"
+            )
         if not 0.0 < self.validation_fraction <= 0.5:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} is outside (0, 0.5]; "

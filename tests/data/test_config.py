@@ -25,6 +25,11 @@ from cocodc_jax.data.config import DataConfig, cache_dir
         ({"batch_per_region": -1}, "batch_per_region=-1 is too small"),
         ({"loader_threads": 0}, "loader_threads=0 is too small"),
         ({"undecodable": "ignore"}, "undecodable='ignore' is unknown; use one of"),
+        ({"undecodable": "skip"}, "undecodable='skip' is of files, .* leave it out"),
+        (
+            {"undecodable": "replace", "dataset": "tfds:c4/en"},
+            "undecodable='replace' is of files, .* and dataset='tfds:c4/en'; leave",
+        ),
         ({"loader_threads": 2000}, "loader_threads=2000 is too many, .* at most 64"),
         ({"partition": "random"}, "partition='random' is unknown; use 'iid'"),
         (
