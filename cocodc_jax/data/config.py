@@ -6,6 +6,7 @@ import pathlib
 from typing import Literal
 
 from cocodc_jax.data.tokenizers import check_tokenizer_name
+from cocodc_jax.data.writable import expanded
 
 MAX_LOADER_THREADS = 64
 UNDECODABLE = ("refuse", "replace", "skip")
@@ -109,11 +110,15 @@ def cache_dir(data_dir: str = "") -> pathlib.Path:
 
     Returns:
       An absolute path, which may not exist yet.
+
+    Raises:
+      ValueError: if it is below a home that is not known.
     """
+    asked = f"data_dir={data_dir!r}"
     if data_dir:
-        return pathlib.Path(data_dir).expanduser().absolute()
+        return expanded(data_dir, asked)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser().absolute() / "cocodc_jax"
+    return expanded(base, asked) / "cocodc_jax"
 
 
 def _check_dataset(dataset: str) -> None:

@@ -10,6 +10,7 @@ are never produced.
 
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -19,13 +20,12 @@ import numpy as np
 from cocodc_jax._extras import extra
 from cocodc_jax.data import tokenizer_folder
 from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
-from cocodc_jax.data.writable import make_writable
+from cocodc_jax.data.writable import expanded, make_writable
 from cocodc_jax.files import write_whole
 
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
-# The library sets memory aside for every token it is asked for, and ends the process
-# where there is none.
+# The library takes memory for all it is asked for, or ends the process.
 _MOST_TOKENS = 1 << 24
 
 
@@ -221,7 +221,7 @@ def load_tokenizer(
     if kind == "bpe":
         return _cached_bpe(_bpe_vocab_size(name), texts, corpus_fingerprint, folder)
     make = _load_huggingface if kind == "hf" else SentencePieceTokenizer
-    place = pathlib.Path(path).expanduser()
+    place = expanded(path, f"tokenizer={name!r}")
     try:
         if kind == "hf" and place.is_dir():
             files = TokenizerFolder.read(place)
@@ -263,7 +263,7 @@ def _cached_bpe(
     vocab_size: int, texts: Iterable[str], corpus: str, folder: pathlib.Path
 ) -> HuggingFaceTokenizer:
     path = folder / f"bpe-{vocab_size}-{_digest(corpus.encode())}.json"
-    if not path.exists():
+    if not os.path.exists(path):
         make_writable(folder)
         text = train_bpe(texts, vocab_size)._tokenizer.to_str()
         # Another process sees no file or a whole one, and other users may read it.

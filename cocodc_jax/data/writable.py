@@ -1,8 +1,27 @@
-"""Folders of prepared data, as they are made."""
+"""Folders of data: where a name leads, and those that are made for prepared data."""
 
 import errno
 import os
 import pathlib
+
+
+def expanded(name: str, asked: str) -> pathlib.Path:
+    """Return the absolute path of a name that may begin with ~ or ~USER.
+
+    Args:
+      name: of a file or folder.
+      asked: what named it, for the error.
+
+    Raises:
+      ValueError: if no home is known, as in containers whose user has no entry.
+    """
+    try:
+        return pathlib.Path(name).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{asked}: {name} is below a home that is not known; name the folder "
+            "without ~"
+        ) from error
 
 
 def make_writable(folder: pathlib.Path) -> None:

@@ -254,6 +254,25 @@ def test_missing_path_is_named(tmp_path):
         _open(tmp_path / "missing", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"dataset": "text:~nobody-here/x"},
+            "dataset='text:...': ~nobody-here.x is",
+        ),
+        ({"dataset": "hf:~nobody-here/x"}, "dataset='hf:~nobody-here/x': .* without ~"),
+        ({"data_dir": "~nobody-here/x"}, "data_dir='~nobody-here/x': .* without ~"),
+        # As of a folder that is closed, the system has another answer than no.
+        ({"dataset": f"hf:/{'x' * 300}"}, "x' has no file of .*, as it is not there"),
+        ({"data_dir": f"/{'x' * 300}"}, "data_dir='/x*' cannot be written to .File na"),
+    ],
+)
+def test_a_place_that_leads_nowhere_is_named(text_folder, settings, message):
+    with pytest.raises(ValueError, match=message):
+        open_corpus(DataConfig(**{"dataset": f"text:{text_folder}"} | settings))
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(text_folder, tmp_path):
     path = tmp_path / "file"
     path.write_text("")

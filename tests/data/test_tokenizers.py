@@ -193,6 +193,8 @@ def test_sentencepiece_file(tmp_path):
 def test_unreadable_file_is_named(tmp_path, kind):
     with pytest.raises(ValueError, match=f"tokenizer='{kind}:/no/file' cannot be read"):
         _load(f"{kind}:/no/file", tmp_path)
+    with pytest.raises(ValueError, match=f"tokenizer='{kind}:~nobody.*: .* without ~"):
+        _load(f"{kind}:~nobody-here/x", tmp_path)
     broken = tmp_path / "broken"
     broken.write_text("{not a tokenizer")
     with pytest.raises(ValueError, match=f"tokenizer='{kind}:.*broken' cannot be read"):

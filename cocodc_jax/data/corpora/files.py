@@ -13,6 +13,8 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 
+from cocodc_jax.data.writable import expanded
+
 TEXT_DOCUMENT_CHARS = 1 << 16
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -81,7 +83,7 @@ def list_text_files(
     files = []
     refuse = None if undecodable == "skip" else _refuse_folder
     for index, name in enumerate(paths):
-        root = pathlib.Path(name).expanduser().absolute()
+        root = expanded(name, "dataset='text:...'")
         is_file = os.path.isfile(root)
         found = [root] if is_file else list(walk(root, refuse))
         if not found:

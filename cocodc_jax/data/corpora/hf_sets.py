@@ -33,7 +33,7 @@ from cocodc_jax.data.corpora.row_files import (
     RecordError,
     RowFile,
 )
-from cocodc_jax.data.writable import make_writable
+from cocodc_jax.data.writable import expanded, make_writable
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)
@@ -133,7 +133,7 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     Raises:
       RecordError: naming the file, if there is none or one cannot be read.
     """
-    found = _find(pathlib.Path(folder).expanduser().absolute())
+    found = _find(expanded(folder, f"dataset='hf:{folder}'"))
     paths = [_unpacked(f.path, cache_dir(config.data_dir)) for f in found]
     total = sum(path.stat().st_size for path in paths)
     size = max(total // _NUM_CHUNKS, _LEAST_BYTES)
@@ -160,8 +160,9 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
 
 
 def _find(root: pathlib.Path) -> list[_Found]:
-    base = root.parent if root.is_file() else root
-    files = [root] if root.is_file() else list(walk(root, _refuse))
+    is_file, is_folder = os.path.isfile(root), os.path.isdir(root)
+    base = root.parent if is_file else root
+    files = [root] if is_file else list(walk(root, _refuse))
     keys = {path: path.relative_to(base).as_posix() for path in files}
     rows = {
         path: key
@@ -171,13 +172,13 @@ def _find(root: pathlib.Path) -> list[_Found]:
     if not rows:
         there = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
         what = f"only {', '.join(there[:8])}" if files else "nothing at all"
-        if not root.exists():
+        if not (is_file or is_folder):
             what = "as it is not there"
         raise RecordError(
             f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {what}"
         )
     # A file that is named by itself is trained on, whatever its name.
-    splits = {path: _split(key) * root.is_dir() for path, key in rows.items()}
+    splits = {path: _split(key) * is_folder for path, key in rows.items()}
     if "train" not in splits.values():
         splits = {path: split or "train" for path, split in splits.items()}
     return [
@@ -232,7 +233,7 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
     known = repr((str(path), stat.st_size, stat.st_mtime_ns)).encode()
     folder = cache / "unpacked" / hashlib.sha256(known).hexdigest()[:16]
     target = folder / path.stem
-    if not target.exists():
+    if not os.path.exists(target):
         make_writable(cache)
         make_writable(folder)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:

@@ -63,7 +63,8 @@ def prepare_corpus(
     )
     target = data_dir / builder_class.name / fingerprint
     with _quiet():
-        if not target.exists():
+        # Where Path.exists raises, as of folders that are closed, there is none.
+        if not os.path.exists(target):
             _logger.info("preparing %s (%d files)", target, len(files))
             _prepare_beside(builder_class, config, target, data_dir)
         return _make_builder(builder_class, config, data_dir)
