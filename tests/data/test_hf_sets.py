@@ -205,6 +205,10 @@ BAD = [
     ('{"text": 3}', "a.jsonl, line 601: field 'text' is of type int, not text"),
     ('{"text": "x"', "a.jsonl, line 601: is no JSON (Expecting"),
     ("[1]", "a.jsonl, line 601: is a JSON list; each line must be one object"),
+    (
+        '{"text": "x", "more": ' + "[" * 10**5 + "]" * 10**5 + "}",
+        "a.jsonl, line 601: is no JSON (maximum recursion depth",
+    ),
 ]
 
 
@@ -228,6 +232,16 @@ def test_a_line_that_is_not_utf8(tmp_path):
     for choice, texts in {"replace": {"a", "b\ufffd"}, "skip": {"a"}}.items():
         corpus = open_corpus(dataclasses.replace(config, undecodable=choice))
         assert {*corpus.train, *corpus.validation} == texts
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_columns_that_are_not_utf8_are_named(tmp_path, suffix):
+    ends, text = (pa.py_buffer(x) for x in (b"\0\0\0\0\1\0\0\0\2\0\0\0", b"a\xff"))
+    path = tmp_path / "set" / f"a.{suffix}"
+    write(path, pa.Array.from_buffers(pa.string(), 2, [None, ends, text]))
+    corpus = open_corpus(config_of(path, tmp_path))
+    with pytest.raises(RecordError, match=f"a.{suffix} cannot be read: 'utf-8' codec"):
+        list(corpus.train)
 
 
 def test_half_a_surrogate_pair_is_no_character(tmp_path):

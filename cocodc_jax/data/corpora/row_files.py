@@ -107,7 +107,8 @@ class JsonLines:
                 f"{self._where(at)}: is not UTF-8 text ({error.reason}); mend it, or "
                 "choose undecodable=replace or skip"
             ) from error
-        except ValueError as error:
+        # Python's parser calls itself for each bracket that is open.
+        except (ValueError, RecursionError) as error:
             raise RecordError(
                 f"{self._where(at)}: is no JSON ({error}); each line must be one object"
             ) from error
@@ -215,7 +216,8 @@ class Arrow:
     def texts(self, chunk: int) -> list[str]:
         """Return the texts of a chunk's rows."""
         group, rows = self._groups.place(chunk)
-        found = self._batches[group][rows].to_pylist()
+        with _reading(self.path):
+            found = self._batches[group][rows].to_pylist()
         return [text for text in map(_clean, found) if text is not None]
 
 
