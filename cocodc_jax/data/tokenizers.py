@@ -219,8 +219,8 @@ def load_tokenizer(
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "bpe":
-        return _cached_bpe(_bpe_vocab_size(name), texts, corpus_fingerprint, folder)
-    make = _load_huggingface if kind == "hf" else SentencePieceTokenizer
+        path = _cached_bpe(_bpe_vocab_size(name), texts, corpus_fingerprint, folder)
+    make = SentencePieceTokenizer if kind == "sentencepiece" else _load_huggingface
     place = expanded(path, f"tokenizer={name!r}")
     try:
         if kind == "hf" and place.is_dir():
@@ -229,7 +229,8 @@ def load_tokenizer(
         return make(place.read_bytes())
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:
-        raise ValueError(f"tokenizer={name!r} cannot be read: {error}") from error
+        why = f"{error}; remove {path} to train again" if kind == "bpe" else error
+        raise ValueError(f"tokenizer={name!r} cannot be read: {why}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -261,14 +262,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 def _cached_bpe(
     vocab_size: int, texts: Iterable[str], corpus: str, folder: pathlib.Path
-) -> HuggingFaceTokenizer:
+) -> str:
     path = folder / f"bpe-{vocab_size}-{_digest(corpus.encode())}.json"
     if not os.path.exists(path):
         make_writable(folder)
-        text = train_bpe(texts, vocab_size)._tokenizer.to_str()
         # Another process sees no file or a whole one, and other users may read it.
-        write_whole(path, text)
-    return _load_huggingface(path.read_bytes())
+        write_whole(path, train_bpe(texts, vocab_size)._tokenizer.to_str())
+    return str(path)
 
 
 def _load_huggingface(

@@ -203,6 +203,16 @@ def test_a_preparation_cut_short_leaves_nothing(text_folder, tmp_path, monkeypat
     assert len(corpus.train) + len(corpus.validation) == 60
 
 
+@pytest.mark.parametrize("lost", ["*train.array_record*", "dataset_info.json"])
+def test_prepared_data_that_are_gone_in_part_are_named(text_folder, tmp_path, lost):
+    _open(text_folder, tmp_path)
+    (file,) = tmp_path.rglob(lost)
+    file.unlink()
+    (folder,) = (tmp_path / "text_files").iterdir()
+    with pytest.raises(ValueError, match=f"{folder} lack .*; remove that folder, and"):
+        _open(text_folder, tmp_path)
+
+
 def test_two_processes_prepare_at_once(text_folder, tmp_path):
     program = (
         "from cocodc_jax.data import DataConfig\n"

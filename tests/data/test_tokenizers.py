@@ -74,6 +74,10 @@ def test_bpe_is_trained_once(tmp_path):
     second = _load("bpe:300", tmp_path, iter(["never read"]))
     assert first.fingerprint == second.fingerprint
     assert list(tmp_path.iterdir()) == [file]
+    file.write_text("{")
+    with pytest.raises(ValueError, match=f"'bpe:300' cannot .*; remove {file} to"):
+        _load("bpe:300", tmp_path)
+    file.unlink()
     other = load_tokenizer("bpe:300", ["other text " * 9], "other corpus", tmp_path)
     assert other.fingerprint != first.fingerprint
 

@@ -14,6 +14,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from cocodc_jax._extras import extra
 from cocodc_jax.data.corpora.builders import CorpusConfig, TextCorpus
@@ -48,7 +49,8 @@ def prepare_corpus(
 
     Raises:
       ValueError: if the files do not hold two different documents, one of them is
-        refused, or the folder cannot be written to.
+        refused, the folder cannot be written to, or some of what was prepared in it
+        has gone.
     """
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
@@ -67,7 +69,9 @@ def prepare_corpus(
         if not os.path.exists(target):
             _logger.info("preparing %s (%d files)", target, len(files))
             _prepare_beside(builder_class, config, target, data_dir)
-        return _make_builder(builder_class, config, data_dir)
+        builder = _make_builder(builder_class, config, data_dir)
+    _check_whole(builder, target)
+    return builder
 
 
 def _prepare_beside(
@@ -87,6 +91,19 @@ def _prepare_beside(
             # quicker, and its data are the same as ours.
             if not target.exists():
                 raise
+
+
+def _check_whole(builder: tfds.core.DatasetBuilder, target: pathlib.Path) -> None:
+    """Refuse prepared data of which some is gone, as where old files are swept away."""
+    # Any: TFDS declares these without the types that its decorators hide.
+    splits: Any = builder.info.splits
+    files = [file for split in splits.values() for file in split.filepaths]
+    lost = [os.fspath(file) for file in files if not os.path.exists(file)]
+    if lost or not files or "content" not in (builder.info.metadata or {}):
+        raise ValueError(
+            f"the prepared data in {target} lack {lost[0] if lost else 'their notes'}; "
+            "remove that folder, and they are prepared again"
+        )
 
 
 def _make_builder(
