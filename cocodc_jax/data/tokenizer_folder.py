@@ -96,6 +96,18 @@ class TokenizerFolder:
         return json.loads(self.files.get(name, b"{}"))
 
 
+def encode_plainly(tokenizer: Any) -> None:
+    """Have a `tokenizers.Tokenizer` encode any text whole, and always alike."""
+    # A document that spells out a special token is text like any other.
+    tokenizer.encode_special_tokens = True
+    # A file keeps what its tokenizer was called or trained with, by which documents
+    # would be cut, end in padding, or be encoded by chance (BPE-dropout).
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+
+
 def find_eos_token(tokenizer: Any) -> str:
     """Return the token that ends a text, by its name.
 

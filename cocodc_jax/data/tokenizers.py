@@ -111,12 +111,7 @@ class HuggingFaceTokenizer:
             folder.check(tokenizer)
         said = folder and folder.eos_token
         self._eos_token = said or tokenizer_folder.find_eos_token(tokenizer)
-        # A document that spells out a special token is text like any other.
-        tokenizer.encode_special_tokens = True
-        # Its file keeps what it was last called with, as transformers' own calls do not
-        # mind: documents would be cut, or end in padding.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer_folder.encode_plainly(tokenizer)
         self._tokenizer, self._folder = tokenizer, folder
         self.eos_id = int(tokenizer.token_to_id(self._eos_token))
         self.num_tokens = tokenizer_folder.num_tokens(tokenizer)

@@ -94,6 +94,7 @@ def test_what_a_file_was_last_called_with_does_not_hold(tmp_path, bpe):
     tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=12, pad_token="<|endoftext|>")
+    tokenizer.model.dropout = 0.5
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
     loaded = _load(f"hf:{path}", tmp_path)
