@@ -10,7 +10,7 @@ the forward pass kept, its result and a number for each row.
 
 import dataclasses
 import math
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from cocodc_jax.models.layout import own_share
 
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
-# Features of a head that cuDNN takes: a multiple, up to so many (128 before Hopper).
+# Features of a head that cuDNN takes: a multiple, up to so many; before Hopper to half.
 HEAD_MULTIPLE, MOST_HEAD_WIDTH = 8, 256
 # Positions of a block of splash attention, at most and at least.
 MOST_BLOCK, LEAST_BLOCK = 512, 128
@@ -101,6 +101,7 @@ def choose(
     is_divided: bool,
     needs_forward_mode: bool = False,
     sequence_axis: int = 1,
+    most_head_width: int = MOST_HEAD_WIDTH,
 ) -> TransformerConfig:
     """Return the model with the kernel that `attention` names, or auto means.
 
@@ -112,6 +113,7 @@ def choose(
         kernels need.
       needs_forward_mode: whether gradients are differentiated again, as no kernel is.
       sequence_axis: devices that share the positions of a sequence.
+      most_head_width: as `head_width_of` the devices.
 
     Raises:
       ValueError: if that kernel cannot be had, naming what stands against it.
@@ -139,10 +141,10 @@ def choose(
             ),
             (
                 f"takes heads of a multiple of {HEAD_MULTIPLE} features up to "
-                f"{MOST_HEAD_WIDTH}, and width={config.width} with num_heads="
+                f"{most_head_width}, and width={config.width} with num_heads="
                 f"{config.num_heads} makes heads of {config.head_width}",
                 config.head_width % HEAD_MULTIPLE != 0
-                or config.head_width > MOST_HEAD_WIDTH,
+                or config.head_width > most_head_width,
             ),
         ),
     }
@@ -161,6 +163,13 @@ def choose(
             f"attention={wanted!r} {' and '.join(reasons)}; use attention='auto'"
         )
     return dataclasses.replace(config, attention=wanted)
+
+
+def head_width_of(device: Any) -> int:
+    """Return the most features of a head that cuDNN takes on a GPU."""
+    generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    is_old = generation.isdecimal() and int(generation) < 9
+    return MOST_HEAD_WIDTH // 2 if is_old else MOST_HEAD_WIDTH
 
 
 def splash_share(length: int, num_own: int | None = None) -> float:

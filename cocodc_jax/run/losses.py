@@ -133,13 +133,15 @@ def with_attention(
     Raises:
       ValueError: if the one that is asked for cannot be had.
     """
+    device = mesh.devices.flat[0]
     return models.attention.choose(
         model,
-        mesh.devices.flat[0].platform,
+        device.platform,
         config.data.sequence_length,
         layout(config.run, mesh) is not None,
         "gradient_fn" in method.needs,
         config.run.sequence_axis,
+        models.attention.head_width_of(device),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.models import get
-from cocodc_jax.models.attention import attend, choose, splash_share
+from cocodc_jax.models.attention import attend, choose, head_width_of, splash_share
 
 
 @pytest.mark.parametrize("sequence", [None, "sequence"])
@@ -174,6 +175,16 @@ def test_a_kernel_that_cannot_be_had_is_refused(
     config = dataclasses.replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
         choose(config, platform, length, **{"is_divided": True} | flags)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [("8.0", "plain"), ("9.0", "cudnn"), ("10.0", "cudnn")]
+)
+def test_wide_heads_have_a_kernel_from_hopper_on(capability, kernel):
+    config = dataclasses.replace(SMALL, num_heads=2, num_kv_heads=2)
+    device = types.SimpleNamespace(compute_capability=capability)
+    most = head_width_of(device)
+    assert choose(config, "gpu", 128, True, most_head_width=most).attention == kernel
 
 
 def test_blocks_above_the_diagonal_are_left_out():
