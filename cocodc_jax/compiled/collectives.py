@@ -98,12 +98,12 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
             channel = re.search(r"channel_id=(\d+)", each.attributes)
             number = channel[1] if channel else "1"
             key = (one.kind, each.name if number == "1" else number)
+            one = dataclasses.replace(one, times=times)
             first = found.get(key)
-            times = max(times, first.times) if first else times
             parts = (one, first) if first else (one,)
             found[key] = dataclasses.replace(
                 max(parts, key=lambda part: part.num_bytes),
-                times=times,
+                times=max(part.times for part in parts),
                 is_async=any(part.is_async for part in parts),
                 spans=any(part.spans for part in parts),
             )

@@ -89,6 +89,23 @@ def test_steps_of_one_collective_count_once_and_loops_multiply():
     assert (found.times, found.num_bytes, found.is_async) == (5, 8, True)
 
 
+def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
+    step = "f32[4] all-gather(%{}), channel_id=7, replica_groups={{{{0,1}}}}"
+    inside = LOOP.replace("%y = f32", f"%g1 = {step.format('x')}\n  %y = f32")
+    found = read(
+        "%i = (s32[], f32[4,4]) parameter(0)",
+        "%a = f32[2] parameter(1)",
+        WHILE,
+        f"%g2 = {step.format('a')}",
+        "%r = f32[2] all-reduce(%a), channel_id=9, replica_groups={{0,4}}",
+        before=inside,
+    )
+    assert {each.kind: each.times for each in found} == {
+        "all-gather": 5,
+        "all-reduce": 1,
+    }
+
+
 def test_a_number_that_all_have_tells_none_apart():
     one = "f32[8] all-reduce(%a), channel_id=1, replica_groups={{0,1}}"
     first = read("%a = f32[8] parameter(0)", f"%b = {one}", f"%c = {one}")
