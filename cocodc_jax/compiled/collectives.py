@@ -39,12 +39,6 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# Whose result is a tuple of operands, results and contexts.
-_OPERANDS_FIRST = (
-    "all-gather-start",
-    "collective-permute-start",
-    "reduce-scatter-start",
-)
 # Of a mesh over several slices: what the hosts carry.
 BETWEEN_SLICES = "slice"
 
@@ -126,7 +120,8 @@ def _read(
     groups = replica_groups(each.attributes)
     size = _group_size(groups, mesh_shape)
     result = each.shape
-    if each.opcode in _OPERANDS_FIRST:
+    # A start's result is a tuple of operands, results and contexts; but for this one.
+    if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
         result = elements(result)[1]
     all_arrays = arrays(result)
     num_bytes = float(sum(array.num_bytes for array in all_arrays))

@@ -50,6 +50,13 @@ ONE = [
     ("((f32[8], f32[4]), (f32[4], f32[2])) reduce-scatter-start(%a, %a), "
      "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
      "reduce-scatter", ("model",), 48 / 2),
+    ("((f32[8]), f32[8]) all-to-all-start(%a), replica_groups={{0,4},{1,5}}",
+     "all-to-all", ("region",), 32 / 2),
+    ("((f32[4], f32[4]), (f32[4], f32[4]), u32[], u32[]) all-to-all-start(%a, %a), "
+     "replica_groups={{0,4},{1,5}}",
+     "all-to-all", ("region",), 32 / 2),
+    ("((u8[8]), u8[8]) collective-broadcast-start(%a), replica_groups={{0,4}}",
+     "collective-broadcast", ("region",), 8),
     ("(f32[2], f32[3]) all-reduce(%a, %a), replica_groups={}",
      "all-reduce", ("region", "data", "model"), 2 * 20 * 7 / 8),
 ]  # fmt: skip
