@@ -23,6 +23,8 @@ _CALLED = re.compile(
     r"\b(calls|body|condition|branch_computations|called_computations"
     r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.<>-]+)"
 )
+# Of a call the computation that it runs, of others what is done to single elements.
+_APPLIED = re.compile(r"\bto_apply=%?([\w.<>-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CLOSES = {"(": ")", "{": "}", "[": "]"}
 
@@ -80,10 +82,12 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
         """Computations that it calls, by what for: calls, body, condition."""
-        return {
+        found = {
             kind: tuple(re.findall(r"[\w.<>-]+", names))
             for kind, names in _CALLED.findall(self.attributes)
         }
+        applied = _APPLIED.search(self.attributes) if self.opcode == "call" else None
+        return found | {"calls": (applied[1],)} if applied else found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,6 +204,23 @@ def test_a_program_of_this_machine_is_read():
     assert module.trip_count(loop) == 5
 
 
+def test_what_is_called_runs_as_often_as_it_is_called():
+    module = hlo.parse("""
+%square (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4] parameter(0)
+  ROOT %y = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4] parameter(0)
+  %once = f32[4,4] call(%a), to_apply=%square
+  ROOT %twice = f32[4,4] call(%once), to_apply=%square, metadata={op_name="jit(f)"}
+}
+""")
+    assert module.executions == {"square": 2, "main": 1}
+    assert costs.flops(module) == 2 * 2 * 4**3
+
+
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("not HLO")
