@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -79,8 +80,13 @@ class Setup:
         for name in ("updates", "workers", "batch", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"learning_rate={self.learning_rate} must be positive and finite"
+            )
+        for name in ("constant_strength", "adaptive_strength"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite")
 
 
 def rules(setup: Setup) -> dict[str, optax.GradientTransformationExtraArgs]:
@@ -236,7 +242,8 @@ def measure(setup: Setup) -> dict[str, dict[str, Any]]:
 
     Returns:
       For each rule the final "loss" and the gradient "error" on the stale run's path,
-      as intervals over seeds; "seed_losses" and "seed_errors" are their values.
+      as intervals over seeds, None if a seed diverged; "seed_losses" and "seed_errors"
+      are their values.
     """
     each_seed = jax.vmap(functools.partial(simulate, setup), in_axes=(None, 0))
     each_rule = jax.jit(jax.vmap(each_seed, in_axes=(0, None)))
@@ -244,13 +251,17 @@ def measure(setup: Setup) -> dict[str, dict[str, Any]]:
     stale = names(setup).index("stale")
     return {
         name: {
-            "loss": interval(losses[index].tolist()),
-            "error": interval(errors[name][stale].tolist()),
+            "loss": _over_seeds(losses[index].tolist()),
+            "error": _over_seeds(errors[name][stale].tolist()),
             "seed_losses": losses[index].tolist(),
             "seed_errors": errors[name][stale].tolist(),
         }
         for index, name in enumerate(names(setup))
     }
+
+
+def _over_seeds(values: list[float]) -> dict[str, float] | None:
+    return interval(values) if all(map(math.isfinite, values)) else None
 
 
 def main() -> None:
@@ -271,14 +282,13 @@ def _print(setup: Setup, measured: dict[str, Any], seconds: float) -> None:
     table = Table("gradient", box=box.SIMPLE, pad_edge=False)
     for head in ("final loss", "of the gap closed", "error to fresh"):
         table.add_column(head, justify="right")
-    stale, fresh = (measured[name]["loss"]["mean"] for name in ("stale", "fresh"))
     for name, row in measured.items():
-        closed = (stale - row["loss"]["mean"]) / (stale - fresh)
+        closed = gap_closed(*(measured[n]["loss"] for n in ("stale", name, "fresh")))
         table.add_row(
             name,
-            f"{row['loss']['mean']:.4f} +-{row['loss']['half']:.4f}",
-            f"{100 * closed:.0f} %",
-            f"{row['error']['mean']:.4f} +-{row['error']['half']:.4f}",
+            _text(row["loss"]),
+            "-" if closed is None else f"{100 * closed:.0f} %",
+            _text(row["error"]),
         )
     console = Console()
     console.print(table)
@@ -289,6 +299,24 @@ def _print(setup: Setup, measured: dict[str, Any], seconds: float) -> None:
         f"average. {seconds:.0f} s.",
         highlight=False,
     )
+
+
+def gap_closed(
+    stale: dict[str, float] | None,
+    own: dict[str, float] | None,
+    fresh: dict[str, float] | None,
+) -> float | None:
+    """Return which part of the way from stale to fresh a rule's mean loss has gone.
+
+    None if one of them diverged, or there is no way, as with a single worker.
+    """
+    if not (stale and own and fresh) or stale["mean"] == fresh["mean"]:
+        return None
+    return (stale["mean"] - own["mean"]) / (stale["mean"] - fresh["mean"])
+
+
+def _text(value: dict[str, float] | None) -> str:
+    return f"{value['mean']:.4f} +-{value['half']:.4f}" if value else "diverged"
 
 
 def _delays(setup: Setup) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -109,6 +110,31 @@ def test_the_exact_product_comes_closest_to_the_fresh_gradient():
 def test_sizes_are_checked(field):
     with pytest.raises(ValueError, match=rf"{field}=0 must be"):
         dataclasses.replace(SMALL, **{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", math.nan), ("learning_rate", math.inf),
+     ("constant_strength", math.nan), ("adaptive_strength", math.inf)],
+)  # fmt: skip
+def test_numbers_are_finite(field, value):
+    with pytest.raises(ValueError, match=rf"{field}={value} must be .*finite"):
+        dataclasses.replace(SMALL, **{field: value})
+
+
+def test_a_rule_that_diverges_leaves_the_others_numbers(call):
+    flags = "--constant_strength=1e6", "--updates=60", "--seeds=2", "--workers=2"
+    code, out, _ = call(async_sgd, *flags)
+    rows = {line.split()[0]: line for line in out.splitlines() if line.split()}
+    assert code == 0
+    assert rows["constant"].split()[1:3] == ["diverged", "-"]
+    assert "diverged" not in rows["exact"]
+
+
+def test_one_worker_leaves_no_gap_to_close(call):
+    code, out, _ = call(async_sgd, "--workers=1", "--updates=4", "--seeds=1")
+    assert code == 0
+    assert "%" not in out.split("seeds, mean")[0]
 
 
 def test_the_command_prints_a_table(call):
