@@ -39,6 +39,7 @@ from cocodc_jax.run.messages import one_line
 from . import commands
 
 _DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
+_LONGEST_GRACE_S = 86_400.0
 _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
 
 
@@ -172,6 +173,10 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
     """Return what the lab is to do."""
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
+    if not values.grace_s < _LONGEST_GRACE_S:
+        raise ValueError(
+            f"grace_s={values.grace_s} must be below {_LONGEST_GRACE_S:g}, a day"
+        )
     known = kernel.congestion_controls()
     if values.congestion_control not in known:
         raise ValueError(

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from cocodc_jax.netlab import children, kernel
 
 _COORDINATOR_PORT = 29400  # free: the namespace is new
+_SHORTEST_GRACE_S = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,8 @@ def _run(settings: Settings) -> int:
     def stop(number, _):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        signal.setitimer(signal.ITIMER_REAL, settings.grace_s)
+        # A timer of 0 would never ring.
+        signal.setitimer(signal.ITIMER_REAL, max(settings.grace_s, _SHORTEST_GRACE_S))
 
     def kill(*_):
         _kill_children()

@@ -334,6 +334,24 @@ finally:
 
 
 @needs_lab
+def test_without_grace_what_goes_on_is_killed_at_once_with_all_that_it_started(
+    lab, tmp_path
+):
+    program = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+meet()
+if region == 1:
+    sys.exit(3)
+time.sleep(60)
+"""
+    begin_s = time.monotonic()
+    assert lab("--regions=2", "--grace_s=0", *python(LINGER + program))[0] == 3
+    assert time.monotonic() - begin_s < 5  # the spare kill comes later
+    assert int(log(tmp_path, 0).split()[0]) not in processes()
+
+
+@needs_lab
 def test_a_command_that_is_killed_or_unknown(lab, tmp_path):
     assert lab(*python("os.kill(os.getpid(), 9)"))[0] == 128 + 9
     assert lab("--regions=1", "--", "/no/such/program")[0] == 127
@@ -445,6 +463,8 @@ def test_world_and_links_have_their_caps(tmp_path):
         (["--latency_ms=-1", "--", "x"], "flag --latency_ms=-1: -1.0 is not"),
         (["--loss=1", "--", "x"], "--loss=1.0 must be in [0, 1)"),
         (["--mtu=100", "--", "x"], "flag --mtu=100: 100 is not"),
+        (["--grace_s=inf", "--", "x"], "--grace_s=inf must be below 86400, a day"),
+        (["--grace_s=nan", "--", "x"], "--grace_s=nan must be below 86400, a day"),
         (["--latency=1", "--", "x"], "Unknown command line flag 'latency'. Did you"),
         (
             ["--congestion_control=mine", "--", "x"],
