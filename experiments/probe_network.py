@@ -19,9 +19,11 @@ once", a collective may take less. WORKDIR/probe.json has every second measured.
 code 2 and one line on standard error for bad flags.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -54,15 +56,14 @@ from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from . import commands
 
 FILE = "probe.json"
+_LEAST_MTU_BYTES = 68  # of IPv4
 
 
 def define_flags() -> flags.FlagValues:
     """Return this program's flags, apart from those of other programs."""
     values = flags.FlagValues()
     number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
-    count = functools.partial(
-        flags.DEFINE_integer, flag_values=values, lower_bound=1, upper_bound=None
-    )
+    count = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     text("sizes_mb", "16,4,1,0.1", "10^6 bytes of a process's vector, in this order")
@@ -72,7 +73,8 @@ def define_flags() -> flags.FlagValues:
     number("bandwidth_mbit", None, "Mbit/s of each link, or at most, with --links")
     number("latency_ms", 50.0, "milliseconds one way; needs --bandwidth_mbit")
     text("links", None, "YAML file with regions and links (network/world.py)")
-    count("mtu", None, "bytes of a packet; default: what the lab takes for such links")
+    text_of_mtu = "bytes of a packet; default: what the lab takes for such links"
+    count("mtu", None, text_of_mtu, lower_bound=_LEAST_MTU_BYTES)
     text("workdir", None, f"folder for {FILE}")
     return values
 
@@ -81,7 +83,7 @@ def read_sizes(values: flags.FlagValues) -> list[int]:
     """Return the sizes to measure, in float32 values."""
     try:
         sizes = [round(float(word) * 1e6 / 4) for word in values.sizes_mb.split(",")]
-    except ValueError:
+    except (ValueError, OverflowError):  # No number; infinity.
         sizes = []
     if not sizes or min(sizes) < 1:
         raise ValueError(
@@ -110,6 +112,7 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
     """
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
+    _check_told(values)
     gbps = (values.bandwidth_mbit or 0) / 1000
     if values.links:
         try:
@@ -125,13 +128,35 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
         topology = uniform(num, Link(gbps, values.latency_ms / 1000))
     else:
         return None
-    conditions = schedule.conditions_over_time(topology)[0]
+    # As the lab, which caps regions, and takes links as they are without changes.
+    usual = dataclasses.replace(topology, changes=())
+    cap_bps = gbps * 1e9 or math.inf
+    conditions = schedule.conditions_over_time(usual, cap_bps)[0]
     mtu = values.mtu or schedule.usual_mtu_bytes(conditions)
     state = topology.at()
-    rate = np.minimum(state.bytes_per_s, gbps * 1e9 / 8 or np.inf)
+    rate = np.minimum(state.bytes_per_s, cap_bps / 8)
     share = gloo.payload_share(mtu)
-    line = min(state.line_bytes_per_s, gbps * 1e9 / 8 or np.inf)
+    line = min(state.line_bytes_per_s, cap_bps / 8)
     return LinkState(rate * share, state.delay_s, line * share)
+
+
+def _check_told(values: flags.FlagValues) -> None:
+    """Refuse what of the links would be passed over.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    if values["latency_ms"].present and (values.links or not values.bandwidth_mbit):
+        raise ValueError(
+            f"latency_ms={values.latency_ms:g} "
+            + (
+                f"does not go with --links={values.links}, which says it already"
+                if values.links
+                else "needs --bandwidth_mbit"
+            )
+        )
+    if values.mtu and not (values.links or values.bandwidth_mbit):
+        raise ValueError(f"mtu={values.mtu} needs --bandwidth_mbit or --links")
 
 
 def probe(
@@ -188,6 +213,9 @@ def main(argv: Sequence[str]) -> int:
                 f"{COUNT} in the environment must be at least 2; run under "
                 "experiments.wan, or set it in every region"
             )
+        for name in ("pause_s", "bandwidth_mbit"):
+            if not math.isfinite(values[name].value or 0.0):
+                raise ValueError(f"{name}={values[name].value} must be finite")
         links = read_links(values, processes.num_processes)
         sizes, names = read_sizes(values), read_collectives(values)
         processes.start(processes.num_processes)

@@ -7,7 +7,7 @@ import pytest
 
 from cocodc_jax.netlab import independent
 from cocodc_jax.network.gloo import payload_share
-from experiments import probe_network
+from experiments import probe_network, wan
 
 PROBE = "experiments.probe_network"
 
@@ -93,9 +93,35 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
         probe_network.read_links(values_of(links), 3)
 
 
+def test_packets_are_as_long_as_the_lab_makes_them(tmp_path, monkeypatch):
+    """Where regions' caps are slower than their links, and links change at once."""
+    monkeypatch.setattr(wan.kernel, "congestion_controls", lambda: ["reno"])
+    path = tmp_path / "links.yaml"
+    path.write_text("""
+regions: [here, there]
+default: {bandwidth_gbps: 1, latency_ms: 10}
+changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
+""")
+    given = f"--links={path}", "--bandwidth_mbit=20"
+    lab = wan.define_flags()
+    lab(["wan", *given])
+    mtu = wan.build_plan(lab, ["true"]).mtu_bytes
+    assert mtu == 2500  # what 20 Mbit/s pass in a millisecond
+    state = probe_network.read_links(values_of(*given), 2)
+    assert state is not None
+    assert state.bytes_per_s[1, 0] == 20e6 / 8 * payload_share(mtu)
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--sizes_mb=inf", "sizes_mb='inf' must be positive numbers"),
+        ("--mtu=40", "flag --mtu=40"),
+        ("--mtu=1500", "--mtu=1500 needs --bandwidth_mbit or --links"),
+        ("--latency_ms=50", "--latency_ms=50 needs --bandwidth_mbit"),
+        ("--links=x --latency_ms=5", "--latency_ms=5 does not go with --links=x"),
+        ("--pause_s=nan", "--pause_s=nan must be finite"),
+        ("--bandwidth_mbit=inf", "--bandwidth_mbit=inf must be finite"),
         ("--sizes_mb=1,x", "sizes_mb='1,x' must be positive numbers"),
         ("--sizes_mb=0", "sizes_mb='0' must be positive numbers"),
         ("--collectives=tree", "collectives='tree' is unknown; use direct"),
@@ -109,7 +135,7 @@ def test_bad_flags(flag, message, monkeypatch, capsys):
     monkeypatch.setenv("COCODC_NUM_PROCESSES", "2")
     monkeypatch.setenv("COCODC_PROCESS_ID", "0")
     monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "127.0.0.1:1")
-    assert probe_network.main(["probe", flag]) == 2
+    assert probe_network.main(["probe", *flag.split()]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
