@@ -12,6 +12,7 @@ the second half of the syncs, with intervals over the seeds.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import sys
 from typing import Any
@@ -69,15 +70,26 @@ def main() -> None:
 def _settings() -> Settings:
     names = ("steps", "batch_per_region", "sync_interval")
     values = {name: flags.value(name) for name in names}
+    for name in ("seeds", "sync_interval"):
+        if flags.value(name) < 1:
+            raise ValueError(f"{name}={flags.value(name)} must be at least 1")
     seeds = tuple(range(flags.value("seeds")))
-    if not seeds:
-        raise ValueError("seeds=0 must be at least 1")
+    if not 0 < flags.value("outer_lr") < math.inf:
+        raise ValueError(
+            f"outer_lr={flags.value('outer_lr')} must be positive and finite"
+        )
     if values["steps"] < 2 * values["sync_interval"]:
         raise ValueError(
             f"steps={values['steps']} must be at least two sync intervals of "
             f"{values['sync_interval']}"
         )
-    return Settings(test_seeds=seeds, eval_every=values["steps"], **values)
+    return Settings(
+        test_seeds=seeds,
+        eval_every=values["steps"],
+        num_fragments=1,  # The whole model is one here.
+        warmup_steps=min(Settings.warmup_steps, values["steps"] - 1),
+        **values,
+    )
 
 
 def _delays(interval: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from cocodc_jax import models
@@ -59,12 +60,17 @@ class Settings:
         Raises:
           ValueError: naming the field, its value and what would be right.
         """
-        for name in ("steps", "trials", "eval_every", "eval_sequences"):
+        for name in ("steps", "trials", "regions", "eval_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("test_seeds", "tuning_seeds", "inner_lrs", "outer_lrs"):
+        rates = ("inner_lrs", "outer_lrs", "outer_lrs_with_strength")
+        for name in ("test_seeds", "tuning_seeds", *rates):
             if not getattr(self, name):
                 raise ValueError(f"{name}=() is empty; name at least one")
+        for name in rates:
+            for rate in getattr(self, name):
+                if not 0 < rate < math.inf:
+                    raise ValueError(f"{name}={rate} must be positive and finite")
         shared = set(self.test_seeds) & set(self.tuning_seeds)
         if shared:
             raise ValueError(
@@ -76,7 +82,22 @@ class Settings:
                 f"eval_every={self.eval_every} must divide steps={self.steps}, so that "
                 "the end is evaluated"
             )
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} must be at least 0 and less than "
+                f"steps={self.steps}"
+            )
         staggered(self.sync_interval, self.num_fragments)
+        if self.model not in models.PRESETS:
+            raise ValueError(
+                f"model={self.model!r} is unknown; use one of {list(models.PRESETS)}"
+            )
+        if self.num_fragments > self.transformer.num_layers:
+            raise ValueError(
+                f"num_fragments={self.num_fragments} must be at most the "
+                f"{self.transformer.num_layers} blocks of model={self.model}"
+            )
+        self.data(0)  # Which checks its own.
 
     @property
     def transformer(self) -> models.TransformerConfig:

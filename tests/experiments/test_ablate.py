@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 
 import jax
@@ -387,6 +388,13 @@ def test_the_best_at_an_end_of_its_grid_is_marked():
         ({"inner_lrs": ()}, r"inner_lrs=\(\) is empty"),
         ({"outer_lrs": ()}, r"outer_lrs=\(\) is empty"),
         ({"num_fragments": 3}, "sync_interval=20 is not a multiple"),
+        ({"num_fragments": 5}, "num_fragments=5 must be at most the 4 blocks"),
+        ({"model": "huge"}, "model='huge' is unknown; use one of"),
+        ({"regions": 0}, "regions=0 must be at least 1"),
+        ({"sequence_length": 0}, "sequence_length=0 is too small"),
+        ({"warmup_steps": 400}, "warmup_steps=400 must be at least 0 and less than"),
+        ({"outer_lrs_with_strength": ()}, r"outer_lrs_with_strength=\(\) is empty"),
+        ({"outer_lrs": (0.4, math.nan)}, "outer_lrs=nan must be positive and finite"),
     ],
 )
 def test_settings_are_checked(leaves, message):
@@ -444,6 +452,7 @@ def test_the_command_writes_results_and_goes_on(call, tmp_path, monkeypatch):
         ("--delays=21", "error: --delays=21 must be at least 1 and at most sync_int"),
         ("--delays=x", "error: --delays=x must be numbers separated by commas"),
         ("--steps=-1", "error: --steps=-1 must be at least 1"),
+        ("--model=huge", "error: --model='huge' is unknown; use one of"),
     ],
 )
 def test_a_wrong_flag_is_one_line(call, tmp_path, flag, message):

@@ -22,6 +22,7 @@ SETTINGS = Settings(
     steps=STEPS,
     sync_interval=H,
     num_fragments=1,
+    warmup_steps=0,
     regions=REGIONS,
     test_seeds=(0, 1),
     tuning_seeds=(9,),
@@ -100,12 +101,30 @@ def test_the_command_writes_and_draws(linear, call, tmp_path):
     assert (tmp_path / "delay_cost.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_any_interval_and_few_steps_make_settings(call, monkeypatch, tmp_path):
+    made = []
+
+    def measure(settings, *_):
+        made.append(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recovery, "measure", measure)
+    words = "--sync_interval=10", "--steps=40", "--delays=2", f"--workdir={tmp_path}"
+    with pytest.raises(KeyboardInterrupt):
+        call(delay_cost, *words)
+    assert made[0].num_fragments == 1
+    assert 0 < made[0].optimizer.learning_rate(40)(38) < 1
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
         ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
         ("--seeds=0", "--seeds=0 must be at least 1"),
+        ("--seeds=-1", "--seeds=-1 must be at least 1"),
+        ("--outer_lr=nan", "--outer_lr=nan must be positive and finite"),
+        ("--sync_interval=0", "--sync_interval=0 must be at least 1"),
         ("--steps=30", "--steps=30 must be at least two sync intervals of 20"),
     ],
 )
