@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import sys
 import time
 from typing import Any
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cocodc_jax.files import write_whole
+from cocodc_jax.netlab import children
 from cocodc_jax.report.page import describe_machine
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
@@ -128,20 +130,37 @@ def _finished(parts: pathlib.Path, settings: Settings) -> list[dict[str, Any]]:
 
 
 def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
-    """Run jobs in worker processes: small programs do not fill several cores."""
+    """Run jobs in worker processes: small programs do not fill several cores.
+
+    Where a job fails, those that have begun are ended and kept, and no other begins.
+    """
     # Read by XLA when a worker starts JAX: one thread each, no waiting for another.
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     )
+    failed, count = [], 0
     with concurrent.futures.ProcessPoolExecutor(
-        flags.value("workers"), multiprocessing.get_context("spawn")
+        flags.value("workers"),
+        multiprocessing.get_context("spawn"),
+        # A worker would wait for its next job for ever.
+        initializer=children.die_with_parent,
+        initargs=(os.getpid(), signal.SIGKILL),
     ) as pool:
-        begun = {pool.submit(run_job, settings, *job): job for job in jobs}
-        for count, future in enumerate(concurrent.futures.as_completed(begun), 1):
-            result, job = future.result(), begun[future]
+        asked = {pool.submit(run_job, settings, *job): job for job in jobs}
+        for future in concurrent.futures.as_completed(asked):
+            if future.cancelled():
+                continue
+            if error := future.exception():
+                failed.append(error)
+                for other in asked:
+                    other.cancel()
+                continue
+            result, job, count = future.result(), asked[future], count + 1
             write_whole(_path(parts, job), dumps(result))
             took = f"{result['seconds']:.0f} s"
             print(f"{count}/{len(jobs)} {job[0]} delay {job[1]}: {took}", flush=True)
+    if failed:
+        raise failed[0]
 
 
 def _print(summary: dict[str, Any], console: Console) -> None:

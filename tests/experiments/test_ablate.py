@@ -1,9 +1,15 @@
 """The ablation's simulator against the region program, its statistics, its command."""
 
+import concurrent.futures
 import dataclasses
 import json
 import math
 import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -443,6 +449,74 @@ def test_the_command_writes_results_and_goes_on(call, tmp_path, monkeypatch):
     code, _, err = call(ablate_compensation, *flags, "--steps=8")
     assert code == 2
     assert err.startswith(f"error: --workdir='{tmp_path}' holds an ablation with other")
+
+
+def test_what_has_begun_beside_a_job_that_fails_is_kept(tmp_path, monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def job(settings, name, delay):
+        if name == "bad":
+            begun.wait(10)
+            raise ValueError("bad")
+        begun.set()
+        assert name == "good"
+        may_end.wait(10)
+        return {"seconds": 1.0}
+
+    def pool(workers, context, **_):
+        made = concurrent.futures.ThreadPoolExecutor(workers)
+        made.submit(lambda: None).result()
+        return made
+
+    def cancelled(future):
+        may_end.set()
+        return cancel(future)
+
+    cancel = concurrent.futures.Future.cancel
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(concurrent.futures.Future, "cancel", cancelled)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(ablate_compensation, "run_job", job)
+    monkeypatch.setattr(ablate_compensation.flags, "value", lambda _: 2)
+    asked = [("good", 1), ("bad", 1), *(("late", n) for n in range(9))]
+    with pytest.raises(ValueError, match="bad"):
+        ablate_compensation._run(Settings(), asked, tmp_path)
+    assert "good_delay1.json" in [path.name for path in tmp_path.iterdir()]
+
+
+ORPHAN = """
+import os, pathlib, sys, time
+from experiments import ablate_compensation
+
+def job(settings, name, delay):
+    pathlib.Path(sys.argv[1], "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    ablate_compensation.run_job = job
+    ablate_compensation.flags.value = lambda _: 1
+    ablate_compensation._run(None, [("x", 1)], pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_workers_end_with_the_program(tmp_path):
+    (tmp_path / "program.py").write_text(ORPHAN)
+    words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(words, env=env)
+
+    def wait_until(condition):
+        end_s = time.monotonic() + 60
+        while not condition() and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert condition()
+
+    path = tmp_path / "pid"
+    wait_until(lambda: path.exists() and path.read_text())
+    process.terminate()
+    process.wait()
+    worker = pathlib.Path("/proc", path.read_text(), "stat")
+    wait_until(lambda: not worker.exists() or " Z " in worker.read_text())
 
 
 @pytest.mark.parametrize(
