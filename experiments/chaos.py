@@ -31,8 +31,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags as absl_flags
-
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
@@ -42,6 +40,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 
 from . import commands, scenarios
+from .chaos_flags import check_kills, check_own, define_flags
 from .killed import is_good, judge, lines
 from .train import read_flags
 from .unbroken import unbroken_loss
@@ -50,46 +49,6 @@ from .unbroken import unbroken_loss
 _LAST_KILL = 0.85
 _POLL_S, _SAY_S = 0.1, 30.0
 KILLS_FILE, PARTS_FILE = "kills.jsonl", "parts.jsonl"
-
-
-def define_flags() -> absl_flags.FlagValues:
-    """Return this program's flags, apart from those of the training."""
-    values = absl_flags.FlagValues()
-    for name, default, text in (
-        ("regions", 4, "regions that train"),
-        ("kills", 8, "how many times to kill a region"),
-        ("seed", 0, "of who is killed and when"),
-    ):
-        absl_flags.DEFINE_integer(name, default, text, flag_values=values)
-    for name, default, text in (
-        ("gap_s", 8.0, "seconds between two kills, on average"),
-        ("restart_s", 1.0, "seconds after which a dead region is started again"),
-        ("tolerance", 0.1, "how far the loss may be from the unbroken run's, nats"),
-    ):
-        absl_flags.DEFINE_float(name, default, text, flag_values=values)
-    absl_flags.DEFINE_enum(
-        "scenario",
-        None,
-        scenarios.SCENARIOS,
-        "fault of the network in the place of kills",
-        flag_values=values,
-    )
-    for name, default, text in (
-        (
-            "at_s",
-            20.0,
-            "with --scenario: seconds from the first merge that all regions have to "
-            "the fault",
-        ),
-        ("fault_s", 60.0, "with --scenario: seconds that it lasts"),
-    ):
-        absl_flags.DEFINE_float(name, default, text, flag_values=values)
-    absl_flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
-    absl_flags.DEFINE_bool(
-        "unbroken", True, "train a run in which nobody dies too", flag_values=values
-    )
-    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    return values
 
 
 class RefusedError(Exception):
@@ -232,8 +191,19 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not own.workdir:
             raise ValueError("workdir=None must be a folder")
-        if not own.scenario:
+        check_own(own)
+        if own.scenario:
+            scenarios.check_regions(own.scenario, own.regions)
+        else:
             check_kills(own.kills, own.regions)
+        flags.parse([argv[0], *train_flags])
+        for name in ("regions", "log_every", "workdir"):
+            if flags.given(name):
+                place = "" if name == "log_every" else f", or give --{name} before --"
+                raise ValueError(
+                    f"{name}={flags.value(name)} after -- is decided here; leave it "
+                    f"out{place}"
+                )
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()
@@ -246,21 +216,6 @@ def main(argv: Sequence[str]) -> int:
         print(dumps(result), end="")
         return 0 if result["named"] else 1
     return wreck(own, config, train_flags, workdir)
-
-
-def check_kills(kills: int, regions: int) -> None:
-    """Refuse kills that leave nobody who has the run in memory.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
-    if kills < 0:
-        raise ValueError(f"--kills={kills} must be 0 or more")
-    if kills and regions < 2:
-        raise ValueError(
-            f"regions={regions} has nobody left when one is killed; use 2 or more, or "
-            "--kills=0"
-        )
 
 
 def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int:

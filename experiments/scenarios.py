@@ -51,6 +51,20 @@ _STOPPED_S, _RUNNING_S = 1.7, 0.2
 _POLL_S = 0.1
 
 
+def check_regions(scenario: str, num_regions: int) -> None:
+    """Refuse fewer regions than a scenario names.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    least = 3 if scenario in ("link", "loss") else 2
+    if num_regions < least:
+        raise ValueError(
+            f"regions={num_regions} is too few for --scenario={scenario}; use {least} "
+            "or more"
+        )
+
+
 def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
     """Return what is to be named, any of it, and the regions that can see it.
 

@@ -120,6 +120,26 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
             "--regions=1 has nobody left when one is killed; use 2 or more",
         ),
         (["--kills=-1"], "--kills=-1 must be 0 or more"),
+        (
+            ["--regions=2", "--scenario=link"],
+            "--regions=2 is too few for --scenario=link; use 3 or more",
+        ),
+        (
+            ["--regions=1", "--scenario=cut"],
+            "--regions=1 is too few for --scenario=cut; use 2 or more",
+        ),
+        (["--gap_s=nan"], "--gap_s=nan must be 0 or more, and finite"),
+        (["--tolerance=-1"], "--tolerance=-1.0 must be 0 or more, and finite"),
+        (
+            ["--scenario=cut", "--kills=3"],
+            "--kills=3 has no meaning with --scenario; leave it out",
+        ),
+        (["--at_s=9"], "--at_s=9.0 has no meaning without --scenario; leave it out"),
+        (
+            ["--", "--regions=3"],
+            "--regions=3 after -- is decided here; leave it out, or give --regions be",
+        ),
+        (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
         (["--", "--method=mla"], "--exchange='jobs' is not possible for method='mla'"),
     ],
 )
