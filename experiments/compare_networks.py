@@ -103,6 +103,8 @@ class Comparison:
         self._base = train_config(train, self._methods)
         self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
         regions = self._base.run.regions
+        if regions < 2:
+            raise ValueError(f"regions={regions} has no network; use 2 or more")
         self._networks = [cases.network(word, regions) for word in values.networks]
         self._wide = cases.network(cases.WIDE, regions)
         _distinct("networks", [network.name for network in self._networks])

@@ -115,8 +115,9 @@ def usual_mtu_bytes(conditions: Conditions) -> int:
     """
     if has_loss(conditions):
         return _INTERNET_MTU_BYTES
-    size = int(slowest_bps(conditions) / 8 * _PACKET_S)
-    return min(max(size, _INTERNET_MTU_BYTES), _LARGEST_MTU_BYTES)
+    # A region by itself may have no meter.
+    size = min(slowest_bps(conditions) / 8 * _PACKET_S, _LARGEST_MTU_BYTES)
+    return max(int(size), _INTERNET_MTU_BYTES)
 
 
 def usual_window_bytes(conditions: Conditions) -> int:

@@ -308,6 +308,7 @@ def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
     ("flag", "message"),
     [
         ("--workdir=x", "workdir=x is decided for each run"),
+        ("--regions=1", "--regions=1 has no network; use 2 or more"),
         ("--steps=9", "Unknown command line flag 'steps'"),
         ("--rank=9", "rank=9 has no meaning for"),
     ],

@@ -455,6 +455,12 @@ def test_world_and_links_have_their_caps(tmp_path):
     assert world.delay_s[0][1] == 0.035
 
 
+def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
+    links = tmp_path / "links.yaml"
+    links.write_text("{regions: [here], default: {bandwidth_gbps: 1, latency_ms: 1}}")
+    assert plan(f"--links={links}").mtu_bytes == 65_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
