@@ -33,6 +33,7 @@ from cocodc_jax.report.page import describe_machine
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.leaves import attribute_notes
+from cocodc_jax.run.resume import make_folder
 
 from . import commands
 from .ablation import plots, results, rules
@@ -107,7 +108,8 @@ def _jobs(settings: Settings) -> list[Job]:
 def _parts(workdir: pathlib.Path, settings: Settings) -> pathlib.Path:
     """Return the folder of finished jobs, which are only good for the same settings."""
     parts = workdir / "parts"
-    parts.mkdir(parents=True, exist_ok=True)
+    make_folder(workdir)
+    make_folder(parts)
     path, text = parts / "settings.json", dumps(dataclasses.asdict(settings))
     if path.exists() and path.read_text() != text:
         raise ValueError(

@@ -38,6 +38,7 @@ from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
+from cocodc_jax.run.resume import make_folder
 
 from . import commands, scenarios
 from .chaos_flags import check_kills, check_own, define_flags
@@ -208,7 +209,8 @@ def main(argv: Sequence[str]) -> int:
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()
         check_jobs(config)
-    workdir = pathlib.Path(own.workdir)
+        workdir = pathlib.Path(own.workdir)
+        make_folder(workdir)
     if own.scenario:
         with flags.usage_errors():
             result = scenarios.run(own, config, train_flags, workdir)

@@ -34,6 +34,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.resume import make_folder
 
 from . import commands
 from .networks import cases, lab_run, plot, predict, report
@@ -271,8 +272,10 @@ def main(argv: Sequence[str]) -> int:
         comparison = Comparison(values, train)
         if lacks := kernel.missing():
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
+        workdir = pathlib.Path(values.workdir)
+        make_folder(workdir)
         command = commands.command_line("compare_networks", argv[1:])
-        return run(comparison, pathlib.Path(values.workdir), command)
+        return run(comparison, workdir, command)
     except (ValueError, absl_flags.Error) as error:
         known = {*values, *flags.FLAGS}
         print(f"error: {one_line(error, known)}", file=sys.stderr)

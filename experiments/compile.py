@@ -29,6 +29,7 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.resume import make_folder
 
 from . import commands
 
@@ -51,7 +52,6 @@ def main() -> None:
     except CompileError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    workdir.mkdir(parents=True, exist_ok=True)
     write_whole(workdir / RESULT_FILE, dumps(result))
     if not result["fits"]:
         sys.exit(1)
@@ -80,8 +80,9 @@ def read_flags() -> tuple[Job, pathlib.Path]:
     default = pathlib.Path("runs") / f"compile_{config.preset}_{config.method.method}"
     workdir = pathlib.Path(flags.value("workdir") or default)
     hlo_dir = workdir / "hlo" if flags.value("keep_hlo") else None
+    make_folder(workdir)
     if hlo_dir:
-        hlo_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(hlo_dir)
     return Job(config, target, programs, hlo_dir), workdir
 
 

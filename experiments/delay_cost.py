@@ -29,6 +29,7 @@ from cocodc_jax.report.page import describe_machine
 from cocodc_jax.report.plots import COLORS, save_png
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
+from cocodc_jax.run.resume import make_folder
 
 from . import commands
 from .ablation import recovery, rules
@@ -50,7 +51,7 @@ def main() -> None:
         settings = _settings()
         delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
         workdir = pathlib.Path(flags.value("workdir"))
-        workdir.mkdir(parents=True, exist_ok=True)
+        make_folder(workdir)
     rows = []
     for delay in delays:
         found = recovery.measure(settings, delay, names, flags.value("outer_lr"))

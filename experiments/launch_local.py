@@ -25,6 +25,7 @@ from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.help import options, render
+from cocodc_jax.run.resume import make_folder
 
 from . import commands, planned, train
 
@@ -164,6 +165,7 @@ def main(argv: Sequence[str]) -> int:
                     f"processes={own.processes} with --jobs must be a multiple of "
                     f"regions={config.run.regions}, each of so many processes"
                 )
+            make_folder(workdir)
             return launch_jobs(
                 train_flags,
                 workdir,
@@ -174,6 +176,7 @@ def main(argv: Sequence[str]) -> int:
             )
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)
+        make_folder(workdir)
     return launch(train_flags, workdir, count, own.grace_s)
 
 

@@ -52,6 +52,7 @@ from cocodc_jax.run import agreement
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line, while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
+from cocodc_jax.run.resume import make_folder
 
 from . import commands
 
@@ -218,6 +219,8 @@ def main(argv: Sequence[str]) -> int:
                 raise ValueError(f"{name}={values[name].value} must be finite")
         links = read_links(values, processes.num_processes)
         sizes, names = read_sizes(values), read_collectives(values)
+        if values.workdir and processes.process_id < 1:
+            make_folder(pathlib.Path(values.workdir))
         processes.start(processes.num_processes)
     except (ValueError, flags.Error) as error:
         print(f"error: {one_line(error, values)}", file=sys.stderr)
@@ -238,7 +241,6 @@ def _write(
     workdir: pathlib.Path, values: flags.FlagValues, rows: list[dict[str, Any]]
 ) -> None:
     told = {name: values[name].value for name in values if name != "help"}
-    workdir.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"flags": told, "rows": rows}, indent=1)
     write_whole(workdir / FILE, text + "\n")
 

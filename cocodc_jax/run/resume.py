@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -36,6 +38,21 @@ def check_folder(workdir: pathlib.Path) -> None:
     """
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
+
+
+def make_folder(workdir: pathlib.Path) -> None:
+    """Make the folder of a program's results, before the work that fills it.
+
+    Raises:
+      ValueError: naming it, if it cannot be made or written to.
+    """
+    check_folder(workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(workdir, error) from error
+    if not os.access(workdir, os.W_OK | os.X_OK):
+        raise unwritable(workdir, OSError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:

@@ -8,8 +8,21 @@ import sys
 import tomllib
 
 import pytest
+from absl.flags import FlagValues
 
-from experiments import commands
+from cocodc_jax.compiled.targets import Target
+from cocodc_jax.netlab import kernel
+from cocodc_jax.run import flags
+from experiments import (
+    ablate_compensation,
+    chaos,
+    commands,
+    compare_networks,
+    compile,
+    delay_cost,
+    launch_local,
+    probe_network,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -85,3 +98,52 @@ def test_openblas_takes_one_thread_unless_told_otherwise(chosen, holds):
     command = [sys.executable, "-c", code]
     ran = subprocess.run(command, env=told, capture_output=True, check=True, cwd=ROOT)
     assert ran.stdout.decode().split() == [holds, "False"]
+
+
+SMOKE = ("--", "--preset=smoke", "--regions=2")
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (ablate_compensation, ()),
+        (delay_cost, ()),
+        (compile, ("--target=v5e:2x2", "--preset=smoke", "--regions=2")),
+        (chaos, ("--regions=2", *SMOKE[:2])),
+        (compare_networks, ("--networks=100", *SMOKE)),
+        (launch_local, (*SMOKE, "--workdir={}")),
+        (launch_local, ("--jobs", *SMOKE, "--workdir={}")),
+        (probe_network, ()),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(
+    program, words, call, tmp_path, monkeypatch, capsys
+):
+    for name, value in {
+        "COCODC_NUM_PROCESSES": "2",
+        "COCODC_PROCESS_ID": "0",
+        "COCODC_COORDINATOR_ADDRESS": "127.0.0.1:1",
+    }.items():
+        if program is probe_network:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kernel, "missing", list)
+    monkeypatch.setattr(Target, "check_installed", lambda _: None)
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    if "--workdir={}" not in words:
+        words = ("--workdir={}", *words)
+    words = [word.format(folder) for word in words]
+    if hasattr(program, "define"):
+        code, _, err = call(program, *words)
+    else:
+        monkeypatch.setattr(flags, "FLAGS", FlagValues())
+        try:
+            code = program.main([program.__name__, *words])
+        except SystemExit as end:
+            code = end.code
+        err = capsys.readouterr().err
+    assert code == flags.USAGE_ERROR
+    assert err == (
+        f"error: --workdir={str(folder)!r} cannot be written to (Not a directory); "
+        "make room, change its permissions, or name another folder\n"
+    )

@@ -112,6 +112,16 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
         resume.claim(PRESET.resolve(), tmp_path / "run")
 
 
+def test_a_folder_of_results_is_made_or_named(tmp_path):
+    resume.make_folder(tmp_path / "new" / "run")
+    resume.make_folder(tmp_path / "new" / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"workdir='.*file' is a file; name a folder"):
+        resume.make_folder(tmp_path / "file")
+    with pytest.raises(ValueError, match="run' cannot be written to .Not a dir"):
+        resume.make_folder(tmp_path / "file" / "run")
+
+
 def test_a_folder_has_one_writer(tmp_path):
     with lock.only_writer(tmp_path / "run"):
         own = f"process {os.getpid()} on "
