@@ -17,9 +17,11 @@ part of a step only, and leave the cores to the network for the rest.
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -110,6 +112,25 @@ class Comparison:
         self._wide = cases.network(cases.WIDE, regions)
         _distinct("networks", [network.name for network in self._networks])
         self._intervals, self._limit_s = values.intervals, values.limit_s
+        if not self._limit_s < threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"limit_s={self._limit_s} must be at most {threading.TIMEOUT_MAX:g}"
+            )
+        self._check_folders()
+
+    def _check_folders(self) -> None:
+        """Refuse folders that hold, or would hold, the result of another run."""
+        controls = [(self._wide, method) for method in (APART, EVERY_STEP)]
+        planned: dict[pathlib.Path, list[str]] = {}
+        for each in (*controls, *itertools.product(self._networks, self._methods)):
+            command, folder, _ = self._command(*each)
+            if planned.setdefault(folder, command) != command:
+                raise ValueError(
+                    f"networks={each[0].name} is what others are held against, run "
+                    f"otherwise with {each[1]}; use another network, or a file of "
+                    "another name"
+                )
+            lab_run.check(command, folder)
 
     def apart(self) -> Measured:
         """Return the regions left alone, in the lab as well.
@@ -176,14 +197,20 @@ class Comparison:
     def _measured(
         self, network: cases.Network, method: str
     ) -> tuple[Measured, cases.Stretch]:
+        command, folder, stretch = self._command(network, method)
+        return lab_run.measured(command, folder, stretch, self._limit_s), stretch
+
+    def _command(
+        self, network: cases.Network, method: str
+    ) -> tuple[list[str], pathlib.Path, cases.Stretch]:
+        """Return the command of a run, its folder, and the steps to look at."""
         folder = self._workdir / network.name / method
         config = self._config(network, method)
         stretch = cases.stretch(
             config.method.build(), config.run.log_every, self._intervals
         )
         train = self._train_flags(network, method, stretch.last_step)
-        command = lab_run.lab_command(network, folder, train)
-        return lab_run.measured(command, folder, stretch, self._limit_s), stretch
+        return lab_run.lab_command(network, folder, train), folder, stretch
 
     def _config(self, network: cases.Network, method: str) -> TrainConfig:
         # What others are held against sends nothing, or everything as it is.

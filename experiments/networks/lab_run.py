@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from cocodc_jax.files import write_whole
+from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.run import timeline
@@ -90,8 +90,8 @@ def measured(
     """
     path = folder / RESULT
     if path.exists():
+        check(command, folder)
         value = json.loads(path.read_text())
-        _check_same(command, value["command"], folder)
         return Measured.from_json(value["measured"])
     shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
     folder.mkdir(parents=True)
@@ -100,6 +100,20 @@ def measured(
     entry = {"command": list(command), "measured": dataclasses.asdict(result)}
     write_whole(path, dumps(entry))
     return result
+
+
+def check(command: Sequence[str], folder: pathlib.Path) -> None:
+    """Refuse a folder that holds the result of another run, before anything runs.
+
+    Args:
+      command: see `lab_command`.
+      folder: of this run alone.
+
+    Raises:
+      ValueError: naming it, and what differs.
+    """
+    if (folder / RESULT).exists():
+        _check_same(command, read_table(folder / RESULT)["command"], folder)
 
 
 def _check_same(command: Sequence[str], before: Sequence[str], folder: pathlib.Path):

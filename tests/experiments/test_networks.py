@@ -349,6 +349,34 @@ def test_what_others_are_held_against_is_not_compressed(monkeypatch, tmp_path):
     assert asked == [[], ["--compress=ef+int4"]]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--networks=20,30", r"30/diloco holds the result of another command"),
+        ("--networks={}/wide.yaml", "networks=wide is what others are held against"),
+        ("--networks=wide -- --compress=int8", "networks=wide is what others are held"),
+        ("--networks=20 --limit_s=inf", "limit_s=inf must be at most"),
+    ],
+)
+def test_folders_of_other_runs_are_refused_before_anything_runs(
+    monkeypatch, tmp_path, words, message
+):
+    monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
+    (tmp_path / "wide.yaml").write_text(
+        "{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 10}}"
+    )
+    done = tmp_path / "30" / "diloco" / lab_run.RESULT
+    done.parent.mkdir(parents=True)
+    done.write_text(json.dumps({"command": ["other"], "measured": {}}))
+    given, _, train = words.format(tmp_path).partition(" -- ")
+    words = ["x", f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
+    values = compare_networks.define_flags()
+    values([*words, *given.split()])
+    train = ["--preset=smoke", "--regions=2", *train.split()]
+    with pytest.raises(ValueError, match=message):
+        compare_networks.Comparison(values, train)
+
+
 @needs_lab
 @pytest.mark.slow
 def test_two_methods_over_one_network(command, corpus, tmp_path):
