@@ -26,8 +26,9 @@ import cocodc_jax as cc
 from cocodc_jax.run import flags
 
 from . import commands
+from .ablation.settings import numbers
 from .benchmarks import contenders, growth, tables
-from .benchmarks.cases import Case, make_case
+from .benchmarks.cases import GPT, Case, make_case
 from .benchmarks.torch_loop import torch_diloco
 from .benchmarks.turns import take_turns
 
@@ -54,13 +55,11 @@ def main() -> None:
             )
         asked = [name for name in flags.value("growth").split(",") if name]
         growth.check(asked)
+        if not asked and not _cases():
+            raise ValueError("cases= names nothing to time; name some, or --growth")
         layouts, wanted = _layouts(regions), _wanted()
         cc.use_cpu_devices(regions + 1)
-        cases = [
-            make_case(name, regions, interval)
-            for name in flags.value("cases").split(",")
-            if name
-        ]
+        cases = [make_case(name, regions, interval) for name in _cases()]
     console = Console()
     for case in cases:
         for num_devices in layouts:
@@ -71,13 +70,13 @@ def main() -> None:
 
 def _layouts(regions: int) -> list[int]:
     """Return over how many devices the regions are spread, layout by layout."""
-    layouts = [int(word) for word in flags.value("devices")] or [1, regions]
+    layouts = numbers("devices", flags.value("devices"), int) or (1, regions)
     for num_devices in layouts:
         if num_devices < 1 or regions % num_devices:
             raise ValueError(
                 f"devices={num_devices} does not divide regions={regions} evenly"
             )
-    return layouts
+    return [*layouts]
 
 
 def _wanted() -> list[str]:
@@ -88,7 +87,18 @@ def _wanted() -> list[str]:
             raise ValueError(
                 f"contenders={name!r} is unknown; use some of {', '.join(CONTENDERS)}"
             )
+        if name in ("drjax", "torch") and not importlib.util.find_spec(name):
+            raise ValueError(f"contenders={name!r} is not installed")
+    if names == ["torch"] and set(_cases()) - {GPT}:
+        raise ValueError(
+            f"contenders=torch trains the case {GPT} alone; use --cases={GPT}"
+        )
     return names
+
+
+def _cases() -> list[str]:
+    """Return the names of the cases that were asked for."""
+    return [name for name in flags.value("cases").split(",") if name]
 
 
 def compare(

@@ -33,7 +33,9 @@ def check(names: Iterable[str]) -> None:
 
 
 def show(name: str, interval: int, rounds: int, console: Console) -> None:
-    """Time cocodc at every size and print its seconds, per size and start.
+    """Time a method at every size and print its seconds, per size and start.
+
+    It is cocodc, but for layers: there diloco, with nothing but layers to grow.
 
     Args:
       name: one of `GROWTHS`.

@@ -130,6 +130,15 @@ def test_the_gpt_is_as_large_as_it_says():
     assert sum(x.size for x in jax.tree.leaves(params)) == 837_888
 
 
+def test_torch_by_itself_has_one_case(call, monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: True)
+    code, _, err = call(bench, "--contenders=torch", "--cases=gpt,smoke")
+    assert code == flags.USAGE_ERROR
+    assert (
+        err == "error: --contenders=torch trains the case gpt alone; use --cases=gpt\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -138,12 +147,16 @@ def test_the_gpt_is_as_large_as_it_says():
         (["--regions=0"], "regions=0 must be at least 1"),
         (["--interval=4"], "interval=4 must be a multiple of 4 from 8 on"),
         (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
+        (["--devices=a"], "devices=a must be numbers separated by commas"),
+        (["--cases="], "cases= names nothing to time"),
+        (["--contenders=drjax"], "contenders='drjax' is not installed"),
         (["--growth=width"], "growth='width' is unknown"),
         (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
     ],
 )
 def test_wrong_flags_are_told(call, monkeypatch, words, says):
     monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
     code, _, err = call(bench, *words)
     assert code == flags.USAGE_ERROR
     assert says in err
