@@ -168,7 +168,8 @@ def run(
     )
     begun.ended.set()
     acting.join()
-    found = judge(scenario, workdir, num_regions, begun.time + own.at_s, sync_s)
+    at = begun.time + own.at_s
+    found = judge(scenario, workdir, num_regions, at, sync_s, begun.launched)
     result = {"scenario": scenario, "exit_code": code, **found}
     return {**result, "named": is_good(result)}
 
@@ -178,6 +179,7 @@ class _Begun:
 
     Attributes:
       path: of the file, which is there from then on.
+      launched: when the regions were, by the wall.
       time: when it was, by the wall; infinite until then.
       ended: set when the run is over, and nobody shall wait any more.
     """
@@ -186,7 +188,7 @@ class _Begun:
         self._folders = [workdir / f"region_{r}" for r in range(num_regions)]
         self.path, self.time = workdir / "begun", float("inf")
         self.ended = threading.Event()
-        self._launched = time.time()
+        self.launched = time.time()
         self.path.unlink(missing_ok=True)
 
     def wait(self) -> None:
@@ -196,7 +198,7 @@ class _Begun:
                 {
                     (sync["fragment"], sync["start_step"])
                     for sync in lines(folder / SYNCS_FILE)
-                    if sync["time"] > self._launched
+                    if sync["time"] > self.launched
                 }
                 for folder in self._folders
             ]
@@ -238,7 +240,12 @@ def _send_all(arguments: set[str], number: signal.Signals) -> None:
 
 
 def judge(
-    scenario: str, workdir: pathlib.Path, num_regions: int, at: float, sync_s: float
+    scenario: str,
+    workdir: pathlib.Path,
+    num_regions: int,
+    at: float,
+    sync_s: float,
+    launched: float = 0.0,
 ) -> dict[str, Any]:
     """Return what the regions named, and when.
 
@@ -248,6 +255,8 @@ def judge(
       num_regions: M.
       at: when the fault began, by the wall.
       sync_s: seconds between two syncs.
+      launched: when the regions were, by the wall; what was named before is of a run in
+        this folder that was stopped.
     """
     wanted, seeing = expected(scenario, num_regions)
     after_s, syncs, before = {}, {}, []
@@ -256,6 +265,8 @@ def judge(
         text = path.read_text() if path.exists() else ""
         for line in map(json.loads, text.splitlines()):
             what = line["kind"], tuple(line["where"])
+            if line["time"] < launched:
+                continue
             if line["fault"] == "begins" and line["time"] < at:
                 before.append([region, *what])
             elif line["fault"] == "begins" and what in wanted and region in seeing:

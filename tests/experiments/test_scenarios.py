@@ -74,6 +74,14 @@ def test_what_was_named_is_held_against_the_fault(tmp_path):
     assert result["unseen_by"] == [1]
 
 
+def test_what_an_earlier_run_in_the_folder_named_is_not_held_against_this_one(tmp_path):
+    for region in range(3):
+        write(tmp_path, region, ("silent", [0], 7.0), ("gone", [3], 110.0))
+    judged = ("cut", tmp_path, 4, 100.0, 4.0)
+    assert scenarios.judge(*judged, launched=50.0)["named_before"] == []
+    assert len(scenarios.judge(*judged, launched=5.0)["named_before"]) == 3
+
+
 def test_a_stragglers_syncs_are_those_that_there_were(tmp_path):
     for region in range(2):
         write(tmp_path, region, ("slow", [1], 130.0))
@@ -101,7 +109,7 @@ def test_signals_go_to_a_regions_process(tmp_path):
 
 def test_a_fault_counts_from_the_first_merge_that_all_regions_have(tmp_path):
     begun = scenarios._Begun(tmp_path, 2)
-    old = {"fragment": 0, "start_step": 2, "time": begun._launched - 1}
+    old = {"fragment": 0, "start_step": 2, "time": begun.launched - 1}
     for region, start_step in ((0, 4), (1, 6)):
         folder = tmp_path / f"region_{region}"
         folder.mkdir()
