@@ -154,6 +154,8 @@ class Chaos:
     def _start(self, region: int) -> None:
         self.born_s[region] = time.time()
         self.regions[region].start()
+        if self.is_stopped:  # Told to while it was started.
+            self.regions[region].send(signal.SIGTERM)
 
     def _kill_all(self) -> None:
         for region in self.regions:

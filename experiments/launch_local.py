@@ -133,6 +133,8 @@ def launch_jobs(
     with children.on_signals(stop):
         for region in regions:
             region.start()
+            if asked_s:  # Told to stop while it was started.
+                region.send(signal.SIGTERM)
         return independent.wait(
             regions,
             lambda: restarts and not asked_s,

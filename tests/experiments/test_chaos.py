@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from absl.flags import FlagValues
@@ -110,6 +112,21 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
         hit.run(1, 8, seed=0, gap_s=1, restart_s=1)
     assert regions[1].lives == 1
     assert not regions[0].is_running
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
+    class Late(independent.Region):
+        def start(self):
+            hit.stop(0)
+            super().start()
+
+    program = child("import time; time.sleep(60)")
+    hit = chaos.Chaos(tmp_path, [Late(program, tmp_path / "0.log")])
+    begin_s = time.monotonic()
+    hit.run(0, 8, seed=0, gap_s=1, restart_s=1)
+    assert time.monotonic() - begin_s < 30
+    assert hit.regions[0].code == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(

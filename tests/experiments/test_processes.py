@@ -13,6 +13,7 @@ import time
 import pytest
 from absl.flags import FlagValues
 
+from cocodc_jax.netlab import independent
 from experiments import launch_local, train
 
 TRAIN, LAUNCH = train.__name__, launch_local.__name__
@@ -320,6 +321,27 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.kill(os.getppid(), signal.SIGTERM)
 time.sleep(60)
 """
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
+    tmp_path, monkeypatch
+):
+    start = independent.Region.start
+
+    def started(region):
+        if not (tmp_path / "told").exists():
+            (tmp_path / "told").touch()
+            os.kill(os.getpid(), signal.SIGTERM)  # Nobody has begun to hear it.
+        start(region)
+
+    monkeypatch.setattr(independent.Region, "start", started)
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
+    begin_s = time.monotonic()
+    code = launch_local.launch_jobs([], tmp_path, 2, restarts=False, grace_s=20)
+    assert code == 128 + signal.SIGTERM
+    assert time.monotonic() - begin_s < 15
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
