@@ -57,14 +57,15 @@ def main() -> None:
         found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
         rows += _rows(delay, found)
         _print([row for row in rows if row["delay_steps"] == delay], settings, console)
-    summary = {
-        "command": commands.command_line("delay_cost", sys.argv[1:]),
-        "machine": describe_machine(jax.devices()),
-        "settings": dataclasses.asdict(settings),
-        "outer_lr": flags.value("outer_lr"),
-        "rows": rows,
-    }
-    write_whole(workdir / "delay_cost.json", dumps(summary))
+        summary = {
+            "command": commands.command_line("delay_cost", sys.argv[1:]),
+            "machine": describe_machine(jax.devices()),
+            "settings": dataclasses.asdict(settings),
+            "outer_lr": flags.value("outer_lr"),
+            "rows": rows,
+        }
+        # After every delay: another one takes minutes.
+        write_whole(workdir / "delay_cost.json", dumps(summary))
     save_png(_figure(rows, settings), str(workdir / "delay_cost.png"))
 
 
@@ -106,11 +107,20 @@ def _rules(interval: int) -> list[str]:
 
 
 def _rows(delay: int, found: recovery.Recovery) -> list[dict[str, Any]]:
-    """Return a row for each rule and strength, and one for doing nothing."""
+    """Return a row for each rule and strength, and one for doing nothing.
+
+    What is not finite, of a seed that diverged, is None.
+    """
     half = len(found.steps) // 2
 
-    def over_seeds(values: np.ndarray) -> dict[str, float | None]:
-        return dataclasses.asdict(Interval.of(values[half:].mean(0).tolist()))
+    def over_seeds(values: np.ndarray) -> dict[str, float | None] | None:
+        means = values[half:].mean(0)
+        if not np.isfinite(means).all():
+            return None
+        return dataclasses.asdict(Interval.of(means.tolist()))
+
+    def finite(values: np.ndarray) -> list[float | None]:
+        return [float(x) if np.isfinite(x) else None for x in values]
 
     shared = {
         "delay_steps": delay,
@@ -125,7 +135,7 @@ def _rows(delay: int, found: recovery.Recovery) -> list[dict[str, Any]]:
             "rule": name,
             "strength": strength,
             "recovered": over_seeds(values),
-            "recovered_at": values.mean(1).tolist(),
+            "recovered_at": finite(values.mean(1)),
             "loss": over_seeds(found.loss[name, strength]),
         }
         for (name, strength), values in (zero | found.recovered).items()
@@ -150,7 +160,9 @@ def _print(rows: list[dict[str, Any]], settings: Settings, console: Console) -> 
     console.print(table)
 
 
-def _text(value: dict[str, Any], digits: int) -> str:
+def _text(value: dict[str, Any] | None, digits: int) -> str:
+    if value is None:
+        return "diverged"
     return format(Interval(**value), f".{digits}f")
 
 
@@ -161,10 +173,15 @@ def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
     panels = figure.subplots(1, len(delays), squeeze=False, sharey=True)[0]
     for axes, delay in zip(panels, delays, strict=True):
         for color, name in zip(COLORS, DRAWN, strict=False):
-            own = [r for r in rows if (r["rule"], r["delay_steps"]) == (name, delay)]
+            own = [
+                row
+                for row in rows
+                if (row["rule"], row["delay_steps"]) == (name, delay)
+                and row["recovered"] is not None
+            ]
             if own:
                 best = max(own, key=lambda row: row["recovered"]["mean"])
-                left = 1 - np.array(best["recovered_at"])
+                left = 1 - np.array(best["recovered_at"], float)
                 axes.plot(best["steps"], left, color=color, label=name)
         axes.set_title(f"tau/H = {delay / settings.sync_interval:g}", fontsize="medium")
         axes.set_xlabel("inner steps")

@@ -101,6 +101,30 @@ def test_the_command_writes_and_draws(linear, call, tmp_path):
     assert (tmp_path / "delay_cost.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
+    call, monkeypatch, tmp_path
+):
+    good, bad = np.ones((2, 1)), np.array([[1.0], [np.nan]])
+
+    def measure(settings, delay, *_):
+        if delay == 2:
+            raise KeyboardInterrupt
+        rules = {("replay", None): good, ("mix_0.5", None): bad}
+        loss = rules | {(recovery.KEEP, None): good}
+        return recovery.Recovery([4, 8], good, good, rules, loss)
+
+    monkeypatch.setattr(recovery, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        call(delay_cost, f"--workdir={tmp_path}", "--delays=1,2", "--seeds=1")
+    kept = json.loads((tmp_path / "delay_cost.json").read_text())["rows"]
+    assert [(row["rule"], row["delay_steps"]) for row in kept] == [
+        ("keep", 1), ("replay", 1), ("mix_0.5", 1)
+    ]  # fmt: skip
+    assert kept[1]["recovered"] == {"mean": 1.0, "half": None}
+    assert (kept[2]["recovered"], kept[2]["recovered_at"]) == (None, [1.0, None])
+    assert "NaN" not in (tmp_path / "delay_cost.json").read_text()
+
+
 def test_any_interval_and_few_steps_make_settings(call, monkeypatch, tmp_path):
     made = []
 
