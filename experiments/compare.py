@@ -56,6 +56,7 @@ def main() -> None:
             for seed in range(_num_seeds())
             for name, leaves in methods.items()
         }
+        flags.check_optimizers(configs.values())
         # All of them before the first trains: a wrong flag costs nobody an hour.
         sessions: list[Session] = []
         tracking = flags.tracking()

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from cocodc_jax._extras import extra
 from cocodc_jax.methods import METHODS
+from cocodc_jax.methods import get as get_method
+from cocodc_jax.run import optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.help import options, render
@@ -200,7 +202,9 @@ def config(
     base = PRESETS[value("preset")]
     leaves = _given_leaves(without)
     if methods is None:
-        return base.replace(**leaves)
+        found = base.replace(**leaves)
+        check_optimizers([found])
+        return found
     check_methods(methods)
     where = {name: leaves.pop(name) for name in ARGUMENTS if name in leaves}
     return base.where(**where).replace(**leaves)
@@ -217,6 +221,16 @@ def check_methods(methods: Iterable[str]) -> None:
     """
     given_here = _given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys()))
     check_taken(given_here, methods)
+
+
+def check_optimizers(configs: Iterable[TrainConfig]) -> None:
+    """Refuses a flag that no inner optimizer of the runs goes by.
+
+    Raises:
+      ValueError: naming the flag, its value and the optimizers.
+    """
+    optimizers = [c.optimizer.name(get_method(c.method.method)) for c in configs]
+    optimizer_config.check_taken(_given_leaves(()), optimizers)
 
 
 def _given_leaves(without: Sequence[str]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import optax
 
@@ -13,6 +15,15 @@ from cocodc_jax.transforms.numerics import check_finite
 
 OPTIMIZERS = ("adamw", "mt_adam", "muon", "sgd")
 _ADAM_B2 = 0.999
+# What an optimizer goes by besides its learning rate and weight decay.
+_OF_ADAM = ("beta1", "beta2", "grad_clip")
+_SLOW = ("slow_beta", "slow_weight", "fast_weight")
+_GOES_BY = {
+    "adamw": _OF_ADAM,
+    "mt_adam": _OF_ADAM + _SLOW,
+    "muon": _OF_ADAM,
+    "sgd": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,3 +146,23 @@ class OptimizerConfig:
             steps_by = make(rate, weight_decay=self.weight_decay, b1=self.beta1, b2=b2)
         clip = optax.clip_by_global_norm(self.grad_clip)
         return optax.chain(clip if self.grad_clip else optax.identity(), steps_by)
+
+
+def check_taken(arguments: Mapping[str, Any], optimizers: Iterable[str]) -> None:
+    """Refuses arguments that none of the optimizers goes by.
+
+    Args:
+      arguments: by name; those that are no optimizer's alone are passed over.
+      optimizers: of `OPTIMIZERS`.
+
+    Raises:
+      ValueError: naming the argument, its value and what the optimizers take.
+    """
+    optimizers = sorted(set(optimizers))
+    taken = {name for optimizer in optimizers for name in _GOES_BY[optimizer]}
+    for name in (*_OF_ADAM, *_SLOW):
+        if name in arguments and name not in taken:
+            raise ValueError(
+                f"{name}={arguments[name]} has no meaning for the inner optimizer "
+                f"{' or '.join(optimizers)}; leave it out"
+            )

@@ -112,6 +112,10 @@ def test_the_same_command_again_trains_nothing(compared, call):
             ["--methods=diloco,streaming_diloco", "--rank=8"],
             "error: --rank=8 has no meaning for diloco, streaming_diloco, which take",
         ),
+        (
+            ["--methods=demo,diloco+muon", "--slow_beta=0.9"],
+            "error: --slow_beta=0.9 has no meaning for the inner optimizer muon or sgd",
+        ),
         (["--methods=all", "--curvature=none", "--sync_intervl=3"], "error: Unknown c"),
     ],
 )

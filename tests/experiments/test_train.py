@@ -245,6 +245,31 @@ def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--slow_beta=0.9"],
+            "--slow_beta=0.9 has no meaning for the inner optimizer a",
+        ),
+        (
+            ["--method=demo", "--grad_clip=1"],
+            "--grad_clip=1.0 has no meaning for the in",
+        ),
+        (
+            ["--inner_optimizer=muon", "--fast_weight=0.5"],
+            "--fast_weight=0.5 has no mea",
+        ),
+    ],
+)
+def test_a_flag_the_inner_optimizer_does_not_go_by_is_refused(
+    call, tmp_path, words, line
+):
+    code, _, err = call(train, "--preset=smoke", *words, f"--workdir={tmp_path}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize(
     ("flags", "what", "good"),
     [
         (

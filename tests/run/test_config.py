@@ -6,13 +6,18 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig, dumps
 from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
-from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.run.optimizer_config import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    check_taken,
+)
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.run_config import RunConfig
 
@@ -226,6 +231,41 @@ def test_the_second_moments_decay_is_the_optimizers_own():
     plain = dataclasses.replace(plain, warmup_steps=5)
     unset = dataclasses.replace(SMOKE, optimizer=plain).replace(method="muloco")
     assert unset.resolve().optimizer.beta2 == 0.99
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("beta1", 0.5),
+        ("beta2", 0.5),
+        ("slow_beta", 0.5),
+        ("slow_weight", 0.1),
+        ("fast_weight", 0.5),
+        ("grad_clip", 0.01),
+    ],
+)
+def test_an_argument_is_refused_where_it_changes_nothing(optimizer, name, value):
+    params = {"blocks": {"w": jnp.eye(3)}, "bias": jnp.ones(3)}
+
+    def trained(**arguments):
+        config = OptimizerConfig(
+            inner_optimizer=optimizer, inner_lr=0.1, warmup_steps=0, **arguments
+        )
+        built, now = config.build(10), params
+        state = built.init(now)
+        for scale in (1.0, 3.0, -2.0):
+            grads = optax.tree.scale(scale, jax.tree.map(lambda x: x + 1, now))
+            steps, state = built.update(grads, state, now)
+            now = optax.apply_updates(now, steps)
+        return now
+
+    one, other = trained(), trained(**{name: value})
+    if all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))):
+        with pytest.raises(ValueError, match=f"{name}={value} has no meaning for"):
+            check_taken({name: value}, [optimizer])
+    else:
+        check_taken({name: value}, [optimizer])
 
 
 def test_inner_optimizer_is_clipped_adamw_with_warmup_and_cosine():
