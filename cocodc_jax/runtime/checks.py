@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync.cutting import cut
-from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
@@ -128,7 +128,8 @@ def checked_fragments(
     """Return the fragments of a method's parameters, as given or as it cuts them.
 
     Raises:
-      ValueError: if those that are given are not as many as the method's.
+      ValueError: if those that are given are not as many as the method's, or are not
+        of these parameters.
     """
     strategy = method.sync.fragment_strategy if method.sync else "strided"
     if fragments is None:
@@ -149,6 +150,7 @@ def checked_fragments(
             f"made for num_fragments={method.num_fragments}; use "
             f"fragments=cut(params, {method.num_fragments})"
         )
+    check_partition(fragments, params)
     return fragments
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.transforms.layers import BLOCKS
+from cocodc_jax.transforms.layers import BLOCKS, named_leaves
 
 PyTree = Any
 Fragment = dict[str, jax.Array]
@@ -140,6 +140,48 @@ class Fragments:
         return self.treedef.unflatten(
             [_join_rows(shares[leaf]) for leaf in sorted(shares)]
         )
+
+
+def check_partition(fragments: Fragments, params: PyTree) -> None:
+    """Refuse fragments that were cut of another tree, or are no partition of it.
+
+    Rows that no fragment has would never be averaged, and nothing would say so.
+
+    Args:
+      fragments: given by the user.
+      params: arrays or shapes.
+
+    Raises:
+      ValueError: naming the leaf, and what of it is not in exactly one fragment.
+    """
+    told = "use fragments=cut(params, num_fragments) of these params"
+    try:
+        leaves = fragments.treedef.flatten_up_to(params)
+    except ValueError as error:
+        raise ValueError(
+            f"fragments were cut of {fragments.treedef}, but params has the structure "
+            f"{jax.tree.structure(params)}; {told}"
+        ) from error
+    held: list[list[LeafSlice]] = [[] for _ in leaves]
+    for part in (part for slices in fragments.slices for part in slices):
+        if not 0 <= part.leaf < len(leaves):
+            raise ValueError(
+                f"fragments has {part.path!r} as leaf {part.leaf}, but params has "
+                f"{len(leaves)} leaves; {told}"
+            )
+        held[part.leaf].append(part)
+    for (path, leaf), parts in zip(named_leaves(params), held, strict=True):
+        rows = [part.rows for part in parts]
+        if rows == [None] or 0 in leaf.shape:
+            continue
+        length = leaf.shape[0] if leaf.shape else 0
+        found = sorted(row for each in rows for row in each or ())
+        if not rows or None in rows or found != list(range(length)):
+            raise ValueError(
+                f"fragments has of params' leaf {path!r}, of shape {leaf.shape}, the "
+                f"rows {found if None not in rows else rows}, but every row must be in "
+                f"exactly one fragment; {told}"
+            )
 
 
 def is_stacked(path: str) -> bool:

@@ -1,5 +1,6 @@
 """Models of other people, by the shapes of their parameters: where their layers are."""
 
+import dataclasses
 import warnings
 
 import jax.numpy as jnp
@@ -141,3 +142,32 @@ def test_a_program_warns_of_fragments_of_unlike_size():
 def test_a_tree_that_cannot_be_cut_says_what_to_pass():
     with pytest.raises(ValueError, match=r"fragments=cut\(params, .*blocks=NAME\)"):
         make({"w": zeros(8, 8)})
+
+
+@pytest.mark.parametrize(
+    ("cut_of", "message"),
+    [
+        # Two layers of four: the others would never be averaged.
+        (
+            {"blocks": {"w": zeros(2, 4)}, "b": zeros(4)},
+            r"'blocks/w', .* rows \[0, 1\]",
+        ),
+        ({"blocks": {"w": zeros(6, 4)}, "b": zeros(4)}, r"of shape \(4, 4\), the rows"),
+        (
+            {"blocks": {"w": zeros(4, 4)}, "c": zeros(4)},
+            "cut of .*'c'.* structure .*'b'",
+        ),
+    ],
+)
+def test_fragments_of_another_model_are_refused(cut_of, message):
+    params = {"blocks": {"w": zeros(4, 4)}, "b": zeros(4)}
+    with pytest.raises(ValueError, match=message):
+        make(params, fragments=cc.cut(cut_of, 2))
+
+
+def test_own_fragments_have_every_parameter_once():
+    params = {"a": zeros(4, 4), "b": zeros(4)}
+    both = cc.cut(params, 2)
+    for slices in ((both.slices[0], ()), (both.slices[0], sum(both.slices, ()))):
+        with pytest.raises(ValueError, match="must be in exactly one fragment; use "):
+            make(params, fragments=dataclasses.replace(both, slices=slices))
