@@ -55,6 +55,7 @@ import optax
 
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_count,
     check_positive,
     safe_norm,
     vary_like,
@@ -100,7 +101,7 @@ def isotropic() -> Curvature:
 
     def product(gradient, displacement, *, delay_steps):
         del gradient
-        if isinstance(delay_steps, int) and delay_steps < 1:
+        if isinstance(delay_steps, (int, float)) and not delay_steps >= 1:
             raise ValueError(f"delay_steps={delay_steps} must be at least 1")
         return jax.tree.map(lambda d: d / delay_steps, displacement)
 
@@ -126,7 +127,7 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
     Raises:
       ValueError: if an argument is out of range.
     """
-    if isinstance(sync_interval, int) and sync_interval < 1:
+    if isinstance(sync_interval, (int, float)) and not sync_interval >= 1:
         raise ValueError(f"sync_interval={sync_interval} must be at least 1 step")
     _check_choice("units", units, ("parameter", "gradient"))
 
@@ -291,8 +292,7 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
     Raises:
       ValueError: if an argument is out of range.
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} must be at least 1")
+    check_count("num_samples", num_samples)
     _check_choice("units", units, tuple(_UNIT_NEEDS))
 
     def product(gradient, displacement, *, gradient_fn, stale_params, key, **scales):

@@ -32,7 +32,7 @@ from cocodc_jax.transforms.compressor import (
     stateless,
 )
 from cocodc_jax.transforms.layers import is_stack, named_leaves
-from cocodc_jax.transforms.numerics import check_positive
+from cocodc_jax.transforms.numerics import check_count
 
 
 class LowRankState(NamedTuple):
@@ -53,7 +53,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         `identity()` if None.
 
     Raises:
-      ValueError: if `rank` is not positive or `factors` keeps a state.
+      ValueError: if `rank` is not a positive whole number or `factors` keeps a state.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes
@@ -65,7 +65,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
     >>> bool(jnp.allclose(compressor.decode(message), matrix, rtol=1e-4, atol=1e-4))
     True
     """
-    check_positive("rank", rank)
+    check_count("rank", rank)
     inner = stateless("factors", factors)
 
     def init(tree):
@@ -113,9 +113,9 @@ def resize(state: LowRankState, tree, rank: int) -> LowRankState:
       one rank and not at the other starts afresh.
 
     Raises:
-      ValueError: if `rank` is not positive.
+      ValueError: if `rank` is not a positive whole number.
     """
-    check_positive("rank", rank)
+    check_count("rank", rank)
 
     def resized(fresh, old):
         if isinstance(fresh, tuple) or isinstance(old, tuple):

@@ -88,3 +88,15 @@ def check_positive(argument: str, value) -> None:
     """Raise ValueError unless a Python number is positive; arrays pass unchecked."""
     if isinstance(value, (int, float)) and not value > 0:
         raise ValueError(f"{argument}={value} must be positive")
+
+
+def check_count(argument: str, value) -> None:
+    """Raise ValueError unless a static number is whole and positive, as shapes are."""
+    if not hasattr(value, "__index__") or value < 1:
+        raise ValueError(f"{argument}={value!r} must be positive, a whole number")
+
+
+def check_whole(argument: str, value) -> None:
+    """Raise ValueError unless a Python number is whole; arrays pass unchecked."""
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"{argument}={value} must be a whole number")

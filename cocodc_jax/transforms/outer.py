@@ -33,6 +33,7 @@ from cocodc_jax.transforms.numerics import (
     cast_like,
     check_positive,
     check_unit_interval,
+    check_whole,
     match_holes,
     widen,
 )
@@ -92,6 +93,7 @@ def scale_by_delayed_nesterov(
     """
     check_unit_interval("momentum", momentum)
     check_positive("buffer_size", buffer_size)
+    check_whole("buffer_size", buffer_size)
 
     def init_fn(params):
         zeros = optax.tree.zeros_like(params)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.transforms.compressor import Compressor, per_leaf
-from cocodc_jax.transforms.numerics import check_positive
+from cocodc_jax.transforms.numerics import check_count
 from cocodc_jax.transforms.packing import pack, unpack
 
 
@@ -149,7 +149,7 @@ def _mean_abs(blocks, counts):
 
 def _blockwise(name, code, bits, block_size, stochastic, scale_of=_absmax):
     """Build the compressor that sends a scale a block and a code a value."""
-    check_positive("block_size", block_size)
+    check_count("block_size", block_size)
 
     def encode_leaf(x, key):
         if stochastic and key is None:

@@ -17,7 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.numerics import check_positive, check_unit_interval
+from cocodc_jax.transforms.numerics import (
+    check_positive,
+    check_unit_interval,
+    check_whole,
+)
 
 
 class SnooState(NamedTuple):
@@ -71,6 +75,7 @@ def snoo(
     """
     check_unit_interval("momentum", momentum)
     check_positive("sync_interval", sync_interval)
+    check_whole("sync_interval", sync_interval)
     inner = optax.with_extra_args_support(inner)
     outer = optax.sgd(learning_rate, momentum, nesterov=True)
 

@@ -38,7 +38,7 @@ from cocodc_jax.transforms.compressor import (
     per_leaf,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_positive, widen
+from cocodc_jax.transforms.numerics import check_count, widen
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
@@ -139,8 +139,8 @@ def dct_top_k(
 
 def _chunked(name, k, chunk_side, values, transform, count):
     """Build a compressor of chunks; `transform(chunks, is_inverse)`, `count(size)`."""
-    check_positive("k", k)
-    check_positive("chunk_side", chunk_side)
+    check_count("k", k)
+    check_count("chunk_side", chunk_side)
 
     def split(x):
         chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)

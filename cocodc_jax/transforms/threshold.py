@@ -26,7 +26,7 @@ from cocodc_jax.transforms.compressor import (
     map_packed,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_positive, vary_like
+from cocodc_jax.transforms.numerics import check_count, vary_like
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 _BEYOND = np.iinfo(np.int32).max
@@ -79,9 +79,9 @@ def threshold(
     """
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be above 0 and at most 1")
-    if not slack >= 1:
-        raise ValueError(f"slack={slack} must be at least 1")
-    check_positive("every", every)
+    if not 1 <= slack < math.inf:
+        raise ValueError(f"slack={slack} must be at least 1 and finite")
+    check_count("every", every)
     name = f"threshold({values.name})" if values else "threshold"
     inner = stateless("values", values)
 

@@ -10,6 +10,8 @@
 
 import collections
 import functools
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -550,6 +552,7 @@ def test_gathered_messages_decode_to_the_mean_under_shard_map(text):
         ("threshold(density=0)", "density=0 must be"),
         ("threshold(slack=0.5)", r"slack=0\.5 must be at least 1"),
         ("threshold(every=0)", "every=0 must be positive"),
+        ("threshold(slack=1e999)", "slack=inf must be at least 1 and finite"),
         ("threshold(values=low_rank())", "keeps a state"),
         ("0.5", r"compress='0\.5': '0\.5' is not one of"),
         ("(0.5)", r"compress='\(0\.5\)' is not a call of"),
@@ -557,6 +560,26 @@ def test_gathered_messages_decode_to_the_mean_under_shard_map(text):
 )
 def test_wrong_expressions_are_named(text, message):
     with pytest.raises(ValueError, match=message):
+        compression.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int8(block_size=2.5)",
+        "int8(block_size='64')",
+        "chunked_top_k(k=2.5)",
+        "dct_top_k(chunk_side=8.5)",
+        "low_rank(rank=1.5)",
+        "threshold(every=2.5)",
+    ],
+)
+def test_sizes_are_whole_numbers(monkeypatch, text):
+    # As users have them: only in tests are types checked at every call.
+    plain = {name: inspect.unwrap(f) for name, f in compression.FACTORIES.items()}
+    monkeypatch.setattr(compression, "FACTORIES", plain)
+    argument = re.escape(text.split("(")[1][:-1])
+    with pytest.raises(ValueError, match=f"{argument} must be positive, a whole numb"):
         compression.parse(text)
 
 

@@ -8,6 +8,7 @@ What is tested, and would fail if it were otherwise:
 """
 
 import functools
+from inspect import unwrap
 
 import jax
 import jax.numpy as jnp
@@ -256,7 +257,11 @@ def test_get_builds_each_by_name(name):
         (lambda: curvature.hessian_vector("steps"), "units='steps'"),
         (lambda: curvature.gauss_newton("steps"), "units='steps'"),
         (lambda: curvature.hutchinson(0), "num_samples=0"),
+        # Unwrapped, as users have them: only in tests are types checked at every call.
+        (lambda: unwrap(curvature.hutchinson)(2.5), r"num_samples=2\.5 .* whole numb"),
+        (lambda: unwrap(curvature.outer_product)(0.0), r"sync_interval=0\.0 must be"),
         (lambda: call(curvature.isotropic(), D, delay_steps=0), "delay_steps=0"),
+        (lambda: call(curvature.isotropic(), D, delay_steps=0.0), r"delay_steps=0\.0"),
     ],
 )
 def test_wrong_arguments_are_named(build, message):

@@ -1,5 +1,7 @@
 """Outer optimizers against loops in NumPy, and their limits that optax knows."""
 
+from inspect import unwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,6 +179,15 @@ def test_snoo_without_momentum_and_rate_one_is_the_inner_optimizer(arrivals):
         (lambda: co2.co2(gap="x"), "staleness_gap='x' is unknown; use one of"),
         (lambda: snoo.snoo(optax.sgd(1.0), sync_interval=0), "sync_interval=0"),
         (lambda: snoo.snoo(optax.sgd(1.0), momentum=1.5), r"momentum=1\.5"),
+        # Unwrapped, as users have them: only in tests are types checked at every call.
+        (
+            lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
+            r"sync_interval=2\.5 must be a whole number",
+        ),
+        (
+            lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
+            r"buffer_size=2\.5 must be a whole number",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(build, message):
