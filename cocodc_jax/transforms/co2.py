@@ -22,7 +22,7 @@ from cocodc_jax.transforms.numerics import (
     cast_like,
     check_positive,
     check_unit_interval,
-    match_holes,
+    matched,
     safe_norm,
     widen,
 )
@@ -121,8 +121,7 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
             raise ValueError("scale_by_staleness_gap needs params and stale_params")
         difference = jax.tree.map(
             lambda now, stale: widen(now) - widen(stale),
-            match_holes(updates, params),
-            match_holes(updates, stale_params),
+            *matched(updates, params=params, stale_params=stale_params),
         )
         move = safe_norm(difference).astype(jnp.float32)
         usual = jnp.where(

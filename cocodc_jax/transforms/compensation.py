@@ -29,12 +29,12 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.transforms import curvature as curvatures
-from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import (
     check_positive,
     fill_holes,
     has_holes,
     match_holes,
+    matched,
     safe_norm,
     widen,
 )
@@ -85,7 +85,8 @@ def delay_compensation(
 
     Raises:
       ValueError: for an unknown curvature or a `max_ratio` that is not positive; in
-        `update`, while tracing, for a missing argument.
+        `update`, while tracing, for a missing argument, or a tree of other shapes than
+        the updates.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> loss = lambda w: jnp.sum(jnp.array([1.0, 4.0]) * w**2) / 2
@@ -111,9 +112,7 @@ def delay_compensation(
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         extra = _needed_extras(curvature, updates, params, stale_params, extra)
         gradient = jax.tree.map(widen, updates)
-        now = match_holes(updates, params)
-        stale = match_holes(updates, stale_params)
-        _check_shapes(updates, params=now, stale_params=stale)
+        now, stale = matched(updates, params=params, stale_params=stale_params)
         displacement = jax.tree.map(lambda x, y: widen(x) - widen(y), now, stale)
         scale = strength(state.update_count) if callable(strength) else strength
         correction = jax.tree.map(
@@ -147,7 +146,9 @@ def _needed_extras(curvature, updates, params, stale_params, extra):
             "stale_params=..., ...)"
         )
     filled = {
-        name: match_holes(updates, given[name]) if name in _TREES else given[name]
+        name: matched(updates, **{name: given[name]})[0]
+        if name in _TREES
+        else given[name]
         for name in curvature.needs
     }
     return filled | _of_whole_tree(filled, updates, stale_params)
@@ -167,22 +168,6 @@ def _of_whole_tree(extra, updates, stale_params):
     if (model_fn := extra.get("model_fn")) is not None:
         changed["model_fn"] = lambda x: model_fn(whole(x))
     return changed
-
-
-def _check_shapes(updates, **trees):
-    """Refuse what would be broadcast.
-
-    Raises:
-      ValueError: naming the tree, the leaf and both shapes.
-    """
-    named = named_leaves(updates)
-    for name, tree in trees.items():
-        for (where, update), leaf in zip(named, jax.tree.leaves(tree), strict=True):
-            if jnp.shape(leaf) != jnp.shape(update):
-                raise ValueError(
-                    f"{name} has {where!r} of shape {jnp.shape(leaf)}, but its update "
-                    f"has {jnp.shape(update)}: pass {name} of the same parameters"
-                )
 
 
 def _limit(correction, gradient, max_ratio):

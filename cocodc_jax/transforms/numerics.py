@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.transforms.layers import named_leaves
+
 
 def widen(x) -> jax.Array:
     """Cast to float32 at least: squares of small numbers vanish in narrower types."""
@@ -63,6 +65,33 @@ def match_holes(updates, tree):
     return jax.tree.map(
         lambda u, x: u if _is_hole(u) else x, updates, tree, is_leaf=_is_hole
     )
+
+
+def matched(updates, **trees) -> list:
+    """Return trees with the holes of `updates`; refuse what would be broadcast.
+
+    Raises:
+      ValueError: naming the tree, and the leaf and both shapes, or both structures.
+    """
+    found, named = [], named_leaves(updates)
+    for name, tree in trees.items():
+        try:
+            part = match_holes(updates, tree)
+            pairs = list(zip(named, jax.tree.leaves(part), strict=True))
+        except ValueError as error:
+            raise ValueError(
+                f"{name} has the structure {jax.tree.structure(tree)}, but the updates "
+                f"have {jax.tree.structure(updates)}: pass {name} of the same "
+                "parameters"
+            ) from error
+        for (where, update), leaf in pairs:
+            if jnp.shape(leaf) != jnp.shape(update):
+                raise ValueError(
+                    f"{name} has {where!r} of shape {jnp.shape(leaf)}, but its update "
+                    f"has {jnp.shape(update)}: pass {name} of the same parameters"
+                )
+        found.append(part)
+    return found
 
 
 def fill_holes(updates, part, whole):

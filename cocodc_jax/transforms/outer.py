@@ -34,7 +34,7 @@ from cocodc_jax.transforms.numerics import (
     check_positive,
     check_unit_interval,
     check_whole,
-    match_holes,
+    matched,
     widen,
 )
 from cocodc_jax.transforms.snoo import snoo
@@ -190,7 +190,7 @@ def group_heavy_ball(
 
     Raises:
       ValueError: if `momentum` is a number out of range; in `update`, if `params` or
-        `group_mean_params` is missing.
+        `group_mean_params` is missing or of other shapes than the updates.
     """
     check_unit_interval("momentum", momentum)
 
@@ -206,13 +206,8 @@ def group_heavy_ball(
             away = widen(own) - widen(mean)
             return momentum * widen(v) + learning_rate * widen(g) + pull * away
 
-        velocity = jax.tree.map(
-            accelerate,
-            updates,
-            state.velocity,
-            match_holes(updates, params),
-            match_holes(updates, group_mean_params),
-        )
+        own, mean = matched(updates, params=params, group_mean_params=group_mean_params)
+        velocity = jax.tree.map(accelerate, updates, state.velocity, own, mean)
         step = cast_like(optax.tree.scale(-1.0, velocity), updates)
         return step, GroupHeavyBallState(cast_like(velocity, state.velocity))
 

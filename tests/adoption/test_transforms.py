@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from cocodc_jax.transforms import delay_compensation
+from cocodc_jax.transforms import curvature, delay_compensation, outer, secant
 
 
 def loss(params):
@@ -49,6 +49,46 @@ def test_stale_parameters_of_another_shape_are_not_broadcast():
         transform.update(params, state, params, stale_params={"w": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"params has 'w' of shape \(\), but its upd"):
         transform.update(params, state, {"w": jnp.ones(())}, stale_params=params)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (delay_compensation("adam_second_moment", 0.5), "second_moment"),
+        (delay_compensation(secant.secant(curvature.isotropic())), "later_params"),
+        (delay_compensation(secant.secant(curvature.isotropic())), "later_gradient"),
+        (outer.group_heavy_ball(), "group_mean_params"),
+        (outer.scale_by_staleness_gap(), "stale_params"),
+    ],
+)
+def test_nor_is_any_other_tree(transform, name):
+    params = {"w": jnp.ones((2, 3))}
+    names = ("stale_params", "second_moment", "later_params", "later_gradient")
+    extra = dict.fromkeys((*names, "group_mean_params"), params)
+    extra |= {"learning_rate": 0.1, "delay_steps": 2}
+
+    def update(tree):
+        transform.update(params, transform.init(params), params, **extra | {name: tree})
+
+    update(params)
+    with pytest.raises(ValueError, match=rf"^{name} has 'w' of shape \(3,\), but its"):
+        update({"w": jnp.ones(3)})
+    with pytest.raises(
+        ValueError, match=rf"^{name} has the structure .*'v'.*'w'.* pass"
+    ):
+        update({"v": jnp.ones((2, 3))})
+    with pytest.raises(
+        ValueError, match=rf"^{name} has the structure .*'v'.*'w'.* pass"
+    ):
+        update(params | {"v": jnp.ones(3)})
+
+
+def test_trees_that_a_wrapper_flattened_are_told_from_those_it_did_not():
+    """As `optax.flatten` does, which leaves extra arguments as they are."""
+    transform = optax.flatten(delay_compensation("outer_product"))
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    with pytest.raises(ValueError, match="^stale_params has the structure .* the same"):
+        transform.update(params, transform.init(params), params, stale_params=params)
 
 
 @pytest.mark.parametrize("max_ratio", [None, 0.1])
