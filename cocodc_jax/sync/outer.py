@@ -20,6 +20,7 @@ Pseudo-gradients are old minus new, everywhere.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -182,7 +183,7 @@ def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
     Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code.
 
     Args:
-      outer_lr: eta, positive.
+      outer_lr: eta, positive and finite.
       outer_momentum: mu, in [0, 1).
 
     Raises:
@@ -195,8 +196,8 @@ def nesterov_sgd(
     outer_lr: float, outer_momentum: float
 ) -> optax.GradientTransformation:
     """Make the optimizer of `nesterov` by itself."""
-    if outer_lr <= 0:
-        raise ValueError(f"outer_lr={outer_lr} must be positive")
+    if not 0 < outer_lr < math.inf:
+        raise ValueError(f"outer_lr={outer_lr} must be positive and finite")
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
     return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)

@@ -1,6 +1,7 @@
 """Outer optimizers: Nesterov by hand, and what an outer model cannot be part of."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +119,8 @@ def test_parts_that_take_one_outer_model(parts, message):
         ),
         (lambda: nesterov(0.0, 0.9), "outer_lr=0.0 must be positive"),
         (lambda: nesterov(-1.0, 0.9), "outer_lr=-1.0 must be positive"),
+        (lambda: nesterov(math.nan, 0.9), "outer_lr=nan must be positive and finite"),
+        (lambda: nesterov(math.inf, 0.9), "outer_lr=inf must be positive and finite"),
         (lambda: nesterov_sgd(1.0, 1.0), r"outer_momentum=1.0 must be in \[0, 1\)"),
         (lambda: nesterov_sgd(1.0, -0.1), r"outer_momentum=-0.1 must be in \[0, 1\)"),
     ],

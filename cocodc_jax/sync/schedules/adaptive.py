@@ -202,6 +202,7 @@ def adaptive(
     _check_score(transmission_score)
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
+    check_at_least("syncs_per_interval", syncs_per_interval, 0)
     if not num_fragments <= syncs_per_interval <= sync_interval:
         raise ValueError(
             f"syncs_per_interval={syncs_per_interval} must be at least num_fragments="

@@ -270,11 +270,13 @@ def replaced(values: tuple, index: int, value: Any) -> tuple:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def check_at_least(name: str, value: float, least: float) -> None:
-    """Refuse a number below `least`.
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Refuse what is no whole number, or below `least`: events are at whole steps.
 
     Raises:
       ValueError: naming the argument and its value.
     """
+    if not hasattr(value, "__index__"):
+        raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")

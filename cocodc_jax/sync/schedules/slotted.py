@@ -60,6 +60,8 @@ class Slotted(Schedule):
         check_at_least("sync_interval", self.sync_interval, 1)
         check_at_least("delay_steps", self.delay_steps, 0)
         check_at_least("slot_steps", self.slot_steps, 1)
+        if not hasattr(self.phase_steps, "__index__"):
+            raise ValueError(f"phase_steps={self.phase_steps!r} must be a whole number")
         slots = self.sync_interval // self.slot_steps
         if slots < self.num_fragments:
             raise ValueError(

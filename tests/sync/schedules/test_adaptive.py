@@ -211,6 +211,7 @@ def test_syncs_that_fit(arguments, expected):
             "sync_interval=10",
         ),
         (lambda: adaptive(10, 4, 0, 11), "syncs_per_interval=11 must be at least"),
+        (lambda: adaptive(10, 4, 0, 4.5), "syncs_per_interval=4.5 must be a whole num"),
         (
             lambda: adaptive(10, 2, 0, 2, "loudest"),
             r"transmission_score='loudest' is unknown; use one of \('pseudo_grad",

@@ -1,6 +1,7 @@
 """Fixed orders: tables worked by hand."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -191,6 +192,12 @@ def test_events_name_who_takes_part():
         (lambda: staggered(0), "sync_interval=0 must be at least 1"),
         (lambda: staggered(4, 0), "num_fragments=0 must be at least 1"),
         (lambda: staggered(4, 2, -1), "delay_steps=-1 must be at least 0"),
+        (lambda: staggered(4.5), "sync_interval=4.5 must be a whole number, at least"),
+        (lambda: staggered(math.nan), "sync_interval=nan must be a whole number"),
+        (lambda: staggered("20"), "sync_interval='20' must be a whole number"),
+        (lambda: staggered(20, 2.0), "num_fragments=2.0 must be a whole number"),
+        (lambda: staggered(20, 2, 1.5), "delay_steps=1.5 must be a whole number"),
+        (lambda: staggered(20, 2, 1, 0.5), "phase_steps=0.5 must be a whole number"),
         (
             lambda: staggered(4, 2, 5),
             "delay_steps=5 is longer than sync_interval=4 allows; .* use at most 4",
