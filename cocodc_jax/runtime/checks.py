@@ -26,6 +26,40 @@ from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
 PyTree = Any
 
 
+def check_kind(argument: str, value: Any, kind: type, made_by: str) -> None:
+    """Refuse an argument of another kind, as a name or a function not called.
+
+    Args:
+      argument: its name.
+      value: given.
+      kind: that it has to be.
+      made_by: how one is made, for the message.
+
+    Raises:
+      ValueError: naming the argument and its value.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{argument}={value!r} must be a {kind.__name__}: {made_by}")
+
+
+def check_functions(loss_fn: Any, optimizer: Any) -> None:
+    """Refuse a loss that cannot be called, and an optimizer that is none yet.
+
+    Raises:
+      ValueError: naming the argument and its value.
+    """
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn={loss_fn!r} must be a function, (params, batch, key) -> (loss, "
+            "aux)"
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer={optimizer!r} must be an optax.GradientTransformation, as "
+            "optax.adam(1e-3) gives"
+        )
+
+
 def check_mesh(mesh: Mesh, num_regions: int) -> None:
     """Refuse a mesh that regions cannot be laid over.
 

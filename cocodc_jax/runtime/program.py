@@ -115,11 +115,12 @@ class RegionProgram:
             the devices' hosts; see `devices/optimizer_place.py`.
 
         Raises:
-          ValueError: if the mesh does not divide the regions, the parameters do not
-            cut into the method's fragments, the merge needs what is not given, or the
-            method cannot be had with these regions or this transport; or for an
-            unknown `local_regions`.
+          ValueError: for an argument of another kind, or an unknown `local_regions`;
+            if the mesh does not divide the regions, the parameters do not cut into the
+            method's fragments, the merge needs what is not given, or the method cannot
+            be had with these regions or this transport.
         """
+        checks.check_functions(loss_fn, optimizer)
         if not isinstance(regions, Regions):
             regions = Regions.alike(regions)
         if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
@@ -127,6 +128,16 @@ class RegionProgram:
             optimizer = optax.GradientTransformationExtraArgs(*each)
         if isinstance(method, str):
             method = methods.get(method)
+        for argument, value, kind, made_by in (
+            ("method", method, Method, "methods.get(NAME, ...) gives one"),
+            ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
+            ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
+            ("supplies", supplies, Supplies, "Supplies(learning_rate=...), say"),
+            ("transport", transport, Transport, "Transport(exchange=...), say"),
+            ("model_state", model_state, ModelState, "ModelState(init), say"),
+        ):
+            if value is not None or argument in ("method", "supplies", "transport"):
+                checks.check_kind(argument, value, kind, made_by)
         own = transport.own(regions, method)
         self.regions, self.num_regions = regions, own.num
         self.mesh = make_mesh(own.num) if mesh is None else mesh

@@ -93,6 +93,27 @@ def test_init_takes_the_programs_parameters_alone(program, change, message):
         program.init(change(PARAMS), jax.random.key(0))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_fn": None}, "loss_fn=None must be a function, "),
+        ({"optimizer": optax.sgd}, "optimizer=<function sgd .* must be an optax.Grad"),
+        ({"optimizer": "adam"}, "optimizer='adam' must be an optax.*, as optax.adam"),
+        ({"method": cc.methods.METHODS["diloco"]}, "method=<function .* must be a Met"),
+        ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
+        ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
+        ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
+        ({"supplies": {}}, r"supplies={} must be a Supplies: Supplies\("),
+        ({"transport": "outer"}, r"transport='outer' must be a Transport: Tra"),
+        ({"model_state": {}}, r"model_state={} must be a ModelState: ModelState\("),
+    ],
+)
+def test_what_is_of_another_kind_is_named(arguments, message):
+    given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
+    with pytest.raises(ValueError, match=message):
+        cc.RegionProgram(**given | arguments, params=PARAMS, regions=2)
+
+
 def test_a_mesh_needs_an_axis_of_regions():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     with pytest.raises(
