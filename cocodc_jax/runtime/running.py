@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,15 +34,36 @@ def run(
       The state and the `Output` of the steps since the last yield.
 
     Raises:
-      ValueError: if `batches` ends before.
+      ValueError: if `batches` ends before, or is one batch, or two of one scan are not
+        alike; if `num_steps` is no whole number.
     """
-    stream, end = iter(batches), state.step + num_steps
+    if not hasattr(num_steps, "__index__"):
+        raise ValueError(f"num_steps={num_steps!r} must be a whole number")
+    stream, end = _stream(batches), state.step + num_steps
     while state.step < end:
         ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
         num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
         batches = take_batches(stream, state.step, num_steps)
         state, output = program.advance(state, batches)
         yield state, output
+
+
+def _stream(batches: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Return what gives one step's batch after another.
+
+    Raises:
+      ValueError: for a single batch, or a function that makes batches.
+    """
+    kind = type(batches).__name__
+    try:
+        if not isinstance(batches, Mapping):  # Whose elements are the leaves' names.
+            return iter(batches)
+    except TypeError:
+        pass
+    raise ValueError(
+        f"batches is a {kind}, but must be an iterator of them, one for each step: "
+        "itertools.repeat(batch), or the generator that a function gives when called"
+    )
 
 
 def scan_steps(program: RegionProgram, ahead: int) -> int:
@@ -71,7 +92,7 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
       Leaves `[T, R, B, ...]`.
 
     Raises:
-      ValueError: if the stream ends before.
+      ValueError: if the stream ends before, or two batches are not alike.
     """
     taken = list(itertools.islice(stream, num_steps))
     if len(taken) < num_steps:
@@ -79,4 +100,11 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
             f"batches ended at step {step + len(taken)}, before the next cut at step "
             f"{step + num_steps}; give an endless iterator, or ask for fewer steps"
         )
-    return jax.tree.map(lambda *x: np.stack(x), *taken)
+    try:
+        return jax.tree.map(lambda *x: np.stack(x), *taken)
+    except ValueError as error:
+        raise ValueError(
+            f"batches of the steps {step + 1} to {step + num_steps} are not alike, and "
+            f"cannot be one scan ({error}): give all of them the same leaves and "
+            "shapes, and leave out a last one that is smaller"
+        ) from error

@@ -45,6 +45,28 @@ def test_a_batch_without_the_regions_is_refused(program, state, batch, message):
         next(cc.run_steps(program, state, iter([batch]), 1))
 
 
+@pytest.mark.parametrize("batches", [{"x": TOKENS}, None, lambda: iter([TOKENS])])
+def test_batches_come_one_by_one(program, state, batches):
+    message = f"^batches is a {type(batches).__name__}, but must be an iterator of them"
+    with pytest.raises(ValueError, match=message):
+        next(cc.run_steps(program, state, batches, 1))
+
+
+@pytest.mark.parametrize("num_steps", [2.5, "2", None])
+def test_steps_are_a_whole_number(program, state, num_steps):
+    with pytest.raises(ValueError, match=f"^num_steps={num_steps!r} must be a whole"):
+        next(cc.run_steps(program, state, iter([TOKENS]), num_steps))
+
+
+@pytest.mark.parametrize("last", [TOKENS[:, :1], {"x": TOKENS}])
+def test_batches_of_one_scan_are_alike(program, state, last):
+    message = (
+        "^batches of the steps 1 to 2 are not alike, .* a last one that is smaller"
+    )
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        next(cc.run_steps(program, state, iter([TOKENS, last]), 2))
+
+
 def test_leaves_have_as_many_steps(program, state):
     batches = {"x": np.stack([TOKENS] * 2), "y": TOKENS[None]}
     with pytest.raises(ValueError, match="a leaf 'y' .* but a leaf 'x' has 2 steps"):
