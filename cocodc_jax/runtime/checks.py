@@ -189,7 +189,7 @@ def checked_fragments(
 
 
 def check_key(key: jax.Array, impl: str) -> None:
-    """Refuse a PRNG key of another implementation than the program's.
+    """Refuse what is no PRNG key, or one of another implementation than the program's.
 
     Args:
       key: given.
@@ -198,7 +198,17 @@ def check_key(key: jax.Array, impl: str) -> None:
     Raises:
       ValueError: naming both.
     """
-    given = str(jax.random.key_impl(key))
+    try:
+        given, num_axes = str(jax.random.key_impl(key)), jax.random.key_data(key).ndim
+    except TypeError as error:
+        raise ValueError(
+            f"key={key!r} must be a PRNG key: jax.random.key(seed)"
+        ) from error
+    if num_axes != 1:
+        raise ValueError(
+            f"key has the shape {key.shape}, but must be one PRNG key: "
+            "jax.random.key(seed); each region gets its own from it"
+        )
     if given != impl:
         raise ValueError(
             f"key is of the PRNG implementation {given!r}, but the program was made "

@@ -242,8 +242,8 @@ class RegionProgram:
             was made; each region gets its own from it.
 
         Raises:
-          ValueError: if `params` has other shapes than the program's, or `key` is of
-            another implementation.
+          ValueError: if `params` has other shapes than the program's, or `key` is not
+            one key, or of another implementation.
         """
         checks.check_like(params, self._params)
         everywhere = NamedSharding(self.mesh, P())

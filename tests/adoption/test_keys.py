@@ -45,6 +45,20 @@ def test_keys_of_another_implementation_are_refused():
         make().init(PARAMS, jax.random.key(0, impl="rbg"))
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (0, r"key=0 must be a PRNG key: jax.random.key\(seed\)"),
+        (None, "key=None must be a PRNG key"),
+        (jax.random.split(jax.random.key(0), 4), r"key has the shape \(4,\), but must"),
+        (jax.random.split(jax.random.PRNGKey(0)), r"key has the shape \(2, 2\), but"),
+    ],
+)
+def test_what_is_no_key_is_refused(key, message):
+    with pytest.raises(ValueError, match=message):
+        make().init(PARAMS, key)
+
+
 def test_keys_as_jax_had_them_are_taken():
     state = make().init(PARAMS, jax.random.PRNGKey(0))
     new = make().init(PARAMS, jax.random.key(0))
