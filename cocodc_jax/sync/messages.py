@@ -24,7 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.averages import Average
-from cocodc_jax.transforms.compressor import Compressor, message_bytes
+from cocodc_jax.transforms.compressor import (
+    Compressor,
+    check_compressor,
+    message_bytes,
+)
 from cocodc_jax.transforms.decoupled import average_duplicates
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
@@ -162,11 +166,12 @@ class Compressed(Message):
     mean_over: str = "all"
 
     def __post_init__(self):
-        """Check the name.
+        """Check the compressor, and the name.
 
         Raises:
-          ValueError: if it is none of `MEANS`.
+          ValueError: if `by` is no compressor, or the name none of `MEANS`.
         """
+        check_compressor("by", self.by)
         if self.mean_over not in MEANS:
             raise ValueError(
                 f"sparse_mean={self.mean_over!r} is unknown; use one of {MEANS}"

@@ -100,6 +100,11 @@ def delay_compensation(
     """
     if isinstance(curvature, str):
         curvature = curvatures.get(curvature)
+    if not isinstance(curvature, curvatures.Curvature):
+        raise ValueError(
+            f"curvature={curvature!r} must be one of {curvatures.NAMES}, or a "
+            "Curvature, as curvature.isotropic() gives"
+        )
     check_positive("max_ratio", max_ratio)
 
     def init_fn(params):

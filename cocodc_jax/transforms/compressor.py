@@ -119,13 +119,27 @@ def identity() -> Compressor:
     return per_leaf("identity", lambda x, key: x, lambda arrays, shape: arrays)
 
 
+def check_compressor(argument: str, value: Any) -> None:
+    """Refuse what is none, such as a name, or a factory that was not called.
+
+    Raises:
+      ValueError: naming the argument and its value.
+    """
+    if not isinstance(value, Compressor):
+        raise ValueError(
+            f"{argument}={value!r} must be a Compressor, as quantize.int8() or "
+            "compression.parse('int8') gives"
+        )
+
+
 def stateless(argument: str, compressor: Compressor | None) -> Compressor:
     """Return a compressor to use inside another, `identity()` for None.
 
     Raises:
-      ValueError: if it keeps a state, which the outer one would drop.
+      ValueError: if it is none, or keeps a state, which the outer one would drop.
     """
-    compressor = compressor or identity()
+    compressor = identity() if compressor is None else compressor
+    check_compressor(argument, compressor)
     if compressor.init(()) != ():
         raise ValueError(
             f"{argument}={compressor.name} keeps a state and cannot be used inside "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.compressor import Compressor, check_compressor
 from cocodc_jax.transforms.numerics import cast_like, widen
 
 _NAME = "error_feedback"
@@ -42,7 +42,8 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
       decay: b, share of the residual that is kept from one call to the next, in [0, 1].
 
     Raises:
-      ValueError: if `decay` is out of range, or `inner` has an error feedback.
+      ValueError: if `decay` is out of range, or `inner` is no compressor or has an
+        error feedback.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
@@ -57,6 +58,7 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay={decay} must be between 0 and 1")
+    check_compressor("inner", inner)
     check_no_feedback(inner)
 
     def init(tree):

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.compressor import Compressor, check_compressor
 from cocodc_jax.transforms.numerics import cast_like, widen
 
 
@@ -54,7 +54,7 @@ def masked(
       seed: of the order of the entries.
 
     Raises:
-      ValueError: if `density` is out of range.
+      ValueError: if `core` is no compressor, or `density` is out of range.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
@@ -67,6 +67,7 @@ def masked(
     >>> print(total)
     [4. 3. 2. 1.]
     """
+    check_compressor("core", core)
     if not 0 < density <= 1:
         raise ValueError(f"mask_density={density} must be above 0 and at most 1")
 

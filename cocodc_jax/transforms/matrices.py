@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from cocodc_jax.transforms.compressor import Compressor, identity
+from cocodc_jax.transforms.compressor import Compressor, check_compressor, identity
 from cocodc_jax.transforms.layers import distinct_leaves, is_matrix, named_leaves
 
 
@@ -46,6 +46,9 @@ def matrices(inner: Compressor) -> Compressor:
     Args:
       inner: any compressor; it sees a flat dict from path to matrix.
 
+    Raises:
+      ValueError: if `inner` is no compressor.
+
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes
     >>> from cocodc_jax.transforms.statistical import stat2
@@ -54,6 +57,7 @@ def matrices(inner: Compressor) -> Compressor:
     >>> message_bytes(message)  # 32 codes and a table; 8 float32
     56
     """
+    check_compressor("inner", inner)
     whole = identity()
 
     def init(tree):

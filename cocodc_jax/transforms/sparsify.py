@@ -170,8 +170,9 @@ class _Rows(NamedTuple):
 
 def _sparse(name, count, rows, values):
     """Build the compressor that sends the `count(size)` largest of each row."""
-    name = name if values is None else f"{name}({values.name})"
-    values = stateless("values", values)
+    inner = stateless("values", values)
+    name = name if values is None else f"{name}({inner.name})"
+    values = inner
 
     def encode_leaf(x, key):
         coefficients = rows.split(x)

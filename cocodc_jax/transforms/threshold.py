@@ -82,8 +82,8 @@ def threshold(
     if not 1 <= slack < math.inf:
         raise ValueError(f"slack={slack} must be at least 1 and finite")
     check_count("every", every)
-    name = f"threshold({values.name})" if values else "threshold"
     inner = stateless("values", values)
+    name = f"threshold({inner.name})" if values else "threshold"
 
     def init(tree):
         zeros = tuple(jnp.zeros([], jnp.float32) for _ in jax.tree.leaves(tree))

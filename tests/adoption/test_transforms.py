@@ -1,5 +1,7 @@
 """Delay compensation in loops of other people's."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,14 @@ def test_nnx_keeps_a_copy_of_where_the_gradient_was_taken():
 def test_a_curvature_must_be_chosen():
     with pytest.raises(TypeError, match="curvature"):
         delay_compensation()
+
+
+@pytest.mark.parametrize("given", [None, curvature.isotropic, 0.5])
+def test_what_is_no_curvature_is_named(given):
+    with pytest.raises(
+        ValueError, match="^curvature=.* must be one of .*, or a Curvat"
+    ):
+        inspect.unwrap(delay_compensation)(given)
 
 
 def test_stale_parameters_of_another_shape_are_not_broadcast():

@@ -12,6 +12,7 @@ import collections
 import functools
 import inspect
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -581,6 +582,29 @@ def test_sizes_are_whole_numbers(monkeypatch, text):
     argument = re.escape(text.split("(")[1][:-1])
     with pytest.raises(ValueError, match=f"{argument} must be positive, a whole numb"):
         compression.parse(text)
+
+
+@pytest.mark.parametrize("value", ["int8", compression.int8])
+@pytest.mark.parametrize(
+    ("argument", "build"),
+    [
+        ("inner", compression.error_feedback),
+        ("inner", compression.matrices),
+        ("values", compression.top_k),
+        ("values", compression.dct_top_k),
+        ("values", compression.threshold),
+        ("factors", compression.low_rank),
+    ],
+)
+def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, value):
+    build = inspect.unwrap(build)
+    if argument != "inner":
+        plain = inspect.unwrap(compressor.stateless)
+        monkeypatch.setattr(sys.modules[build.__module__], "stateless", plain)
+    with pytest.raises(
+        ValueError, match=f"^{argument}=.*int8.* must be a Compressor, "
+    ):
+        build(**{argument: value})
 
 
 def test_names_say_what_is_inside():
