@@ -52,7 +52,9 @@ def _encode(x, key):
     # Squares are taken of fractions: those of the values may be out of range.
     most = jnp.max(jnp.abs(centered), initial=0)
     unit = jnp.where(most > 0, most, 1)
-    sigma = jnp.sqrt(jnp.sum((centered / unit) ** 2) / max(1, flat.size - 1))
+    # A float: of a stack of layers it may be no int32.
+    others = float(max(1, flat.size - 1))
+    sigma = jnp.sqrt(jnp.sum((centered / unit) ** 2) / others)
     scale = _WIDTH_SIGMAS / _BINS * sigma
     place = centered / unit / jnp.where(scale > 0, scale, 1) + _BINS // 2
     codes = jnp.clip(jnp.round(place), 0, _BINS - 1).astype(jnp.uint8)
@@ -61,7 +63,7 @@ def _encode(x, key):
 
 
 def _mean_of(centered, is_inside, shift):
-    count = jnp.sum(is_inside, dtype=jnp.int32)
+    count = jnp.sum(is_inside, dtype=jnp.uint32)
     total = jnp.sum(jnp.where(is_inside, centered, 0))
     return jnp.where(count > 0, total / jnp.maximum(count, 1) + shift, 0)
 

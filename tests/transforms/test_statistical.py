@@ -118,3 +118,10 @@ def test_a_layer_of_its_own_is_no_stack():
     message, _ = jax.eval_shape(lambda x: matrices(stat2()).encode(x, ()), tree)
     assert set(message.vectors) == {"blocks/0/norm"}
     assert set(jax.eval_shape(matrices(stat2()).decode, message)) == set(tree)
+
+
+def test_a_stack_may_have_more_values_than_an_int32():
+    stack = jax.ShapeDtypeStruct((64, 8192, 8192), "bfloat16")
+    message, _ = jax.eval_shape(lambda x: stat2().encode(x, ()), stack)
+    assert compression.message_bytes(message) == 64 * 8192 * 8192 // 4 + 16
+    assert jax.eval_shape(stat2().decode, message) == stack
