@@ -99,8 +99,8 @@ def parse(text: str) -> Compressor:
         the names and numbers of `short_form`.
 
     Raises:
-      ValueError: naming `compress` and the text, if it is neither of these or an
-        argument is wrong.
+      ValueError: naming `compress` and the text, if it is none, neither of these, or
+        an argument is wrong.
 
     >>> parse("error_feedback(top_k(density=0.1))").name
     'error_feedback(top_k)'
@@ -109,6 +109,12 @@ def parse(text: str) -> Compressor:
     >>> parse("none").name
     'identity'
     """
+    if not isinstance(text, str):
+        made = text.name if isinstance(text, Compressor) else text
+        raise ValueError(
+            f"compress={made!r} must be text, such as 'ef+int4'; a Compressor goes "
+            "into a method by `method.compressed(compressor)`"
+        )
     try:
         is_long = "(" in text or text in FACTORIES
         expression = text if is_long else expand(text)

@@ -607,6 +607,12 @@ def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, va
         build(**{argument: value})
 
 
+@pytest.mark.parametrize("given", [None, 4, compression.int8()])
+def test_only_text_is_parsed(given):
+    with pytest.raises(ValueError, match="^compress=.{1,30} must be text, such as 'ef"):
+        inspect.unwrap(compression.parse)(given)
+
+
 def test_names_say_what_is_inside():
     text = "error_feedback(low_rank(4, factors=int4()))"
     assert compression.parse(text).name == "error_feedback(low_rank(int4))"
