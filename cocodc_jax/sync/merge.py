@@ -118,7 +118,15 @@ def compensate(
         `update` is given `params=theta^g` and `stale_params=staged`. If its state
         holds a `correction_ratio`, that becomes a metric.
       needs: the extra arguments that `transform` takes, see `sync.needs`.
+
+    Raises:
+      ValueError: if `transform` is none.
     """
+    if not (hasattr(transform, "init") and hasattr(transform, "update")):
+        raise ValueError(
+            f"transform={transform!r} must be an optax.GradientTransformation, as "
+            "delay_compensation(NAME) gives"
+        )
     transform = optax.with_extra_args_support(transform)
 
     def apply(local, staged, outer, *, delay_steps, **extra):

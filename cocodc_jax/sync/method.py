@@ -55,8 +55,18 @@ class Sync:
         """Have the parts refuse one another.
 
         Raises:
-          ValueError: saying what does not go together.
+          ValueError: for a part of another kind; saying what does not go together.
         """
+        for name, kind, made_by in (
+            ("schedule", Schedule, "schedules.staggered(...)"),
+            ("outer", Outer, "nesterov(...), or SharedOuter(an Optax optimizer)"),
+            ("merge", Merge, "merge.replace(), or merge.mix(0.5)"),
+            ("message", Message, "AsIs(), or Compressed(a compressor)"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a part such as {made_by}"
+                )
         self.outer.check(self)
         if self.moments:
             self.moments.check(self.schedule)

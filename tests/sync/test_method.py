@@ -33,6 +33,37 @@ def synced(**parts):
 RANKED = Ranked(lambda rank: compression.parse("int8"), lambda state, tree, r: state, 4)
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"schedule": "staggered"},
+            r"^schedule='staggered' must be a part .* schedules.stag",
+        ),
+        (
+            {"outer": optax.sgd(0.7)},
+            r"^outer=Gradient.* must be a part .* SharedOuter\(an Op",
+        ),
+        ({"merge": "mix"}, r"^merge='mix' must be a part such as merge.replace\(\)"),
+        ({"merge": merge.replace}, r"^merge=<function replace .* must be"),
+        (
+            {"message": compression.int8()},
+            r"^message=Comp.* must be a part .* Compressed\(a ",
+        ),
+    ],
+)
+def test_parts_of_another_kind_are_named(parts, message):
+    with pytest.raises(ValueError, match=message):
+        synced(**parts)
+
+
+def test_only_a_transformation_compensates():
+    with pytest.raises(
+        ValueError, match="^transform='isotropic' must be an optax.Grad"
+    ):
+        merge.compensate("isotropic")
+
+
 def test_parts_that_do_nothing_are_left_at_their_defaults():
     method = Method(name="mine", sync=synced())
     assert method.sync.message == AsIs()
