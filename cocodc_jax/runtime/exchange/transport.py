@@ -113,7 +113,7 @@ class Transport:
         if why := _not_between_jobs(method):
             raise ValueError(
                 f"exchange='jobs' is not possible for method={method.name!r}: {why}; "
-                "use 'outer'"
+                "use 'auto'"
             )
         assert method.sync is not None
         if self.place.late_mean == "merge" and HALFWAY in method.sync.copies:
