@@ -39,7 +39,8 @@ class Source:
         """Find what `--adopt_from` names, None where it is empty.
 
         Raises:
-          ValueError: naming the flag, if there is no such run, or one of another model.
+          ValueError: naming the flag, if there is no such run, one of another model,
+            or one that has come as far as the new one shall.
         """
         text = config.run.adopt_from
         if not text:
@@ -65,6 +66,13 @@ class Source:
                 f"adopt_from={text!r} is of another model or tokenizer "
                 f"({'; '.join(found.differences(config))}); a run can go on with other "
                 "regions, devices, methods and optimizers, of the same model"
+            )
+        at_step = int(step) if step else _newest(path / CHECKPOINTS)
+        if at_step is not None and at_step >= config.run.steps:
+            raise ValueError(
+                f"adopt_from={text!r} is at step {at_step}, where steps="
+                f"{config.run.steps}, the inner steps of the whole run, are over; give "
+                "more steps, or an earlier checkpoint as WORKDIR@STEP"
             )
         return cls(path, int(step) if step else None, found)
 
@@ -111,3 +119,9 @@ class Source:
                 file=sys.stderr,
             )
         return adopted.state
+
+
+def _newest(checkpoints: pathlib.Path) -> int | None:
+    """Return the last step that a folder has a checkpoint of, None without any."""
+    names = (path.name for path in checkpoints.iterdir())
+    return max((int(name) for name in names if name.isdecimal()), default=None)
