@@ -17,7 +17,7 @@ set -euo pipefail
 tpu=cocodc                         # EDIT: name of the TPU VM
 zone=us-central2-b                 # EDIT
 checkout=/mnt/shared/cocodc_jax    # EDIT: seen by all hosts, or copied to each
-environment=/mnt/shared/venv       # EDIT: with `pip install -e $checkout jax[tpu]`
+environment=/mnt/shared/venv       # EDIT: with `pip install -e $checkout[all,tpu]`
 workdir=/mnt/shared/runs/cocodc    # EDIT: seen by all hosts
 
 # num_processes=0: JAX finds coordinator, count and id in the TPU's metadata.

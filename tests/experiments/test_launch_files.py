@@ -3,20 +3,22 @@
 import pathlib
 import re
 import subprocess
+import tomllib
 
 import pytest
 import yaml
 
 from cocodc_jax.methods import METHODS
 from cocodc_jax.run.config import LEAVES
-from cocodc_jax.run.flags import PROCESSES
+from cocodc_jax.run.flags import JOBS, PROCESSES
 from cocodc_jax.run.presets import PRESETS
 
-FOLDER = pathlib.Path(__file__).parents[2] / "experiments" / "launch"
-FILES = ("slurm.sbatch", "kubernetes.yaml", "tpu_pod.sh")
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "experiments" / "launch"
+FILES = ("slurm.sbatch", "slurm_region.sbatch", "kubernetes.yaml", "tpu_pod.sh")
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_pod.sh"])
+@pytest.mark.parametrize("name", [x for x in FILES if x != "kubernetes.yaml"])
 def test_scripts_are_shell(name):
     done = subprocess.run(
         ["bash", "-n", FOLDER / name], capture_output=True, text=True, check=False
@@ -30,7 +32,7 @@ def test_flags_are_those_of_train(name):
     commands = text[text.index("experiments.train") :]
     flags = dict(re.findall(r"^\s*(?:- )?--(\w+)=(\S+)", commands, re.MULTILINE))
     flags |= dict(re.findall(r" --(preset|method|regions|exchange)=(\w+)", commands))
-    own = {"preset", "workdir", *PROCESSES, *LEAVES}
+    own = {"preset", "workdir", *PROCESSES, *JOBS, *LEAVES}
     for flag in ("preset", "method", "regions", "num_processes", "workdir"):
         assert flag in flags
     shell = {"signal", "zone", "worker", "command", "label"}  # of other programs
@@ -39,6 +41,16 @@ def test_flags_are_those_of_train(name):
     assert flags["method"] in METHODS
     known = {k: v for k, v in flags.items() if k in ("method", "exchange")}
     preset.replace(**known, regions=int(flags["regions"]))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_shall_be_installed_has_the_programs(name):
+    """The core is JAX and Optax alone: without [all] no program starts."""
+    told = re.search(r"pip install -e \S+?\[(\S+)\]`", (FOLDER / name).read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert told is not None
+    assert "all" in told[1].split(",")
+    assert set(told[1].split(",")) <= set(project["optional-dependencies"])
 
 
 def test_kubernetes_names_and_counts_agree():
