@@ -187,7 +187,7 @@ def _explain_fragments(job: Job, num: int, sync_s: float) -> str:
             f"K = {num} fragments instead of {job.num_fragments}: the fewest with "
             f"which a sync ({sync_s:.3g} s) fits in {limit}."
         )
-    return f"K = {num} fragments, as asked: a sync takes {sync_s:.3g} s."
+    return f"K = {num} fragments, no more needed: a sync takes {sync_s:.3g} s."
 
 
 def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
@@ -199,7 +199,7 @@ def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
     usage = num * sync_s / (interval * job.step_time_s)
     used = f"{num} syncs use {usage:.1%} of the network's time, of {share:.0%} allowed."
     if interval == job.sync_interval:
-        return interval, f"H = {interval} steps, as asked: {used}"
+        return interval, f"H = {interval} steps, no more needed: {used}"
     if needed <= job.sync_interval:
         why = f"instead of {job.sync_interval}, a multiple of {num}"
         return interval, f"H = {interval} steps {why}: {used}"

@@ -20,6 +20,9 @@ def test_a_network_that_fits_keeps_the_wishes():
     assert (plan.delay_steps, plan.syncs_per_interval) == (1, 80)
     assert plan.sync_time_s == 0.5
     assert plan.utilization == 1.0
+    # Nobody has asked for these: they are what a plan begins with.
+    assert "K = 4 fragments, no more needed: a sync takes 0.5 s" in plan.explain()
+    assert "H = 100 steps, no more needed: 4 syncs use" in plan.explain()
 
 
 def test_the_worked_example_of_adaptive_transmission():
