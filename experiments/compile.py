@@ -1,4 +1,4 @@
-"""Compiles every program of a run for a machine that need not be there.
+r"""Compiles every program of a run for a machine that need not be there.
 
     python -m experiments.compile --preset=paper_150m --target=v5e:4x4 --slices=4 \
         --method=cocodc --workdir=DIR
@@ -10,9 +10,8 @@ device: memory, operations, collectives inside and between regions and which of 
 span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
 The window of each fragment (--fuse_syncs) holds the inner steps and compiles as long as
 they do; --fuse_syncs=no tells their memory and speed much sooner, and --programs='start
-fragment 0' compiles one of them alone. Exits with 1 if the
-run does not fit, and proposes flags with which it would. Needs the extra `tpu` or
-`cuda`, and no accelerator.
+fragment 0' compiles one of them alone. Exits with 1 if the run does not fit, and
+proposes flags with which it would. Needs the extra `tpu` or `cuda`, and no accelerator.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""A run whose method, precision and interval are what a sweep recommends on its links.
+r"""A run whose method, precision and interval are what a sweep recommends on its links.
 
     python -m experiments.train --plan=auto --plan_frontier=cells.json --plan_gbps=0.1 \
         --plan_latency_ms=50 --plan_step_s=0.5 --workdir=DIR

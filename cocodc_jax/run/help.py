@@ -28,7 +28,7 @@ class Option:
 
     def __str__(self) -> str:
         """Return its name and value, with what they mean beside or below."""
-        text = f"{self.text.rstrip('.')}."
+        text = self.text if self.text.endswith("...") else f"{self.text.rstrip('.')}."
         if self.choices:
             text += f" One of {', '.join(self.choices)}."
         lines = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False)
@@ -64,10 +64,16 @@ def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
       names: which; None is all of them.
     """
     return [
-        Option(f.name, f.value, f.help, getattr(f.parser, "enum_values", ()))
+        Option(f.name, f.value, *_text_and_choices(f))
         for f in (flags[name] for name in (flags if names is None else names))
         if f.name != "help"
     ]
+
+
+def _text_and_choices(flag: Any) -> tuple[str, Collection[str]]:
+    """Return what a flag means and may be, which absl puts before it as <a|b>."""
+    choices = getattr(flag.parser, "enum_values", ())
+    return flag.help.removeprefix(f"<{'|'.join(choices)}>: "), choices
 
 
 def sections_of(define: Mapping[str, Callable[[Any], None]], values: Any) -> Sections:

@@ -1,5 +1,6 @@
 """The programs as commands of an installation."""
 
+import ast
 import importlib
 import os
 import pathlib
@@ -40,6 +41,15 @@ def test_every_program_is_a_command():
         )
         for name in PROGRAMS
     }
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(name):
+    """Lines that go on end in a backslash, which a string that is not raw swallows."""
+    text = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
+    assert text is not None
+    assert f"python -m experiments.{name}" in text
+    assert not [line for line in text.splitlines() if len(line) > 88]
 
 
 def test_a_command_runs_the_program(monkeypatch, capsys):

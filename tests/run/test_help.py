@@ -3,11 +3,12 @@
 import re
 
 import pytest
+from absl.flags import DEFINE_enum, DEFINE_integer, FlagValues
 
 from cocodc_jax.methods import METHODS, defaults
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, SECTIONS
-from cocodc_jax.run.help import Option, render
+from cocodc_jax.run.help import Option, options, render
 from cocodc_jax.run.leaf_help import CHOICES
 from cocodc_jax.run.presets import PRESETS
 
@@ -97,4 +98,16 @@ def test_an_option_is_wrapped_beside_or_below_its_value():
     assert long.splitlines() == [
         "  --a_rather_long_name=value",
         " " * 28 + "what it is.",
+    ]
+
+
+def test_the_text_is_whole_and_choices_are_said_once():
+    values = FlagValues()
+    DEFINE_integer("seeds", 1, "runs: 0, 1, ...", flag_values=values)
+    DEFINE_enum("fault", None, ["cut", "loss"], "of the network", flag_values=values)
+    seeds, fault = map(str, options(values, ("seeds", "fault")))
+    assert seeds.split(maxsplit=1) == ["--seeds=1", "runs: 0, 1, ..."]
+    assert fault.split(maxsplit=1) == [
+        "--fault",
+        "of the network. One of cut, loss.",
     ]
