@@ -41,7 +41,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.leaves import attribute_notes
 from cocodc_jax.transforms import dc_asgd
 from cocodc_jax.transforms.compensation import delay_compensation
-from cocodc_jax.transforms.numerics import safe_norm
+from cocodc_jax.transforms.numerics import check_rate, safe_norm
 
 from . import commands
 from .ablation.results import interval
@@ -80,10 +80,7 @@ class Setup:
         for name in ("updates", "workers", "batch", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"learning_rate={self.learning_rate} must be positive and finite"
-            )
+        check_rate("learning_rate", self.learning_rate)
         for name in ("constant_strength", "adaptive_strength"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)} must be finite")

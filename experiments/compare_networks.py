@@ -130,7 +130,7 @@ class Comparison:
                     f"otherwise with {each[1]}; use another network, or a file of "
                     "another name"
                 )
-            lab_run.check(command, folder)
+            lab_run.held(command, folder)
 
     def apart(self) -> Measured:
         """Return the regions left alone, in the lab as well.

@@ -12,7 +12,6 @@ the second half of the syncs, with intervals over the seeds.
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import sys
 from typing import Any
@@ -30,6 +29,7 @@ from cocodc_jax.report.plots import COLORS, save_png
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
+from cocodc_jax.transforms.numerics import check_rate
 
 from . import commands
 from .ablation import recovery, rules
@@ -76,10 +76,7 @@ def _settings() -> Settings:
         if flags.value(name) < 1:
             raise ValueError(f"{name}={flags.value(name)} must be at least 1")
     seeds = tuple(range(flags.value("seeds")))
-    if not 0 < flags.value("outer_lr") < math.inf:
-        raise ValueError(
-            f"outer_lr={flags.value('outer_lr')} must be positive and finite"
-        )
+    check_rate("outer_lr", flags.value("outer_lr"))
     if values["steps"] < 2 * values["sync_interval"]:
         raise ValueError(
             f"steps={values['steps']} must be at least two sync intervals of "

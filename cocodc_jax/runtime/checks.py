@@ -22,6 +22,7 @@ from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
+from cocodc_jax.transforms.numerics import check_transform
 
 PyTree = Any
 
@@ -53,11 +54,7 @@ def check_functions(loss_fn: Any, optimizer: Any) -> None:
             f"loss_fn={loss_fn!r} must be a function, (params, batch, key) -> (loss, "
             "aux)"
         )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ValueError(
-            f"optimizer={optimizer!r} must be an optax.GradientTransformation, as "
-            "optax.adam(1e-3) gives"
-        )
+    check_transform("optimizer", optimizer, "optax.adam(1e-3)")
 
 
 def check_mesh(mesh: Mesh, num_regions: int) -> None:

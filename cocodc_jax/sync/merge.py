@@ -35,7 +35,7 @@ import optax
 
 from cocodc_jax.sync.averages import SharedMask
 from cocodc_jax.transforms.mix import curvature_weighted_mix, curvature_weights
-from cocodc_jax.transforms.numerics import safe_norm
+from cocodc_jax.transforms.numerics import check_transform, safe_norm
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -122,11 +122,7 @@ def compensate(
     Raises:
       ValueError: if `transform` is none.
     """
-    if not (hasattr(transform, "init") and hasattr(transform, "update")):
-        raise ValueError(
-            f"transform={transform!r} must be an optax.GradientTransformation, as "
-            "delay_compensation(NAME) gives"
-        )
+    check_transform("transform", transform, "delay_compensation(NAME)")
     transform = optax.with_extra_args_support(transform)
 
     def apply(local, staged, outer, *, delay_steps, **extra):

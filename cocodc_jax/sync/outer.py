@@ -20,7 +20,6 @@ Pseudo-gradients are old minus new, everywhere.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ import optax
 from cocodc_jax.sync.averages import Average
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.error_feedback import check_no_feedback
+from cocodc_jax.transforms.numerics import check_rate
 
 PyTree = Any
 
@@ -196,8 +196,7 @@ def nesterov_sgd(
     outer_lr: float, outer_momentum: float
 ) -> optax.GradientTransformation:
     """Make the optimizer of `nesterov` by itself."""
-    if not 0 < outer_lr < math.inf:
-        raise ValueError(f"outer_lr={outer_lr} must be positive and finite")
+    check_rate("outer_lr", outer_lr)
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
     return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)

@@ -119,6 +119,27 @@ def check_positive(argument: str, value) -> None:
         raise ValueError(f"{argument}={value} must be positive")
 
 
+def check_rate(argument: str, value) -> None:
+    """Raise ValueError unless a number is positive and finite."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{argument}={value} must be positive and finite")
+
+
+def check_transform(argument: str, value, made_by: str) -> None:
+    """Raise ValueError for what is no transformation, as one that was not called.
+
+    Args:
+      argument: its name.
+      value: given.
+      made_by: a call that gives one, for the message.
+    """
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise ValueError(
+            f"{argument}={value!r} must be an optax.GradientTransformation, as "
+            f"{made_by} gives"
+        )
+
+
 def check_count(argument: str, value) -> None:
     """Raise ValueError unless a static number is whole and positive, as shapes are."""
     if not hasattr(value, "__index__") or value < 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from cocodc_jax import models
 from cocodc_jax.data import DataConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.sync.schedules import staggered
+from cocodc_jax.transforms.numerics import check_rate
 
 from . import rules
 
@@ -69,8 +69,7 @@ class Settings:
                 raise ValueError(f"{name}=() is empty; name at least one")
         for name in rates:
             for rate in getattr(self, name):
-                if not 0 < rate < math.inf:
-                    raise ValueError(f"{name}={rate} must be positive and finite")
+                check_rate(name, rate)
         shared = set(self.test_seeds) & set(self.tuning_seeds)
         if shared:
             raise ValueError(

@@ -88,32 +88,33 @@ def measured(
       LabRunError: if the run failed, with the last line that it wrote.
       StoppedError: after SIGINT or SIGTERM; the run has been ended.
     """
-    path = folder / RESULT
-    if path.exists():
-        check(command, folder)
-        value = json.loads(path.read_text())
-        return Measured.from_json(value["measured"])
+    before = held(command, folder)
+    if before is not None:
+        return Measured.from_json(before["measured"])
     shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
     folder.mkdir(parents=True)
     _run(command, folder / LOG, limit_s)
     result = read(folder, stretch)
     entry = {"command": list(command), "measured": dataclasses.asdict(result)}
-    write_whole(path, dumps(entry))
+    write_whole(folder / RESULT, dumps(entry))
     return result
 
 
-def check(command: Sequence[str], folder: pathlib.Path) -> None:
-    """Refuse a folder that holds the result of another run, before anything runs.
+def held(command: Sequence[str], folder: pathlib.Path) -> dict[str, Any] | None:
+    """Return the result that a folder holds; None where it has none.
 
     Args:
       command: see `lab_command`.
       folder: of this run alone.
 
     Raises:
-      ValueError: naming it, and what differs.
+      ValueError: if it is that of another run, naming it and what differs.
     """
-    if (folder / RESULT).exists():
-        _check_same(command, read_table(folder / RESULT)["command"], folder)
+    if not (folder / RESULT).exists():
+        return None
+    value = read_table(folder / RESULT)
+    _check_same(command, value["command"], folder)
+    return value
 
 
 def _check_same(command: Sequence[str], before: Sequence[str], folder: pathlib.Path):
