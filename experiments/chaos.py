@@ -197,6 +197,7 @@ def main(argv: Sequence[str]) -> int:
         check_own(own)
         if own.scenario:
             scenarios.check_regions(own.scenario, own.regions)
+            scenarios.check_folder(pathlib.Path(own.workdir))
         else:
             check_kills(own.kills, own.regions)
         flags.parse([argv[0], *train_flags])
@@ -216,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     if own.scenario:
         with flags.usage_errors():
             result = scenarios.run(own, config, train_flags, workdir)
-        write_whole(workdir / "scenario.json", dumps(result))
+        write_whole(workdir / scenarios.RESULT_FILE, dumps(result))
         print(dumps(result), end="")
         return 0 if result["named"] else 1
     return wreck(own, config, train_flags, workdir)

@@ -130,7 +130,7 @@ class Comparison:
                     f"otherwise with {each[1]}; use another network, or a file of "
                     "another name"
                 )
-            lab_run.held(command, folder)
+            lab_run.held(command, folder, each[0].links)
 
     def apart(self) -> Measured:
         """Return the regions left alone, in the lab as well.
@@ -198,7 +198,8 @@ class Comparison:
         self, network: cases.Network, method: str
     ) -> tuple[Measured, cases.Stretch]:
         command, folder, stretch = self._command(network, method)
-        return lab_run.measured(command, folder, stretch, self._limit_s), stretch
+        run = lab_run.measured(command, folder, stretch, self._limit_s, network.links)
+        return run, stretch
 
     def _command(
         self, network: cases.Network, method: str

@@ -41,6 +41,7 @@ from cocodc_jax.sync.schedules.slotted import Slotted
 from . import commands
 from .killed import lines
 
+RESULT_FILE = "scenario.json"
 SCENARIOS = ("link", "loss", "cut", "partition", "straggler")
 _PORT = 29500
 # By which a message is late for more than what noise is taken for, 0.3 s.
@@ -62,6 +63,19 @@ def check_regions(scenario: str, num_regions: int) -> None:
         raise ValueError(
             f"regions={num_regions} is too few for --scenario={scenario}; use {least} "
             "or more"
+        )
+
+
+def check_folder(workdir: pathlib.Path) -> None:
+    """Refuse the folder of a scenario that is over: its regions have nothing to train.
+
+    Raises:
+      ValueError: naming the folder.
+    """
+    if (workdir / RESULT_FILE).exists():
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds the result of a scenario; name another "
+            "folder or delete it"
         )
 
 

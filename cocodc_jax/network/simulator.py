@@ -33,6 +33,7 @@ from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import FINISH, START, Event, Schedule, events_at
+from cocodc_jax.sync.schedules.base import check_at_least
 
 
 def simulate(
@@ -108,8 +109,7 @@ def _check_sizes(
             raise ValueError(
                 f"{name}={values!r} has {len(values)} entries; {expected} are needed"
             )
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1")
+    check_at_least("num_steps", num_steps, 1)
 
 
 def _undisturbed(topology: Topology, workload: Workload, num_steps: int) -> Timeline:

@@ -29,11 +29,13 @@ class Network:
       name: for folders and tables.
       flags: of `experiments.wan`.
       topology: what they describe, less packets' headers, for the simulator.
+      links: what the file of links says; None without one.
     """
 
     name: str
     flags: tuple[str, ...]
     topology: Topology
+    links: str | None = None
 
 
 def network(text: str, num_regions: int) -> Network:
@@ -49,8 +51,11 @@ def network(text: str, num_regions: int) -> Network:
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem
-    flags = (f"--links={UNEQUAL if text == 'unequal' else text}",)
-    if is_number or text == WIDE:
+    path = None if is_number or text == WIDE else pathlib.Path(text)
+    if text == "unequal":
+        path = UNEQUAL
+    flags = (f"--links={path}",)
+    if path is None:
         mbit = WIDE_MBIT if text == WIDE else text
         flags = (f"--bandwidth_mbit={mbit}", f"--latency_ms={LATENCY_MS}")
         flags = (f"--regions={num_regions}", *flags)
@@ -71,7 +76,8 @@ def network(text: str, num_regions: int) -> Network:
             f"regions={num_regions}"
         )
     mtu = schedule.usual_mtu_bytes(schedule.conditions_over_time(topology)[0])
-    return Network(name, flags, topology.scaled(gloo.payload_share(mtu)))
+    links = None if path is None else path.read_text()
+    return Network(name, flags, topology.scaled(gloo.payload_share(mtu)), links)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,11 @@ def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
 
 
 def measured(
-    command: Sequence[str], folder: pathlib.Path, stretch: Stretch, limit_s: float
+    command: Sequence[str],
+    folder: pathlib.Path,
+    stretch: Stretch,
+    limit_s: float,
+    links: str | None = None,
 ) -> Measured:
     """Return what the run in `folder` came to; runs it unless that has been done.
 
@@ -82,30 +86,35 @@ def measured(
       folder: of this run alone.
       stretch: the steps to look at.
       limit_s: seconds after which a run is given up.
+      links: what the file of links says that the command names, if any.
 
     Raises:
-      ValueError: if the folder holds the result of another command.
+      ValueError: if the folder holds the result of another command or other links.
       LabRunError: if the run failed, with the last line that it wrote.
       StoppedError: after SIGINT or SIGTERM; the run has been ended.
     """
-    before = held(command, folder)
+    before = held(command, folder, links)
     if before is not None:
         return Measured.from_json(before["measured"])
     shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
     folder.mkdir(parents=True)
     _run(command, folder / LOG, limit_s)
     result = read(folder, stretch)
-    entry = {"command": list(command), "measured": dataclasses.asdict(result)}
+    measured = dataclasses.asdict(result)
+    entry = {"command": list(command), "links": links, "measured": measured}
     write_whole(folder / RESULT, dumps(entry))
     return result
 
 
-def held(command: Sequence[str], folder: pathlib.Path) -> dict[str, Any] | None:
+def held(
+    command: Sequence[str], folder: pathlib.Path, links: str | None = None
+) -> dict[str, Any] | None:
     """Return the result that a folder holds; None where it has none.
 
     Args:
       command: see `lab_command`.
       folder: of this run alone.
+      links: see `measured`.
 
     Raises:
       ValueError: if it is that of another run, naming it and what differs.
@@ -114,6 +123,11 @@ def held(command: Sequence[str], folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     value = read_table(folder / RESULT)
     _check_same(command, value["command"], folder)
+    if value.get("links", links) != links:
+        raise ValueError(
+            f"workdir: {folder} holds a result over links that their file has no more; "
+            "name another folder or delete it"
+        )
     return value
 
 

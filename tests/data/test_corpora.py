@@ -305,6 +305,18 @@ def test_links_to_nowhere_are_passed_over(tmp_path):
         _open(tmp_path, tmp_path / "data")
 
 
+def test_links_to_folders_are_left_out_with_a_warning(tmp_path):
+    folder, elsewhere = tmp_path / "text", tmp_path / "elsewhere"
+    for each in (folder, elsewhere):
+        each.mkdir()
+        (each / "a.txt").write_text("text")
+    (folder / "more").symlink_to(elsewhere)
+    (folder / "b.txt").symlink_to(elsewhere / "a.txt")
+    with pytest.warns(UserWarning, match="text/more is a link to a folder and is left"):
+        found = files.list_text_files([str(folder)])
+    assert [file.key for file in found] == ["0/a.txt", "0/b.txt"]
+
+
 def test_files_whose_names_are_not_utf8_are_read(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()

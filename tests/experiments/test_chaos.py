@@ -12,7 +12,7 @@ from absl.flags import FlagValues
 
 from cocodc_jax.netlab import independent
 from cocodc_jax.run import flags
-from experiments import chaos, train, unbroken
+from experiments import chaos, scenarios, train, unbroken
 
 
 def write(folder, name, lines):
@@ -168,6 +168,18 @@ def test_what_cannot_be_hit_is_refused(words, message, monkeypatch, capsys, tmp_
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_of_a_scenario_that_is_over_is_refused(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(flags, "FLAGS", FlagValues())
+    (tmp_path / scenarios.RESULT_FILE).write_text("{}")
+    words = [f"--workdir={tmp_path}", "--regions=3", "--scenario=cut"]
+    with pytest.raises(SystemExit) as end:
+        chaos.main(["chaos", *words, "--", "--preset=smoke"])
+    assert end.value.code == 2
+    assert "holds the result of a scenario; name another" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -280,6 +280,8 @@ marks = [[2, 1.0], [4, 3.0]]
     assert lab_run.measured(good, folder, stretch, 60) == found
     with pytest.raises(ValueError, match="result of another command"):
         lab_run.measured(bad, folder, stretch, 60)
+    with pytest.raises(ValueError, match="over links that their file has no more"):
+        lab_run.measured(good, folder, stretch, 60, links="{regions: [a, b]}")
     slow = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     with pytest.raises(LabRunError, match="not done after 0.2 s"):
         lab_run.measured(slow, tmp_path / "slow", stretch, 0.2)

@@ -273,6 +273,7 @@ def test_one_region_never_waits():
         (work(2, step_time_s=(1.0,)), 1, r"step_time_s=\(1.0,\) has 1 entries; 2 are"),
         (work(1, 1), 1, "fragment_bytes=.* has 2 entries; 1 are needed"),
         (work(2), 0, "num_steps=0 must be at least 1"),
+        (work(2), 2.5, "num_steps=2.5 must be a whole number, at least 1"),
     ],
 )
 def test_sizes_must_match(workload, num_steps, message):

@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 from cocodc_jax.data.writable import expanded
@@ -184,6 +185,9 @@ def walk(
 ) -> Iterator[pathlib.Path]:
     """List the files under a folder in order of name, without hidden ones.
 
+    Links to files are followed. Those to folders may lead back here: they are left out,
+    with a warning.
+
     Args:
       root: the folder; of one that does not exist there are none.
       refuse: is told of a folder that cannot be read, to raise; None passes it over.
@@ -197,6 +201,13 @@ def walk(
             for name in subfolders
             if name not in _SKIPPED_FOLDERS and not name.startswith(".")
         )
+        for path in (os.path.join(folder, name) for name in subfolders):
+            if os.path.islink(path):
+                warnings.warn(
+                    f"dataset: {path} is a link to a folder and is left out; name what "
+                    "it leads to as well, or put the files there",
+                    stacklevel=2,
+                )
         for name in sorted(names):
             path = pathlib.Path(folder, name)
             # Dangling links and pipes are no files; os.path answers where Path raises.
