@@ -17,26 +17,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax import methods
-from cocodc_jax.runtime import checks, merge_feedback, step
+from cocodc_jax.runtime import checks
 from cocodc_jax.runtime.adopt import Adopted, adopt
-from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.devices import transfer
-from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
-from cocodc_jax.runtime.devices.optimizer_place import memory_kind
-from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
-from cocodc_jax.runtime.events import SyncPrograms
-from cocodc_jax.runtime.exchange.regional import make_correct
+from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.transport import Transport
-from cocodc_jax.runtime.first_region import FirstRegion
-from cocodc_jax.runtime.fused import InnerSteps
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.readings import Readings
-from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.runtime.parts import assemble, checked
 from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.runtime.turns import AppliedSync, Times
-from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
@@ -120,110 +109,27 @@ class RegionProgram:
             method's fragments, the merge needs what is not given, or the method cannot
             be had with these regions or this transport.
         """
-        checks.check_functions(loss_fn, optimizer)
-        if not isinstance(regions, Regions):
-            regions = Regions.alike(regions)
-        if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
-            each: Any = optimizer.init, optimizer.update
-            optimizer = optax.GradientTransformationExtraArgs(*each)
-        if isinstance(method, str):
-            method = methods.get(method)
-        for argument, value, kind, made_by in (
-            ("method", method, Method, "methods.get(NAME, ...) gives one"),
-            ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
-            ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
-            ("supplies", supplies, Supplies, "Supplies(learning_rate=...), say"),
-            ("transport", transport, Transport, "Transport(exchange=...), say"),
-            ("model_state", model_state, ModelState, "ModelState(init), say"),
-        ):
-            if value is not None or argument in ("method", "supplies", "transport"):
-                checks.check_kind(argument, value, kind, made_by)
-        own = transport.own(regions, method)
-        self.regions, self.num_regions = regions, own.num
-        self.mesh = make_mesh(own.num) if mesh is None else mesh
-        checks.check_mesh(self.mesh, own.num)
-        checks.check_params(params)
-        needs.check(method.needs, supplies, f"method={method.name!r}")
-        self.method = method = method.bind(regions)
-        if model_state is not None:
-            model_state.check(method)
-            transport.check_model_state(model_state)
-        self.model_state = model_state
-        route = transport.resolve(method, jax.process_count())
-        is_fused = transport.fuses(method, self.mesh, route)
-        self.fragments = checks.checked_fragments(method, params, fragments)
-        merge_feedback.check(method, self.fragments, params)
-        self._optimizer = optimizer
-        self._params = jax.eval_shape(lambda x: x, params)
-        memory = memory_kind(optimizer_memory, self.mesh, method)
-        self.shardings = Shardings.of(
-            self.mesh,
-            self.fragments,
-            optimizer,
-            self._params,
-            param_specs,
-            transport.outer_channels,
-            # Nothing would run beside the steps of a CPU but what they wait for.
-            is_near=route == "program" and is_one_cpu(self.mesh),
-            divides_host=route == "outer",
-            optimizer_memory=memory,
-        )
-        # Every program is wrapped in one jit that lives as long as this object.
-        self._first = FirstRegion(
-            self._params,
-            optimizer,
-            self.shardings,
-            own.num,
-            transport.own_keys,
-            regions.num,
-            method.per_step,
-            model_state,
-        )
-        if "second_moment" in method.needs:
-            checks.check_second_moment(supplies, self._first.abstract().opt_state)
-        counts = is_cpu(self.mesh) and not is_fused
-        self._batches = Batches(self.mesh, own.num, counts)
-        self._read = Readings(self.mesh)
-        self._correct = make_correct(method.sync, self.fragments, own.num)
-        num_params = sum(x.size for x in jax.tree.leaves(self._params))
-        local = LocalRegions.of(self.mesh, own.num, local_regions, num_params)
-        steps = step.make_steps(
+        given = checked(
             loss_fn,
             optimizer,
-            self.mesh,
-            local,
-            method.per_step,
-            transport.all_reduce,
-            self._correct,
+            method,
+            params,
+            regions,
+            mesh,
+            fragments,
+            supplies,
+            transport,
             model_state,
-            None if memory is None else self.shardings.region.opt_state,
         )
-        # Losses are whole inside each region: every process reads those of its own.
-        of_steps = NamedSharding(self.mesh, P(None, REGION))
-        self._steps = jax.jit(
-            steps, donate_argnums=0, out_shardings=(self._first.lies, of_steps)
-        )
-        self._syncs = self.route = None
-        if method.sync is not None:
-            setting = Setting(
-                method.sync,
-                own,
-                self.fragments,
-                self.shardings,
-                self._params,
-                loss_fn,
-                supplies,
-                local,
-                model_state,
-                is_fused,
-            )
-            self.route = transport.route(setting, route)
-            self._syncs = SyncPrograms(
-                setting,
-                self.route,
-                optimizer,
-                InnerSteps(steps, self._first.lies, of_steps),
-            )
+        parts = assemble(given, param_specs, local_regions, optimizer_memory)
+        self.regions, self.num_regions = given.regions, given.own.num
+        self.mesh, self.shardings = given.mesh, parts.shardings
+        self.method, self.fragments = given.method, given.fragments
+        self.model_state, self.route = given.model_state, parts.route
+        self._params = given.params
+        self._first, self._batches, self._read = parts.first, parts.batches, parts.read
+        self._steps, self._syncs = parts.steps, parts.syncs
+        self._corrects = parts.corrects
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
@@ -299,7 +205,7 @@ class RegionProgram:
         participating = None
         if not self.regions.are_even:
             participating = jax.ShapeDtypeStruct((room, self.num_regions), bool)
-        outer = (state.sync.outer,) if self._correct and state.sync else ()
+        outer = (state.sync.outer,) if self._corrects and state.sync else ()
         steps = (state.region, batches, participating, counted, *outer)
         sent_bytes = num_steps * self.bytes_per_step
         found = [
@@ -374,7 +280,7 @@ class RegionProgram:
         if window is not None:
             state, (losses, aux), finished = window
         else:
-            outer = (state.sync.outer,) if self._correct and state.sync else ()
+            outer = (state.sync.outer,) if self._corrects and state.sync else ()
             region, (losses, aux) = self._steps(
                 state.region, batches, participating, counted, *outer
             )

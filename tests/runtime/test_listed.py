@@ -76,7 +76,7 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
     name = name.split(",")[0]
     program = RegionProgram(
         tiny.loss_fn,
-        tiny.make_program("diloco")._optimizer,
+        optax.sgd(tiny.LEARNING_RATE, 0.9),
         methods.get(name, **FAMILY[name]),
         tiny.make_params(),
         tiny.NUM_REGIONS,

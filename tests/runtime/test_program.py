@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from cocodc_jax import methods
-from cocodc_jax.runtime import program as program_module
+from cocodc_jax.runtime import parts
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.devices.outer import outer_device
 from cocodc_jax.runtime.exchange.transport import Transport
@@ -87,7 +87,7 @@ class TestArrays:
         """
         mesh = make_mesh(4, devices=jax.devices()[:1])
         if outer_place == "spare":
-            monkeypatch.setattr(program_module, "is_one_cpu", lambda mesh: False)
+            monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
         program = tiny.make_program(name, mesh)
         params = [
             jax.device_put(tiny.make_params(), device)
@@ -132,7 +132,7 @@ class TestArrays:
         """Nor that its step is part of the merge there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
-        monkeypatch.setattr(program_module, "is_one_cpu", lambda mesh: False)
+        monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
         apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
         tiny.assert_near(beside, apart)
 

@@ -1,0 +1,245 @@
+"""What a program is put together from: arguments checked, the rest made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.runtime import checks, merge_feedback, step
+from cocodc_jax.runtime.batches import Batches
+from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
+from cocodc_jax.runtime.devices.optimizer_place import memory_kind
+from cocodc_jax.runtime.devices.shardings import Shardings
+from cocodc_jax.runtime.events import SyncPrograms
+from cocodc_jax.runtime.exchange.regional import make_correct
+from cocodc_jax.runtime.exchange.transport import Route, Transport
+from cocodc_jax.runtime.first_region import FirstRegion
+from cocodc_jax.runtime.fused import InnerSteps
+from cocodc_jax.runtime.readings import Readings
+from cocodc_jax.runtime.setting import Setting
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.regions import Regions
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The arguments of `RegionProgram`, see there, each of its kind and checked.
+
+    Attributes:
+      optimizer: taken as one that is given `value=`.
+      method: bound to the regions.
+      params: shapes of one region's parameters.
+      regions: all of them.
+      own: those that this program trains.
+      route: the name of the way that messages take.
+      is_fused: whether syncs and inner steps are one program.
+    """
+
+    loss_fn: AnyLossFn
+    optimizer: optax.GradientTransformation
+    method: Method
+    params: PyTree
+    regions: Regions
+    own: Regions
+    mesh: Mesh
+    fragments: Fragments
+    supplies: Supplies
+    transport: Transport
+    model_state: ModelState | None
+    route: str
+    is_fused: bool
+
+
+class Parts(NamedTuple):
+    """Of what a program consists; each compiled program is wrapped in one jit.
+
+    Attributes:
+      shardings: of everything.
+      first: makes the regions' state before the first step.
+      batches: places them on the mesh.
+      read: reads the regions.
+      corrects: whether the inner steps are given the outer state as well.
+      steps: the inner steps, `(region, batches, participating, counted, *outer)`.
+      route: the way that messages take; None without syncs.
+      syncs: their programs; None without syncs.
+    """
+
+    shardings: Shardings
+    first: FirstRegion
+    batches: Batches
+    read: Readings
+    corrects: bool
+    steps: Any
+    route: Route | None
+    syncs: SyncPrograms | None
+
+
+def checked(
+    loss_fn: AnyLossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    method: Method | str,
+    params: PyTree,
+    regions: int | Regions,
+    mesh: Mesh | None,
+    fragments: Fragments | None,
+    supplies: Supplies,
+    transport: Transport,
+    model_state: ModelState | None,
+) -> Given:
+    """Return what a program is given, defaults filled in.
+
+    Raises:
+      ValueError: see `RegionProgram`.
+    """
+    checks.check_functions(loss_fn, optimizer)
+    if not isinstance(regions, Regions):
+        regions = Regions.alike(regions)
+    if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
+        each: Any = optimizer.init, optimizer.update
+        optimizer = optax.GradientTransformationExtraArgs(*each)
+    if isinstance(method, str):
+        method = methods.get(method)
+    for argument, value, kind, made_by in (
+        ("method", method, Method, "methods.get(NAME, ...) gives one"),
+        ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
+        ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
+        ("supplies", supplies, Supplies, "Supplies(learning_rate=...), say"),
+        ("transport", transport, Transport, "Transport(exchange=...), say"),
+        ("model_state", model_state, ModelState, "ModelState(init), say"),
+    ):
+        if value is not None or argument in ("method", "supplies", "transport"):
+            checks.check_kind(argument, value, kind, made_by)
+    own = transport.own(regions, method)
+    mesh = make_mesh(own.num) if mesh is None else mesh
+    checks.check_mesh(mesh, own.num)
+    checks.check_params(params)
+    needs.check(method.needs, supplies, f"method={method.name!r}")
+    method = method.bind(regions)
+    if model_state is not None:
+        model_state.check(method)
+        transport.check_model_state(model_state)
+    route = transport.resolve(method, jax.process_count())
+    is_fused = transport.fuses(method, mesh, route)
+    fragments = checks.checked_fragments(method, params, fragments)
+    merge_feedback.check(method, fragments, params)
+    return Given(
+        loss_fn,
+        optimizer,
+        method,
+        jax.eval_shape(lambda x: x, params),
+        regions,
+        own,
+        mesh,
+        fragments,
+        supplies,
+        transport,
+        model_state,
+        route,
+        is_fused,
+    )
+
+
+def assemble(
+    given: Given,
+    param_specs: PyTree | None,
+    local_regions: str,
+    optimizer_memory: str,
+) -> Parts:
+    """Put a program together; compiles nothing.
+
+    Args:
+      given: of `checked`.
+      param_specs: see `RegionProgram`, like the next.
+      local_regions: how a device computes several regions.
+      optimizer_memory: where the inner optimizer's state is kept.
+
+    Raises:
+      ValueError: see `RegionProgram`.
+    """
+    method, mesh, transport = given.method, given.mesh, given.transport
+    memory = memory_kind(optimizer_memory, mesh, method)
+    shardings = Shardings.of(
+        mesh,
+        given.fragments,
+        given.optimizer,
+        given.params,
+        param_specs,
+        transport.outer_channels,
+        # Nothing would run beside the steps of a CPU but what they wait for.
+        is_near=given.route == "program" and is_one_cpu(mesh),
+        divides_host=given.route == "outer",
+        optimizer_memory=memory,
+    )
+    first = FirstRegion(
+        given.params,
+        given.optimizer,
+        shardings,
+        given.own.num,
+        transport.own_keys,
+        given.regions.num,
+        method.per_step,
+        given.model_state,
+    )
+    if "second_moment" in method.needs:
+        checks.check_second_moment(given.supplies, first.abstract().opt_state)
+    num_params = sum(x.size for x in jax.tree.leaves(given.params))
+    local = LocalRegions.of(mesh, given.own.num, local_regions, num_params)
+    correct = make_correct(method.sync, given.fragments, given.own.num)
+    steps = step.make_steps(
+        given.loss_fn,
+        given.optimizer,
+        mesh,
+        local,
+        method.per_step,
+        transport.all_reduce,
+        correct,
+        given.model_state,
+        None if memory is None else shardings.region.opt_state,
+    )
+    # Losses are whole inside each region: every process reads those of its own.
+    inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
+    route, syncs = _syncs(given, shardings, local, inner)
+    return Parts(
+        shardings,
+        first,
+        Batches(mesh, given.own.num, is_cpu(mesh) and not given.is_fused),
+        Readings(mesh),
+        correct is not None,
+        jax.jit(steps, donate_argnums=0, out_shardings=inner[1:]),
+        route,
+        syncs,
+    )
+
+
+def _syncs(
+    given: Given, shardings: Shardings, local: LocalRegions, inner: InnerSteps
+) -> tuple[Route | None, SyncPrograms | None]:
+    if given.method.sync is None:
+        return None, None
+    setting = Setting(
+        given.method.sync,
+        given.own,
+        given.fragments,
+        shardings,
+        given.params,
+        given.loss_fn,
+        given.supplies,
+        local,
+        given.model_state,
+        given.is_fused,
+    )
+    route = given.transport.route(setting, given.route)
+    return route, SyncPrograms(setting, route, given.optimizer, inner)
