@@ -24,6 +24,7 @@ from cocodc_jax.models.layout import own_share
 ATTENTION = "attention"
 # Features of a head that cuDNN takes: a multiple, up to so many; before Hopper to half.
 HEAD_MULTIPLE, MOST_HEAD_WIDTH = 8, 256
+_AMPERE, _HOPPER = 8, 9  # first numbers of NVIDIA's compute capabilities
 # Positions of a block of splash attention, at most and at least.
 MOST_BLOCK, LEAST_BLOCK = 512, 128
 
@@ -113,7 +114,7 @@ def choose(
         kernels need.
       needs_forward_mode: whether gradients are differentiated again, as no kernel is.
       sequence_axis: devices that share the positions of a sequence.
-      most_head_width: as `head_width_of` the devices.
+      most_head_width: as `head_width_of` the devices; 0 where cuDNN has no kernel.
 
     Raises:
       ValueError: if that kernel cannot be had, naming what stands against it.
@@ -131,6 +132,7 @@ def choose(
         ),
         "cudnn": (
             ("runs on GPUs only", not is_gpu),
+            ("is not made for this GPU", is_gpu and not most_head_width),
             (
                 f"knows no positions that lie over sequence_axis={sequence_axis}",
                 sequence_axis > 1,
@@ -144,7 +146,7 @@ def choose(
                 f"{most_head_width}, and width={config.width} with num_heads="
                 f"{config.num_heads} makes heads of {config.head_width}",
                 config.head_width % HEAD_MULTIPLE != 0
-                or config.head_width > most_head_width,
+                or config.head_width > (most_head_width or MOST_HEAD_WIDTH),
             ),
         ),
     }
@@ -166,10 +168,18 @@ def choose(
 
 
 def head_width_of(device: Any) -> int:
-    """Return the most features of a head that cuDNN takes on a GPU."""
-    generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
-    is_old = generation.isdecimal() and int(generation) < 9
-    return MOST_HEAD_WIDTH // 2 if is_old else MOST_HEAD_WIDTH
+    """Return the most features of a head that cuDNN takes on a GPU.
+
+    None, 0, before Ampere (T4, V100) and on those of other makers: AMD's call what they
+    can compute "gfx90a" (both from memory).
+    """
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return MOST_HEAD_WIDTH
+    generation = str(capability).partition(".")[0]
+    if not generation.isdecimal() or int(generation) < _AMPERE:
+        return 0
+    return MOST_HEAD_WIDTH // 2 if int(generation) < _HOPPER else MOST_HEAD_WIDTH
 
 
 def splash_share(length: int, num_own: int | None = None) -> float:

@@ -187,6 +187,15 @@ def test_wide_heads_have_a_kernel_from_hopper_on(capability, kernel):
     assert choose(config, "gpu", 128, True, most_head_width=most).attention == kernel
 
 
+@pytest.mark.parametrize("capability", ["7.5", "gfx90a"])
+def test_gpus_without_a_kernel_have_plain_attention(capability):
+    most = head_width_of(types.SimpleNamespace(compute_capability=capability))
+    assert choose(SMALL, "gpu", 128, True, most_head_width=most).attention == "plain"
+    config = dataclasses.replace(SMALL, attention="cudnn")
+    with pytest.raises(ValueError, match="'cudnn' is not made for this GPU; use"):
+        choose(config, "gpu", 128, True, most_head_width=most)
+
+
 def test_blocks_above_the_diagonal_are_left_out():
     assert splash_share(128) == 1
     assert splash_share(1024) == 3 / 4
