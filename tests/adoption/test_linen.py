@@ -77,7 +77,10 @@ def plain():
     return train(says=False, data=1)
 
 
-@pytest.mark.parametrize(("data", "boxed"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("data", "boxed"),
+    [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
+)
 def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, boxed):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),

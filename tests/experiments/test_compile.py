@@ -58,6 +58,7 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     assert (tmp_path / "hlo" / "inner_steps.txt").stat().st_size > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

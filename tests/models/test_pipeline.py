@@ -113,8 +113,8 @@ class TestRegions:
         ("config", "data", "model", "length", "block"),
         [
             (CHUNKED, 2, 1, 2, None),
-            (CONFIG, 1, 2, 2, None),
-            (CHUNKED, 1, 1, 1, "map"),
+            pytest.param(CONFIG, 1, 2, 2, None, marks=pytest.mark.slow),
+            pytest.param(CHUNKED, 1, 1, 1, "map", marks=pytest.mark.slow),
             (CONFIG, 1, 1, 1, "vmap"),
         ],
     )

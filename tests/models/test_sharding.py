@@ -114,7 +114,11 @@ def test_sharded_step_equals_the_unsharded_one():
     assert flops[0] < flops[1] / 3
 
 
-@pytest.mark.parametrize("config", [_CHUNKED, _UNSCANNED], ids=["scanned", "unscanned"])
+@pytest.mark.parametrize(
+    "config",
+    [_CHUNKED, pytest.param(_UNSCANNED, marks=pytest.mark.slow)],
+    ids=["scanned", "unscanned"],
+)
 def test_step_inside_a_region_manual_shard_map(config):
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
@@ -142,7 +146,8 @@ _WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
 
 
 @pytest.mark.parametrize(
-    ("config", "parts"), [(_CHUNKED, 1), (_TIED, 2), (_WHOLE, 1)],
+    ("config", "parts"),
+    [(_CHUNKED, 1), (_TIED, 2), pytest.param(_WHOLE, 1, marks=pytest.mark.slow)],
     ids=["untied", "tied, accumulated", "unscanned"],
 )  # fmt: skip
 def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config, parts):
@@ -203,7 +208,7 @@ def test_weights_gathered_in_steps_change_no_number():
 
 @pytest.mark.parametrize(
     ("config", "axes"),
-    [(_TIED, dict(data=2, sequence=2, model=1)),
+    [pytest.param(_TIED, dict(data=2, sequence=2, model=1), marks=pytest.mark.slow),
      (_CHUNKED, dict(data=1, sequence=4, model=2))],
     ids=["tied, of data too", "untied, of heads too"],
 )  # fmt: skip

@@ -104,7 +104,11 @@ def entries(sent):
     ("text", "num_bytes"),
     [
         ("error_feedback(threshold(density=0.2, every=2))", entries),
-        ("none", lambda sent: 2 * BATCH * LENGTH * 64 + 4 * BATCH * LENGTH),
+        pytest.param(
+            "none",
+            lambda sent: 2 * BATCH * LENGTH * 64 + 4 * BATCH * LENGTH,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_compressed_messages_are_stages_composed_by_hand(text, num_bytes):

@@ -91,6 +91,7 @@ def test_a_token_and_a_direction_by_hand():
     np.testing.assert_allclose(decoded, x, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_whole_space_is_the_plain_pipeline_exactly():
     config = dataclasses.replace(CONFIG, num_layers=2)
     arguments = (draw(config), tokens(), KEY)

@@ -50,6 +50,15 @@ CASES = {
     "co2": ("co2", dict(sync_interval=3, staleness_gap="measured")),
 }  # fmt: skip
 
+# What each of these adds is in another case, or in a form without windows.
+SLOW = (
+    "streaming, feedback, tau > H / K",
+    "cocodc, Hessian",
+    "streaming, exclude",
+    "streaming, whole",
+    "diloco",
+)
+
 
 def make(tiny, case, fuse_syncs):
     """Regions of two devices each in the first case, of one in the others."""
@@ -102,7 +111,10 @@ def assert_alike(tiny, one, other):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES],
+)
 def test_both_forms_give_the_same_numbers(tiny, program, case):
     (plain, before), (fused, after) = (
         trained(tiny, program(case, fuse)) for fuse in ("no", "yes")

@@ -68,7 +68,14 @@ def assert_close(one, other):
     )
 
 
-@pytest.mark.parametrize(("length", "data", "model"), [(2, 1, 1), (2, 2, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("length", "data", "model"),
+    [
+        (2, 2, 2),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("method_name", FOUR_METHODS)
 def test_devices_and_axes_do_not_change_the_run(tiny, method_name, length, data, model):
     program = tiny.sharded_program(method_name, length, data, model)
@@ -96,7 +103,10 @@ def test_regions_of_one_device_make_the_same_run(tiny, how):
 class TestMomentsOfHosts:
     """JAX's CPU has the kind of memory that accelerators reach of their hosts."""
 
-    @pytest.mark.parametrize(("name", "data"), [("cocodc_hessian", 1), ("cocodc", 2)])
+    @pytest.mark.parametrize(
+        ("name", "data"),
+        [pytest.param("cocodc_hessian", 1, marks=pytest.mark.slow), ("cocodc", 2)],
+    )
     def test_where_they_lie_changes_no_number(self, tiny, name, data):
         """Also where merges read them, and where devices divide them."""
         mesh = make_mesh(4, data, 1, jax.devices()[:4])

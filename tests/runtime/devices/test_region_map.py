@@ -135,10 +135,20 @@ def on_one_device(tiny):
     return functools.cache(functools.partial(result, tiny))
 
 
+# One of each way that messages take.
+QUICK = [
+    *[(n, 2, 2) for n in ("data_parallel", "streaming_diloco", "noloco", "multi_ring")],
+    ("snoo", 2, 1),
+    ("cocodc", 1, 2),
+]
+CASES = [(name, 2, 2) for name in METHODS] + [
+    (name, *axes) for name in ("snoo", "cocodc") for axes in [(2, 1), (1, 2)]
+]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "model"),
-    [(name, 2, 2) for name in METHODS]
-    + [(name, *axes) for name in ("snoo", "cocodc") for axes in [(2, 1), (1, 2)]],
+    [x if x in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in CASES],
 )
 def test_one_region_on_several_devices(tiny, on_one_device, name, data, model):
     jax.tree.map(

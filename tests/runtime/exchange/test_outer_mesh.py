@@ -24,8 +24,16 @@ def final(tiny, method, exchange):
     ("name", "options"),
     [
         ("streaming_diloco", {"num_fragments": 2}),
-        ("streaming_diloco", {"num_fragments": 2, "compress": "int8"}),
-        ("streaming_diloco", {"num_fragments": 2, "compress": "ef+topk:0.1"}),
+        pytest.param(
+            "streaming_diloco",
+            {"num_fragments": 2, "compress": "int8"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "streaming_diloco",
+            {"num_fragments": 2, "compress": "ef+topk:0.1"},
+            marks=pytest.mark.slow,
+        ),
         (
             "streaming_diloco",
             {"num_fragments": 2, "compress": "ef+topk:0.1", "merge_feedback": True},

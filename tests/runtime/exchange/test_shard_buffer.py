@@ -145,7 +145,11 @@ def ends(tiny, program, num_steps=8):
 
 @pytest.mark.parametrize(
     "options",
-    [{"compress": "int8"}, {"compress": "bfloat16"}, {"exclude_above": 3.0}],
+    [
+        {"compress": "int8"},
+        pytest.param({"compress": "bfloat16"}, marks=pytest.mark.slow),
+        {"exclude_above": 3.0},
+    ],
     ids=["int8", "bfloat16", "judged"],
 )
 def test_a_message_in_shards_makes_the_run_that_a_whole_one_makes(

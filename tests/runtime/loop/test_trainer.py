@@ -219,7 +219,9 @@ class TestCadence:
         [
             {"log_every": 1},
             {"log_every": 5, "eval_every": 3, "checkpoint_every": 7},
-            {"log_every": 100, "checkpoint_every": 1},
+            pytest.param(
+                {"log_every": 100, "checkpoint_every": 1}, marks=pytest.mark.slow
+            ),
         ],
     )
     def test_it_changes_no_number(self, tiny, tmp_path, method_name, cadence, evaluate):
