@@ -55,10 +55,13 @@ def missing_markdown(text, files, written):
     return sorted({name for name in MARKDOWN.findall(text) if name not in known})
 
 
-def missing_paths(text, files):
-    """Return the paths of a text that are neither file, folder nor pattern of some."""
-    folders = {str(p) for f in files for p in pathlib.PurePosixPath(f).parents}
-    known = {*files, *folders}
+def known_paths(files):
+    """Return files and the folders that they lie in."""
+    return {*files, *(str(p) for f in files for p in pathlib.PurePosixPath(f).parents)}
+
+
+def missing_paths(text, known):
+    """Return the paths of a text that are neither known nor a pattern of some."""
     return sorted(
         path
         for path in set(PATH.findall(text))
@@ -71,13 +74,15 @@ TEXTS = texts(FILES)
 WRITTEN_NAMES = written_names(TEXTS)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_names_only_files_that_are_here(name):
-    text = TEXTS[name]
-    missing = missing_markdown(text, FILES, WRITTEN_NAMES)
-    missing += missing_paths(text, FILES)
-    assert not missing, f"{name} names {missing}, which the repository does not have"
-    assert OUTSIDE not in text, f"{name} points out of the repository, to {OUTSIDE}"
+def test_texts_name_only_files_that_are_here():
+    known, found = known_paths(FILES), {}
+    for name, text in TEXTS.items():
+        missing = missing_markdown(text, FILES, WRITTEN_NAMES)
+        missing += missing_paths(text, known)
+        missing += [OUTSIDE] * (OUTSIDE in text)
+        if missing:
+            found[name] = missing
+    assert not found, f"texts name what the repository does not have: {found}"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,8 @@ def test_what_counts_as_missing(text, missing):
     fill = {"no": "lost", "tests": "tests"}
     files = ["README.md", "{tests}/data/one.py".format(**fill)]
     text = text.format(**fill)
-    found = missing_markdown(text, files, {"made.md"}) + missing_paths(text, files)
+    found = missing_markdown(text, files, {"made.md"})
+    found += missing_paths(text, known_paths(files))
     assert found == [name.format(**fill) for name in missing]
 
 

@@ -47,7 +47,10 @@ def trained(method, num_devices, seconds):
 
 
 # A region a device is where the compiler has most to fuse, and bits to change.
-@pytest.mark.parametrize(("name", "num_devices"), [("apart", 4), ("data_parallel", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [pytest.param("apart", 4, marks=pytest.mark.slow), ("data_parallel", 2)],
+)
 def test_steps_take_their_time_and_numbers_stay(name, num_devices):
     method = cc.methods.get(name)
     plain, _ = trained(method, num_devices, 0)

@@ -259,7 +259,9 @@ def test_a_partition_among_the_patient_is_named(tmp_path):
     assert sorted(named)[1:] == [("silent", (r,)) for r in sorted(rest)]
 
 
-@pytest.mark.parametrize("has_bursts", [False, True])
+@pytest.mark.parametrize(
+    "has_bursts", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_an_hour_of_noise_is_not_named(tmp_path, has_bursts):
     lab = Lab(tmp_path, seed=1, grace_s=60)
     lab.has_bursts = has_bursts

@@ -53,6 +53,7 @@ CASES = {
 # What each of these adds is in another case, or in a form without windows.
 SLOW = (
     "streaming, feedback, tau > H / K",
+    "cocodc, second_moment, drift",
     "cocodc, Hessian",
     "streaming, exclude",
     "streaming, whole",
