@@ -218,7 +218,7 @@ def assemble(
         Batches(mesh, given.own.num, is_cpu(mesh) and not given.is_fused),
         Readings(mesh),
         correct is not None,
-        jax.jit(steps, donate_argnums=0, out_shardings=inner[1:]),
+        jax.jit(steps, donate_argnums=0, out_shardings=(inner.region, inner.losses)),
         route,
         syncs,
     )
