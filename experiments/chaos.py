@@ -12,7 +12,8 @@ that somebody has the run in memory. Then the records tell whether
 - every dead region came back, and all came to the end;
 - the last loss is near that of a run of one process in which nobody died.
 
-The result is printed and written to DIR/chaos.json. Goodput is the share of all
+A region that ends by itself is started anew as well, and told of. The result is printed
+and written to DIR/chaos.json. Goodput is the share of all
 regions' steps that were done; beside it stands what `network.goodput` makes of the same
 times between kills and to the return. Ctrl-C or SIGTERM stops all regions with
 checkpoints, and the same command goes on, with the kills that are left.
@@ -49,11 +50,13 @@ from .unbroken import unbroken_loss
 # Nobody is killed after this share of the steps: the last to come back needs time.
 _LAST_KILL = 0.85
 _POLL_S, _SAY_S = 0.1, 30.0
-KILLS_FILE, PARTS_FILE = "kills.jsonl", "parts.jsonl"
+# Lives of a region, one after another, that end by themselves before they take part.
+_VAIN_LIVES = 5
+KILLS_FILE, PARTS_FILE, ENDS_FILE = "kills.jsonl", "parts.jsonl", "ends.jsonl"
 
 
 class RefusedError(Exception):
-    """A region was given what it refuses, and would refuse in another life too."""
+    """A region will not run: it refuses what it is given, or ends again and again."""
 
 
 class Chaos:
@@ -68,7 +71,9 @@ class Chaos:
         """
         self._workdir, self.regions = workdir, list(regions)
         self.kills = lines(workdir / KILLS_FILE)
+        self.ends = lines(workdir / ENDS_FILE)
         self.is_stopped = False
+        self._vain = [0] * len(self.regions)
 
     def stop(self, code: int) -> None:
         """Have all regions leave with checkpoints; a signal handler's work."""
@@ -80,9 +85,11 @@ class Chaos:
 
     def is_in(self, region: int) -> bool:
         """Tell whether the present life of a region takes part."""
+        return self.regions[region].is_running and self._took_part(region)
+
+    def _took_part(self, region: int) -> bool:
         joins = lines(self._workdir / f"region_{region}" / JOINS_FILE)
-        lives = self.regions[region]
-        return lives.is_running and any(j["time"] > self.born_s[region] for j in joins)
+        return any(join["time"] > self.born_s[region] for join in joins)
 
     def step(self) -> int:
         """Return the furthest step that any region has merged at."""
@@ -114,7 +121,7 @@ class Chaos:
             self._start(region)
         start_at: dict[int, float] = {}
         next_kill = None
-        while any(r.is_running for r in self.regions) or start_at:
+        while not self._is_over():
             now = time.time()
             if now - said_s > _SAY_S:
                 said_s = now
@@ -124,7 +131,6 @@ class Chaos:
                     flush=True,
                 )
             if self.is_stopped:
-                start_at.clear()
                 time.sleep(_POLL_S)
                 continue
             for region in [r for r, at in start_at.items() if at <= now]:
@@ -135,7 +141,8 @@ class Chaos:
                     self._kill_all()
                     raise RefusedError(f"region {region} ended with {each.end()}")
                 if each.code not in (None, 0) and region not in start_at:
-                    start_at[region] = now + restart_s  # Ended badly by itself.
+                    self._ended_by_itself(region)
+                    start_at[region] = now + restart_s
             inside = [r for r in range(len(self.regions)) if self.is_in(r)]
             if next_kill is None and len(inside) == len(self.regions):
                 next_kill = now + rng.uniform(0.2, 1.8) * gap_s  # All have begun.
@@ -151,11 +158,35 @@ class Chaos:
                     next_kill = now + rng.uniform(0.2, 1.8) * gap_s
             time.sleep(_POLL_S)
 
+    def _is_over(self) -> bool:
+        if self.is_stopped:
+            return not any(each.is_running for each in self.regions)
+        return all(each.code == 0 for each in self.regions)
+
     def _start(self, region: int) -> None:
         self.born_s[region] = time.time()
         self.regions[region].start()
         if self.is_stopped:  # Told to while it was started.
             self.regions[region].send(signal.SIGTERM)
+
+    def _ended_by_itself(self, region: int) -> None:
+        took_part, told = self._took_part(region), self.regions[region].end()
+        self.ends.append({"region": region, "took_part": took_part, "ended": told})
+        self._write(ENDS_FILE, self.ends[-1])
+        print(f"region {region} ended by itself with {told}", file=sys.stderr)
+        self._vain[region] = 0 if took_part else self._vain[region] + 1
+        if self._vain[region] == _VAIN_LIVES:
+            self._kill_all()
+            raise RefusedError(
+                f"region {region} ended {_VAIN_LIVES} times before it took part, at "
+                f"last with {told}"
+            )
+
+    def _write(self, name: str, entry: dict[str, Any]) -> str:
+        line = json.dumps(entry)
+        with (self._workdir / name).open("a") as file:
+            file.write(line + "\n")
+        return line
 
     def _kill_all(self) -> None:
         for region in self.regions:
@@ -177,9 +208,7 @@ class Chaos:
                 "time": time.time(),
             }
         )
-        line = json.dumps(self.kills[-1])
-        with (self._workdir / KILLS_FILE).open("a") as file:
-            file.write(line + "\n")
+        line = self._write(KILLS_FILE, self.kills[-1])
         print(f"killed region {region} {line}", file=sys.stderr, flush=True)
 
 
@@ -266,6 +295,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         "seed": own.seed,
         "flags": train_flags,
         "each_kill": chaos.kills,
+        "ended_by_themselves": chaos.ends,
     }
     result["kept"] = is_good(result, own.regions, own.tolerance)
     write_whole(workdir / "chaos.json", dumps(result))

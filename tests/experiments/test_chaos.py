@@ -115,6 +115,20 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_region_that_ends_again_and_again_is_given_up(tmp_path, capsys):
+    program = child("import sys; sys.exit('no room')")
+    hit = chaos.Chaos(tmp_path, [independent.Region(program, tmp_path / "0.log")])
+    message = "region 0 ended 5 times before it took part, at last with 1, .*: no room"
+    with pytest.raises(chaos.RefusedError, match=message):
+        hit.run(0, 8, seed=0, gap_s=1, restart_s=0)
+    assert hit.regions[0].lives == 5
+    assert capsys.readouterr().err.count("region 0 ended by itself with 1") == 5
+    end = {"region": 0, "took_part": False}
+    assert [end | {"ended": x["ended"]} for x in hit.ends] == hit.ends
+    assert chaos.lines(tmp_path / chaos.ENDS_FILE) == hit.ends
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
     class Late(independent.Region):
         def start(self):
