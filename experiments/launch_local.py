@@ -8,7 +8,8 @@ and the exit code is that of the first. SIGINT (Ctrl-C), SIGTERM and SIGHUP end 
 after a checkpoint; a second one ends it at once.
 
 With `--jobs` every region is a job of its own (`--exchange=jobs`), writes to
-WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again.
+WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again, but
+who refuses its flags, or dies within a minute five times in a row.
 """
 
 import math

@@ -22,6 +22,8 @@ from cocodc_jax.netlab.children import exit_code, said, start_child
 
 _POLL_S = 0.1
 _REFUSED = 2
+# Lives of a region, one after another, that end badly so soon that none will do better.
+_BRIEF_LIVES, _BRIEF_S = 5, 60.0
 
 
 class Region:
@@ -173,8 +175,9 @@ def wait(
     Args:
       regions: started.
       restarts: tells whether to start again who died, but of what would be refused
-        again: a wrong flag or folder, exit code 2. It is asked at each death, as the
-        answer changes once they are told to stop.
+        again: a wrong flag or folder, exit code 2; nor is who has died within a minute
+        five times in a row, as of a full disk. It is asked at each death, as the answer
+        changes once they are told to stop.
       kill_at_s: tells when to kill who still runs, by `time.monotonic`; asked again and
         again, for the same reason.
 
@@ -182,17 +185,22 @@ def wait(
       0, or the exit code of the first that ended badly and was not started again.
     """
     ended: dict[int, int] = {}
+    begun_s, brief = [time.monotonic()] * len(regions), [0] * len(regions)
     while len(ended) < len(regions):
         for number, region in enumerate(regions):
             if number in ended or region.code is None:
                 continue
             code = region.code
-            if code in (0, _REFUSED) or not restarts():
+            is_brief = time.monotonic() - begun_s[number] < _BRIEF_S
+            brief[number] = brief[number] + 1 if is_brief else 0
+            is_vain = code in (0, _REFUSED) or brief[number] == _BRIEF_LIVES
+            if is_vain or not restarts():
                 ended[number] = code
                 if code:
                     told = f"region {number} ended with {region.end()}"
                     print(told, file=sys.stderr)
             else:
+                begun_s[number] = time.monotonic()
                 print(f"region {number} ended with {code}: again", file=sys.stderr)
                 region.start()
                 if not restarts():  # Told to stop while it was started.

@@ -38,6 +38,23 @@ def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
     assert capfd.readouterr().err == told
 
 
+def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
+    region = started("raise SystemExit('error: no room')", tmp_path / "log")
+    assert independent.wait([region], lambda: True) == 1
+    assert region.lives == 5
+    *again, last = capfd.readouterr().err.splitlines()
+    assert again == ["region 0 ended with 1: again"] * 4
+    assert last == f"region 0 ended with 1, see {tmp_path / 'log'}: error: no room"
+
+
+def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(independent, "_BRIEF_S", 0.0)
+    region = started("raise SystemExit(1)", tmp_path / "log")
+    answers = iter([*[True] * 14, False])  # It is asked twice of each new life.
+    assert independent.wait([region], lambda: next(answers)) == 1
+    assert region.lives == 8
+
+
 def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
     region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
     assert independent.wait([region], never)
