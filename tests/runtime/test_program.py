@@ -210,6 +210,16 @@ class TestCompilation:
             with pytest.raises(RuntimeError, match="Disallowed"):
                 jax.jit(jnp.sin)(np.ones(3))
 
+    def test_nor_to_a_single_device(self, tiny):
+        """Which otherwise takes host batches in with its other arguments."""
+        program = tiny.sharded_program("streaming_diloco", 1, 1, 1)
+        _, outputs = tiny.finish(program, tiny.start(program), 12)
+        state = tiny.start(program)
+        with jax.transfer_guard("disallow"):
+            _, guarded = tiny.finish(program, state, 12)
+        for one, other in zip(outputs, guarded, strict=True):
+            tiny.assert_same(one.losses, other.losses)
+
     def test_advance_waits_for_no_device(self):
         """Steps on a batch that takes a second to make are handed out at once."""
 
