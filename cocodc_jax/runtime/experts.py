@@ -37,6 +37,7 @@ from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
@@ -88,8 +89,7 @@ def make_score(
 
     def log_softmax(params, tokens):
         logits = logits_fn(params, tokens)
-        wide = jnp.promote_types(logits.dtype, jnp.float32)
-        return jax.nn.log_softmax(logits.astype(wide))
+        return jax.nn.log_softmax(widen(logits))
 
     def of_batch(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         # An expert's tokens vary over regions as its parameters do.

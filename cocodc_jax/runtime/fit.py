@@ -14,6 +14,7 @@ from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -104,8 +105,7 @@ def mean_over_all(x: jax.Array) -> jax.Array:
     """Average over the regions in front; of counters take the largest."""
     if not is_float(x):
         return x.max(0)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return wide.mean(0).astype(x.dtype)
+    return widen(x).mean(0).astype(x.dtype)
 
 
 def inside(tree: PyTree) -> PyTree:

@@ -25,6 +25,7 @@ from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.model_state import at_state
 from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -233,7 +234,7 @@ def region_drift(params: PyTree) -> jax.Array:
     """
 
     def squares(x):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = widen(x)
         mean = x.mean(0)
         return jnp.square(x - mean[None]).sum() / x.shape[0], jnp.square(mean).sum()
 

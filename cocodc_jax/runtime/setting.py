@@ -18,6 +18,7 @@ from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms.numerics import wide_dtype
 
 PyTree = Any
 
@@ -83,7 +84,7 @@ class Setting:
 
 def outer_dtype(dtype: Any) -> Any:
     """Return the dtype of an outer parameter: its own, but at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return wide_dtype(dtype)
 
 
 def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:

@@ -30,6 +30,7 @@ from cocodc_jax.transforms.compressor import (
     message_bytes,
 )
 from cocodc_jax.transforms.decoupled import average_duplicates
+from cocodc_jax.transforms.numerics import widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 PyTree = Any
@@ -255,10 +256,7 @@ def weighted_sum_of_decoded(
 
     def decoded(i):
         message = compressor.decode(jax.tree.map(lambda x: x[i], messages))
-        return jax.tree.map(
-            lambda x: weights[i] * x.astype(jnp.promote_types(x.dtype, jnp.float32)),
-            message,
-        )
+        return jax.tree.map(lambda x: weights[i] * widen(x), message)
 
     total = jax.lax.fori_loop(
         1,

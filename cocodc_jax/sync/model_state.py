@@ -36,6 +36,7 @@ from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import LossFn, Supplies
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.numerics import wide_dtype
 
 PyTree = Any
 # `(params, model_state, batch, key) -> (loss, (aux, new_model_state))`.
@@ -80,10 +81,7 @@ class ModelState:
     def averaged_bytes(self) -> int:
         """Bytes one of several regions sends when they are averaged once."""
         leaves = [x for x in jax.tree.leaves(self.init) if self.average and is_float(x)]
-        return sum(
-            math.prod(x.shape) * jnp.promote_types(x.dtype, jnp.float32).itemsize
-            for x in leaves
-        )
+        return sum(math.prod(x.shape) * wide_dtype(x.dtype).itemsize for x in leaves)
 
     def check(self, method: Method) -> None:
         """Refuse to average where regions are never all together.

@@ -128,10 +128,11 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
             state.mean_move > 0, state.mean_move, jnp.maximum(move, 1e-30)
         )
         gap = jnp.maximum(1.0, move / usual)
-        num_rounds = state.num_rounds + (move > 0)
+        num_rounds = state.num_rounds + (move > 0).astype(jnp.int32)
         # Without a move nothing changes: the mean is 0 or num_rounds is positive.
         surplus = jnp.where(move > 0, move - state.mean_move, 0.0)
-        mean_move = state.mean_move + surplus / jnp.maximum(num_rounds, 1)
+        divisor = jnp.maximum(num_rounds, 1).astype(jnp.float32)
+        mean_move = state.mean_move + surplus / divisor
         shrunk = jax.tree.map(lambda u: (widen(u) / gap).astype(u.dtype), updates)
         return shrunk, StalenessGapState(num_rounds, mean_move, gap)
 

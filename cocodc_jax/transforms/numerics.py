@@ -10,9 +10,18 @@ import optax
 from cocodc_jax.transforms.layers import named_leaves
 
 
+def wide_dtype(dtype) -> jnp.dtype:
+    """Return float32, or `dtype` if that is as wide; also where nothing is promoted.
+
+    `jax.numpy_dtype_promotion("strict")` refuses to promote types that are asked for.
+    """
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
+    return jnp.dtype(dtype if is_wide else jnp.float32)
+
+
 def widen(x) -> jax.Array:
     """Cast to float32 at least: squares of small numbers vanish in narrower types."""
-    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+    return jnp.asarray(x, wide_dtype(jnp.result_type(x)))
 
 
 def safe_norm(tree) -> jax.Array:

@@ -116,8 +116,9 @@ def _fp4_encode(fraction, noise):
     else:
         low = _count_reached(size, [2.0 ** (e - 7) for e in range(1, 7)])
         below, above = _fp4_magnitude(low), _fp4_magnitude(low + 1)
-        magnitude = low + (noise < (size - below) / (above - below))
-    return magnitude + 8 * (fraction < 0)
+        is_above = noise < (size - below) / (above - below)
+        magnitude = low + is_above.astype(jnp.int32)
+    return magnitude + 8 * (fraction < 0).astype(jnp.int32)
 
 
 def _fp4_decode(code):
@@ -132,7 +133,7 @@ def _fp4_magnitude(magnitude):
 def _count_reached(size, bounds):
     count = jnp.zeros(size.shape, jnp.int32)
     for bound in bounds:  # unrolled: fuses into one pass over `size`
-        count += size >= bound
+        count += (size >= bound).astype(jnp.int32)
     return count
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.numerics import has_holes
+from cocodc_jax.transforms.numerics import has_holes, wide_dtype
 
 PyTree = Any
 
@@ -48,7 +48,7 @@ def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
 
         def correct(nu):
             count = adam[0].count
-            wide = jnp.promote_types(nu.dtype, jnp.float32)
+            wide = wide_dtype(nu.dtype)
             # Before the first step 0 / 0: of a region that was restored, or that waits.
             scale = jnp.where(count == 0, 1, 1 - b2 ** count.astype(wide))
             return nu / scale.reshape(-1, *(1,) * (nu.ndim - 1)).astype(nu.dtype)

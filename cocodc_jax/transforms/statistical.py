@@ -65,7 +65,8 @@ def _encode(x, key):
 def _mean_of(centered, is_inside, shift):
     count = jnp.sum(is_inside, dtype=jnp.uint32)
     total = jnp.sum(jnp.where(is_inside, centered, 0))
-    return jnp.where(count > 0, total / jnp.maximum(count, 1) + shift, 0)
+    divisor = jnp.maximum(count, 1).astype(total.dtype)
+    return jnp.where(count > 0, total / divisor + shift, 0)
 
 
 def _decode(arrays, shape):

@@ -187,6 +187,24 @@ class TestArrays:
         assert np.isfinite(output.losses).all()
 
 
+def test_narrow_parameters_where_nothing_is_promoted():
+    def loss_fn(params, batch, key):
+        return jnp.mean((params["w"][None] - batch) ** 2), {}
+
+    method = methods.get(
+        "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
+    )
+    params = {"w": jnp.zeros(3, jnp.bfloat16)}
+    batches = itertools.repeat(np.ones((2, 4, 3), jnp.bfloat16))
+    with jax.numpy_dtype_promotion("strict"):
+        program = RegionProgram(loss_fn, optax.sgd(0.1), method, params, 2)
+        state = program.init(params, jax.random.key(0))
+        *_, (state, _) = run(program, state, batches, num_steps=4)
+        mean = program.mean_params(state)
+    assert mean["w"].dtype == jnp.bfloat16
+    assert np.all(mean["w"] > 0)
+
+
 class TestCompilation:
     def test_nothing_compiles_after_the_first_cycle(self, tiny, method_name, compiled):
         program = tiny.shared_program(method_name)

@@ -187,6 +187,24 @@ def test_keeps_dtypes_and_compiles_once(name):
     assert jax.tree.map(lambda x: x.dtype.type, updates) == dtypes
 
 
+# What Optax promotes itself, it cannot: bias corrections by a count.
+@pytest.mark.parametrize("name", [x for x in CASES if x not in ("mt_adam", "muon")])
+def test_promotes_nothing_unasked(name):
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(
+            lambda *a: run(build(CASES[name]), *a), tree(0), tree(10), tree(20)
+        )
+
+
+def test_nor_of_narrow_types():
+    half = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.bfloat16))
+    transform = delay_compensation("outer_product")
+    with jax.numpy_dtype_promotion("strict"):
+        trees = map(half, (tree(0), tree(10), tree(20)))
+        updates, _ = jax.eval_shape(lambda *a: run(transform, *a), *trees)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(updates))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_none_leaves_and_labels_of_multi_transform(name):
     transform = build(CASES[name])

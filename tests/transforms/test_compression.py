@@ -152,6 +152,16 @@ def test_shapes_dtypes_bytes_and_zeros_under_jit(text):
 
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
+def test_promotes_nothing_unasked(text):
+    built, x = compression.parse(text), tree()
+    with jax.numpy_dtype_promotion("strict"):
+        back = jax.eval_shape(
+            lambda x: built.decode(built.encode(x, built.init(x), KEY)[0]), x
+        )
+    assert jax.tree.map(jnp.dtype, back) == jax.tree.map(lambda a: a.dtype, x)
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
 def test_tensors_without_values(text):
     built = compression.parse(text)
     x = {"none": np.zeros((0, 3), np.float32), "some": np.ones((2, 2), np.float32)}

@@ -17,6 +17,7 @@ from cocodc_jax.runtime.exchange.per_step import mean_for_all
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.sync.robust import is_finite, without
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -65,8 +66,7 @@ def _mean_of_counted(
 
     def of_counted(x: jax.Array, old: jax.Array) -> jax.Array:
         part = share.reshape(-1, *(1,) * (x.ndim - 1))
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jnp.where(part > 0, (wide / part).astype(x.dtype), old)
+        return jnp.where(part > 0, (widen(x) / part).astype(x.dtype), old)
 
     return list(map(of_counted, mean, own))
 
@@ -112,8 +112,7 @@ def make_mean(mesh: jax.sharding.Mesh) -> Callable:
     def mean(x: jax.Array) -> jax.Array:
         if not is_float(x):
             return x[0]
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return wide.mean(0).astype(x.dtype)
+        return widen(x).mean(0).astype(x.dtype)
 
     return jax.jit(
         lambda tree: jax.tree.map(mean, tree), out_shardings=NamedSharding(mesh, P())

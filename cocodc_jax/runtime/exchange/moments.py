@@ -35,7 +35,7 @@ from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync import moments
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.numerics import wide_dtype, widen
 
 PyTree = Any
 
@@ -194,4 +194,5 @@ def _handed_out(
 
 
 def _common_dtype(leaves: list) -> np.dtype:
-    return np.dtype(jnp.result_type(jnp.float32, *(x.dtype for x in leaves)))
+    each = (wide_dtype(x.dtype) for x in leaves)
+    return np.dtype(jnp.result_type(jnp.float32, *each))

@@ -20,6 +20,7 @@ from cocodc_jax.runtime.devices.region_map import (
 )
 from cocodc_jax.runtime.exchange import flat_buffer
 from cocodc_jax.runtime.exchange.collectives import direct_gather, direct_sum
+from cocodc_jax.transforms.numerics import wide_dtype
 
 PyTree = Any
 
@@ -70,7 +71,8 @@ def _reduced(tree: PyTree, mean: Callable, in_flat_buffer: bool) -> PyTree:
     """Take `mean` of the blocks' means, in the dtypes of `tree`."""
 
     def of_block(x, *others):
-        return x.astype(jnp.result_type(jnp.float32, x, *others)).mean(0)
+        wide = jnp.result_type(*(wide_dtype(y.dtype) for y in (x, *others)))
+        return x.astype(wide).mean(0)
 
     if in_flat_buffer:
         leaves = jax.tree.leaves(tree)
