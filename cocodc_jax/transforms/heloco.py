@@ -195,6 +195,10 @@ def look_ahead(
       learning_rate: eta, of the `heloco` or `mla` whose `state` it is given.
       momentum: mu, likewise.
 
+    Returns:
+      A function that finds the momentum in the state, also in one that wrappers of
+      Optax have around it. It raises ValueError where the state does not hold one.
+
     >>> import jax.numpy as jnp
     >>> outer, params = mla(1.0, 0.5), jnp.array([4.0])
     >>> _, state = outer.update(jnp.array([2.0]), outer.init(params))  # m = 1
@@ -203,12 +207,24 @@ def look_ahead(
     """
 
     def start(params, state):
-        m = optax.tree_utils.tree_get(state, "momentum")
+        found = filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state))
+        momenta = [inner.momentum for inner in found]
+        if len(momenta) != 1:
+            raise ValueError(
+                f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "
+                "goes by one: pass the state of that optimizer"
+            )
         return jax.tree.map(
-            lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype), params, m
+            lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype),
+            params,
+            momenta[0],
         )
 
     return start
+
+
+def _is_state(x) -> bool:
+    return isinstance(x, AveragedMomentumState)
 
 
 def _look_ahead_momentum(momentum, weight, correct) -> optax.GradientTransformation:

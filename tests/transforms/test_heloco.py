@@ -118,6 +118,17 @@ def test_what_keeps_everything_is_look_ahead_bit_for_bit():
         np.testing.assert_array_equal(step, theirs)
 
 
+def test_look_ahead_finds_the_momentum_in_wrappers_and_misses_none():
+    params, start = jnp.array([4.0]), heloco.look_ahead(1.0, 0.5)
+    for factory in (heloco.heloco, heloco.mla):
+        # Its state has the hyperparameter "momentum" too.
+        wrapped = optax.inject_hyperparams(factory)(learning_rate=1.0, momentum=0.5)
+        _, state = wrapped.update(jnp.array([2.0]), wrapped.init(params), params)
+        np.testing.assert_allclose(start(params, state), [3.5])
+    with pytest.raises(ValueError, match="state holds 0 momenta of heloco or mla"):
+        start(params, optax.sgd(1.0, momentum=0.5).init(params))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
