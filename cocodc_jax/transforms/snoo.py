@@ -19,6 +19,7 @@ import optax
 
 from cocodc_jax.transforms.numerics import (
     check_positive,
+    check_transform,
     check_unit_interval,
     check_whole,
 )
@@ -59,8 +60,8 @@ def snoo(
       Holds two more trees, x and m.
 
     Raises:
-      ValueError: if an argument is a number out of range; in `update`, if `params` is
-        missing.
+      ValueError: if an argument is a number out of range, or `inner` is no optimizer;
+        in `update`, if `params` is missing.
 
     >>> import jax.numpy as jnp, optax
     >>> optimizer = snoo(optax.sgd(0.1), learning_rate=2.0, momentum=0.0,
@@ -73,6 +74,7 @@ def snoo(
     >>> print(params)
     [-0.4]
     """
+    check_transform("inner", inner, "optax.adamw(1e-3)")
     check_unit_interval("momentum", momentum)
     check_positive("sync_interval", sync_interval)
     check_whole("sync_interval", sync_interval)

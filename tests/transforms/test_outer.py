@@ -188,6 +188,10 @@ def test_snoo_without_momentum_and_rate_one_is_the_inner_optimizer(arrivals):
             lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
             r"buffer_size=2\.5 must be a whole number",
         ),
+        (
+            lambda: unwrap(snoo.snoo)(optax.adam),
+            r"inner=<function adam .*must be an optax\.GradientTransformation",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(build, message):
