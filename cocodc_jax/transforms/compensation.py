@@ -98,13 +98,7 @@ def delay_compensation(
     >>> print(fresh, jax.grad(loss)(now))
     [0.5 3. ] [0.5 3. ]
     """
-    if isinstance(curvature, str):
-        curvature = curvatures.get(curvature)
-    if not isinstance(curvature, curvatures.Curvature):
-        raise ValueError(
-            f"curvature={curvature!r} must be one of {curvatures.NAMES}, or a "
-            "Curvature, as curvature.isotropic() gives"
-        )
+    curvature = curvatures.as_curvature("curvature", curvature)
     check_positive("max_ratio", max_ratio)
 
     def init_fn(params):

@@ -355,6 +355,23 @@ def get(name: str, **options) -> Curvature:
     return _FACTORIES[name](**options)
 
 
+def as_curvature(argument: str, value: Any) -> Curvature:
+    """Return a curvature, or the one of that name with its default options.
+
+    Raises:
+      ValueError: naming the argument and its value, if it is neither.
+    """
+    if isinstance(value, str):
+        _check_choice(argument, value, NAMES)
+        return get(value)
+    if not isinstance(value, Curvature):
+        raise ValueError(
+            f"{argument}={value!r} must be one of {NAMES}, or a Curvature, as "
+            "curvature.isotropic() gives"
+        )
+    return value
+
+
 def _to_units(units, curved, learning_rate=None, second_moment=None):
     """Bring a product in gradient units to `units` (module docstring)."""
     if units == "gradient":

@@ -19,12 +19,12 @@ and three tree reductions, no gradient.
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.transforms.curvature import Curvature
+from cocodc_jax.transforms.curvature import Curvature, as_curvature
 from cocodc_jax.transforms.numerics import check_positive, inner_product, widen
 
 
 def secant(
-    base: Curvature, max_weight: float | None = None, scope: str = "tensor"
+    base: str | Curvature, max_weight: float | None = None, scope: str = "tensor"
 ) -> Curvature:
     """Weigh `base` by the change of the gradient seen between two places.
 
@@ -35,7 +35,8 @@ def secant(
     where those parts began.
 
     Args:
-      base: the curvature to weigh; its own scale and units do not matter.
+      base: the curvature to weigh, or the name of one with its default options; its
+        own scale and units do not matter.
       max_weight: largest weight, or None for no cap.
       scope: "tensor" fits one weight per leaf, "tree" one for all leaves.
 
@@ -43,7 +44,7 @@ def secant(
       A curvature whose strength 1 takes the estimate as it is.
 
     Raises:
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range, or `base` is no curvature.
 
     >>> import jax, jax.numpy as jnp
     >>> from cocodc_jax.transforms import curvature
@@ -57,6 +58,7 @@ def secant(
     >>> print(jnp.allclose(fresh, gradient(now), rtol=1e-6))
     True
     """
+    base = as_curvature("base", base)
     check_positive("max_weight", max_weight)
     if scope not in ("tensor", "tree"):
         raise ValueError(f"scope={scope!r} is unknown; use 'tensor' or 'tree'")

@@ -6,6 +6,8 @@
 - On a curved loss the error falls with the square of the displacement, not linearly.
 """
 
+from inspect import unwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -294,6 +296,15 @@ def test_secant_cap_and_arguments():
         secant.secant(curvature.none(), scope="leaf")
     with pytest.raises(ValueError, match="max_weight=0"):
         secant.secant(curvature.none(), max_weight=0)
+    with pytest.raises(ValueError, match="base='fisher' is unknown; use one of"):
+        secant.secant("fisher")
+    with pytest.raises(ValueError, match="base=None must be one of"):
+        unwrap(secant.secant)(None)
+
+
+def test_secant_of_a_name_is_that_of_its_defaults():
+    named, made = secant.secant("isotropic"), secant.secant(curvature.isotropic())
+    assert (named.name, named.needs) == (made.name, made.needs)
 
 
 def test_curvature_weighted_mix_limits():
