@@ -29,7 +29,9 @@ class Compressor:
       name: how configurations and reports call it.
       init: `init(tree) -> state`, `()` for a compressor without memory.
       encode: `encode(tree, state, key=None) -> (message, state)`; leaves are float
-        arrays of any shape; `key` is needed by stochastic rounding only.
+        arrays of any shape; `key` is needed by stochastic rounding only. A compressor
+        with memory raises ValueError for a state that is not its own, or of another
+        tree.
       decode: `decode(message) -> tree`, with the structure, shapes and dtypes encoded.
       is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
     """
@@ -129,6 +131,33 @@ def check_compressor(argument: str, value: Any) -> None:
         raise ValueError(
             f"{argument}={value!r} must be a Compressor, as quantize.int8() or "
             "compression.parse('int8') gives"
+        )
+
+
+def check_state(name: str, state: Any, kind: type, per_leaf: Any, tree: Any) -> None:
+    """Refuse a state that is none of a compressor's, or one of another tree.
+
+    Args:
+      name: of the compressor.
+      state: given to `encode`.
+      kind: that it has to be.
+      per_leaf: takes a state, and gives what it has for each leaf.
+      tree: given to `encode`.
+
+    Raises:
+      ValueError: naming the compressor, and what the state is or is of.
+    """
+    how = "pass what `init(tree)` of the same tree or the last `encode` returned"
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state is a {type(state).__name__}, but must be the {kind.__name__} of "
+            f"{name}: {how}"
+        )
+    num_leaves, num_known = len(jax.tree.leaves(tree)), len(per_leaf(state))
+    if num_leaves != num_known:
+        raise ValueError(
+            f"state of {name} is of {num_known} leaves, but the tree has {num_leaves}: "
+            f"{how}"
         )
 
 

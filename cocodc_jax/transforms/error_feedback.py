@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cocodc_jax.transforms.compressor import Compressor, check_compressor
+from cocodc_jax.transforms.compressor import Compressor, check_compressor, check_state
 from cocodc_jax.transforms.numerics import cast_like, widen
 
 _NAME = "error_feedback"
@@ -66,6 +66,9 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
         return ErrorFeedbackState(residual, inner.init(tree))
 
     def encode(tree, state, key=None):
+        check_state(
+            name, state, ErrorFeedbackState, lambda s: jax.tree.leaves(s.residual), tree
+        )
         meant = jax.tree.map(lambda e, x: decay * e + widen(x), state.residual, tree)
         # Encoded in the tree's dtype, which decode restores; the residual also keeps
         # what this cast loses.
@@ -76,9 +79,8 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
         return message, ErrorFeedbackState(residual, inner_state)
 
     # Of the kind of the inner one: its messages can be read as before.
-    return dataclasses.replace(
-        inner, name=f"{_NAME}({inner.name})", init=init, encode=encode
-    )
+    name = f"{_NAME}({inner.name})"
+    return dataclasses.replace(inner, name=name, init=init, encode=encode)
 
 
 def check_no_feedback(compressor: Compressor) -> None:

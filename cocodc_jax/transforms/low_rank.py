@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from cocodc_jax.transforms.compressor import (
     Compressor,
     Packed,
+    check_state,
     map_packed,
     matrix_shape,
     stateless,
@@ -72,6 +73,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         return LowRankState(start(tree, rank))
 
     def encode(tree, state, key=None):
+        check_state(name, state, LowRankState, lambda s: s.right, tree)
         leaves, structure = jax.tree.flatten(tree)
         parts, right = [], []
         for x, q in zip(leaves, state.right, strict=True):

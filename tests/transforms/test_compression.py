@@ -277,6 +277,22 @@ def test_stochastic_rounding_asks_for_a_key():
         round_trip("int4(stochastic=True)", np.ones(3, np.float32), None)
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("ef+sign", "ErrorFeedbackState"),
+        ("low_rank(rank=1)", "LowRankState"),
+        ("threshold(density=0.2)", "ThresholdState"),
+    ],
+)
+def test_a_state_that_is_not_its_own_is_refused(text, kind):
+    built, x = compression.parse(text), tree()
+    with pytest.raises(ValueError, match=f"state is a tuple, .* the {kind} of "):
+        built.encode(x, ())
+    with pytest.raises(ValueError, match="is of 3 leaves, but the tree has 1: pass wh"):
+        built.encode({"w": x["w"]}, built.init(x))
+
+
 # --- sparse ---
 
 
