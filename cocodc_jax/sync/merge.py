@@ -116,7 +116,8 @@ def compensate(
       transform: takes g (old minus new, parameter units per step) to g~; usually
         `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its
         `update` is given `params=theta^g` and `stale_params=staged`. If its state
-        holds a `correction_ratio`, that becomes a metric.
+        holds one `correction_ratio`, that becomes a metric; of several (two chained,
+        or `optax.multi_transform`) none does.
       needs: the extra arguments that `transform` takes, see `sync.needs`.
 
     Raises:
@@ -147,9 +148,10 @@ def compensate(
             compensated,
             local,
         )
-        ratio = optax.tree_utils.tree_get(state, "correction_ratio")
-        if ratio is None:
+        found = optax.tree_utils.tree_get_all_with_path(state, "correction_ratio")
+        if len(found) != 1:
             return merged, {}
+        ((_, ratio),) = found
         return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
 
     return Merge("compensate", apply, (needs - _GIVEN) | {"staged"})

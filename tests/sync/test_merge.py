@@ -82,6 +82,18 @@ def test_compensation_is_the_formula(parts):
     assert ratio.dtype == jnp.float32
 
 
+def test_parts_of_a_fragment_compensated_differently_have_no_ratio_of_all(parts):
+    both = optax.multi_transform(
+        {name: delay_compensation(name) for name in ("none", "isotropic")},
+        {"blocks/w": "isotropic", "head/w": "none"},
+    )
+    merged, metrics = apply(merge.compensate(both), *parts, 5)
+    assert metrics == {}
+    for key, name in (("blocks/w", "isotropic"), ("head/w", "none")):
+        alone, _ = apply(merge.compensate(delay_compensation(name)), *parts, 5)
+        np.testing.assert_allclose(merged[key], alone[key], rtol=1e-6)
+
+
 def test_compensation_passes_on_what_the_transform_needs(parts):
     local, staged, outer = parts
     curvature = curvatures.get("adam_second_moment")
