@@ -13,13 +13,15 @@ One model, its batches and its inner optimizer in the hands of each contender:
 - `torch`: a plain DiLoCo loop of PyTorch, if that is installed, for the case gpt.
 
 All are timed in turn within one process, because machines are noisy: the ratios are
-the figures to read. A ratio is the median of those of single rounds. `--contenders` has
-some of them only, where all take too long to compile.
+the figures to read. A ratio says how many times as fast the row is as the column, the
+median of those of single rounds. `--contenders` has some of them only, where all take
+too long to compile. `--growth` has models and layouts of its own, and prints them.
 """
 
 import importlib.util
 from collections.abc import Sequence
 
+import jax
 from rich.console import Console
 
 import cocodc_jax as cc
@@ -57,8 +59,9 @@ def main() -> None:
         growth.check(asked)
         if not asked and not _cases():
             raise ValueError("cases= names nothing to time; name some, or --growth")
-        layouts, wanted = _layouts(regions), _wanted()
+        wanted = _wanted()
         cc.use_cpu_devices(regions + 1)
+        layouts = _layouts(regions)
         cases = [make_case(name, regions, interval) for name in _cases()]
     console = Console()
     for case in cases:
@@ -70,13 +73,21 @@ def main() -> None:
 
 def _layouts(regions: int) -> list[int]:
     """Return over how many devices the regions are spread, layout by layout."""
-    layouts = numbers("devices", flags.value("devices"), int) or (1, regions)
+    layouts = numbers("devices", flags.value("devices"), int)
     for num_devices in layouts:
         if num_devices < 1 or regions % num_devices:
             raise ValueError(
                 f"devices={num_devices} does not divide regions={regions} evenly"
             )
-    return [*layouts]
+    there = len(jax.devices())  # Of a CPU as many as are asked for, of GPUs those.
+    for num_devices in layouts:
+        if num_devices > there:
+            raise ValueError(
+                f"devices={num_devices} is more than the {there} that there are; use "
+                f"at most {there}"
+            )
+    # Each once: one region has one layout.
+    return [*dict.fromkeys(layouts or (1, regions if regions <= there else 1))]
 
 
 def _wanted() -> list[str]:
@@ -127,7 +138,7 @@ def compare(
         makers["drjax"] = contenders.drjax_diloco(case, num_devices)
     if case.gpt and importlib.util.find_spec("torch"):
         makers["torch"] = torch_diloco(case)
-    elif case.gpt:
+    elif case.gpt and not wanted:
         console.print("PyTorch is not installed: no row of it.", highlight=False)
     if wanted:
         makers = {name: make for name, make in makers.items() if name in wanted}
@@ -135,7 +146,10 @@ def compare(
     where = "one device" if num_devices == 1 else f"{num_devices} devices"
     title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"
     console.print(tables.speeds(title, case.tokens, timings))
-    console.print(f"Medians of {rounds} rounds.", highlight=False)
+    console.print(
+        f"Rounds: {rounds}, medians of them. A ratio of 2 is twice as fast.",
+        highlight=False,
+    )
 
 
 def define() -> None:
@@ -147,9 +161,14 @@ def define() -> None:
         "Models: gpt or presets, separated by commas; none for --growth alone.",
     )
     flags.define_one(int, "regions", 4, "Regions that train, M.")
-    flags.define_one(int, "interval", 12, "Steps of a turn, H, an interval.")
     flags.define_one(
-        list, "devices", [], "Layouts: devices of the regions. Default: 1, and M."
+        int, "interval", 12, "H, steps of a turn: a multiple of 4 from 8 on."
+    )
+    flags.define_one(
+        list,
+        "devices",
+        [],
+        "Layouts: devices of the regions. Default: 1, and M where there are so many.",
     )
     flags.define_one(
         list,

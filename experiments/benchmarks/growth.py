@@ -19,6 +19,7 @@ GROWTHS = {
     "fragments": (1, 4, 8, 16, 32),
     "layers": (1, 2, 4, 8),
 }
+LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave at.
 
 
 def check(names: Iterable[str]) -> None:
@@ -45,7 +46,13 @@ def show(name: str, interval: int, rounds: int, console: Console) -> None:
     """
     sizes = GROWTHS[name]
     timings = take_turns({str(n): _maker(name, n, interval) for n in sizes}, rounds)
-    table = Table(name, box=box.SIMPLE, pad_edge=False)
+    table = Table(
+        name,
+        box=box.SIMPLE,
+        pad_edge=False,
+        title=_what_grows(name, interval),
+        title_justify="left",
+    )
     for head in ("seconds of a turn", f"over {sizes[0]} {name}", "start s"):
         table.add_column(head, justify="right")
     first = timings[str(sizes[0])].median_s
@@ -57,6 +64,26 @@ def show(name: str, interval: int, rounds: int, console: Console) -> None:
             f"{timing.compile_s:.1f}",
         )
     console.print(table)
+    console.print(
+        f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long.",
+        highlight=False,
+    )
+
+
+def _what_grows(name: str, interval: int) -> str:
+    over = f"4 regions on {_devices()} devices" if _devices() > 1 else "4 regions"
+    return {
+        "regions": f"cocodc of smoke: all regions on one device, H {interval}",
+        "fragments": f"cocodc of smoke with 32 layers: {over}, "
+        f"H {max(interval, LEAST_INTERVAL)}",
+        "layers": f"diloco of gpt: {over}, H {interval}",
+    }[name]
+
+
+def _devices() -> int:
+    """Return how many devices four regions are spread over."""
+    there = len(jax.devices())
+    return max(n for n in (1, 2, 4) if n <= there)
 
 
 def _maker(name: str, size: int, interval: int):
@@ -64,8 +91,7 @@ def _maker(name: str, size: int, interval: int):
         case = make_case("smoke", size, interval)
         return contenders.region_program(case, "cocodc", 1, num_fragments=4)
     if name == "fragments":
-        case = make_case("smoke", 4, max(interval, 40), num_layers=32)
-        devices = min(4, len(jax.devices()))
-        return contenders.region_program(case, "cocodc", devices, num_fragments=size)
+        case = make_case("smoke", 4, max(interval, LEAST_INTERVAL), num_layers=32)
+        return contenders.region_program(case, "cocodc", _devices(), num_fragments=size)
     case = make_case("gpt", 4, interval, num_layers=size)
-    return contenders.region_program(case, "diloco", min(4, len(jax.devices())))
+    return contenders.region_program(case, "diloco", _devices())

@@ -93,6 +93,10 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
         bench.compare(gpt, 1, 1, console)
     assert ("over torch" in shown.get()) == is_there
     assert ("PyTorch is not installed" in shown.get()) != is_there
+    assert "A ratio of 2 is twice as fast." in shown.get()
+    with console.capture() as shown:
+        bench.compare(gpt, 1, 1, console, ["plain loops"])
+    assert "PyTorch" not in shown.get()
 
 
 def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
@@ -147,6 +151,10 @@ def test_torch_by_itself_has_one_case(call, monkeypatch):
         (["--regions=0"], "regions=0 must be at least 1"),
         (["--interval=4"], "interval=4 must be a multiple of 4 from 8 on"),
         (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
+        (
+            ["--regions=16", "--devices=1,16"],
+            "devices=16 is more than the 9 that there are; use at most 9",
+        ),
         (["--devices=a"], "devices=a must be numbers separated by commas"),
         (["--cases="], "cases= names nothing to time"),
         (["--contenders=drjax"], "contenders='drjax' is not installed"),
@@ -160,6 +168,39 @@ def test_wrong_flags_are_told(call, monkeypatch, words, says):
     code, _, err = call(bench, *words)
     assert code == flags.USAGE_ERROR
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("words", "layouts"),
+    [
+        ([], [1, 4]),
+        (["--regions=1"], [1]),
+        (["--devices=2,2,1"], [2, 1]),
+        (["--regions=16"], [1]),  # As where there is one GPU.
+    ],
+)
+def test_layouts_are_those_that_there_are_devices_for(
+    call, monkeypatch, case, words, layouts
+):
+    shown = []
+    monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
+    monkeypatch.setattr(bench, "make_case", lambda *_: case)
+    monkeypatch.setattr(bench, "compare", lambda _, n, *__: shown.append(n))
+    code, _, err = call(bench, "--cases=linear", *words)
+    assert code == 0, err
+    assert shown == layouts
+
+
+def test_growth_says_what_grows(monkeypatch):
+    monkeypatch.setattr(growth, "_maker", lambda *_: lambda: lambda: None)
+    console = Console(width=150)
+    with console.capture() as shown:
+        for name in growth.GROWTHS:
+            growth.show(name, 8, 3, console)
+    assert "cocodc of smoke: all regions on one device, H 8" in shown.get()
+    assert "with 32 layers: 4 regions on 4 devices, H 40" in shown.get()
+    assert "diloco of gpt: 4 regions on 4 devices, H 8" in shown.get()
+    assert "Rounds: 3, medians of them. A ratio of 2 takes" in shown.get()
 
 
 def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
