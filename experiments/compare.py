@@ -222,7 +222,7 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT)
+    flags.define(WITHOUT, "Folder of the runs and the report; they go on there.")
     flags.define_tracking()
     flags.define_one(
         str,

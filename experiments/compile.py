@@ -154,7 +154,7 @@ def _advice(summary: dict[str, Any]) -> str:
 
 def define() -> None:
     """Define the flags."""
-    flags.define()
+    flags.define(workdir="Folder of the results.")
     flags.define_one(
         str, "target", None, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."
     )

@@ -149,7 +149,7 @@ def _write(
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT)
+    flags.define(WITHOUT, "Folder of the runs and the results; they go on there.")
     flags.define_tracking()
     for kind, name, default, text in (
         (str, "partition", "source", "How regions share the corpus: source or iid."),

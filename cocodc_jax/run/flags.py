@@ -33,6 +33,7 @@ with extra("train"):
     from absl import app, flags, logging
 
 USAGE_ERROR = 2
+RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
 JOBS = leaves_of("jobs", Jobs)
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
@@ -79,20 +80,16 @@ def define_one(kind: Any, name: str, default: Any, text: str, **settings: Any) -
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
 
 
-def define(without: Sequence[str] = ()) -> None:
+def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     """Define `--preset`, `--workdir` and a flag for every leaf.
 
     Args:
       without: leaves that the program gives another flag for.
+      workdir: what its folder is.
     """
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
-    define_one(
-        str,
-        "workdir",
-        None,
-        "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there.",
-    )
+    define_one(str, "workdir", None, workdir)
     _define_processes()
     for name, leaf in JOBS.items():
         default = getattr(NO_JOBS, name)

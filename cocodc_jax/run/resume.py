@@ -31,11 +31,16 @@ class ResumeError(Exception):
 
 
 def check_folder(workdir: pathlib.Path) -> None:
-    """Refuse a workdir that is a file.
+    """Refuse a workdir that is a file, or would be in a bucket.
 
     Raises:
       ValueError: naming it.
     """
+    if workdir.parts[:1] == ("gs:",):  # A `Path` has one of the two slashes.
+        raise ValueError(
+            f"workdir='gs://{pathlib.PurePath(*workdir.parts[1:])}' is in a bucket, "
+            "which this program does not write to; name a folder of this machine"
+        )
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
 

@@ -118,6 +118,8 @@ def test_a_folder_of_results_is_made_or_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"workdir='.*file' is a file; name a folder"):
         resume.make_folder(tmp_path / "file")
+    with pytest.raises(ValueError, match="workdir='gs://models/run' is in a bucket"):
+        resume.make_folder(pathlib.Path("gs://models/run"))
     with pytest.raises(ValueError, match="run' cannot be written to .Not a dir"):
         resume.make_folder(tmp_path / "file" / "run")
 
