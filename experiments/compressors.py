@@ -29,7 +29,7 @@ from cocodc_jax.transforms.layers import named_leaves
 
 from . import commands
 
-WITHOUT = ("method",)
+WITHOUT = ("method", "steps")
 _LARGEST = compression.chunked_top_k(k=128)
 TOP = "top 128 of 4096"
 NUM_RANDOM = 1 << 18
@@ -41,13 +41,11 @@ def main() -> None:
     """Read the flags, train, print the table."""
     console = Console()
     with flags.usage_errors():
-        texts = [text for text in flags.value("compressors").split(",") if text]
-        compressors = {text: compression.parse(text) for text in texts}
+        compressors = _compressors()
         interval, rounds = flags.value("interval"), flags.value("rounds")
-        if min(interval, rounds) < 1:
-            raise ValueError(
-                f"interval={interval} and rounds={rounds} must be at least 1"
-            )
+        for name in ("interval", "rounds"):
+            if flags.value(name) < 1:
+                raise ValueError(f"{name}={flags.value(name)} must be at least 1")
         config = flags.config(WITHOUT).replace(method="apart", steps=interval * rounds)
         folder = flags.value("workdir") or tempfile.mkdtemp(prefix="compressors_")
         session = prepare(config, pathlib.Path(folder))
@@ -64,6 +62,19 @@ def main() -> None:
         f"{interval} steps, preset {config.preset}, seed {config.run.seed}.",
         highlight=False,
     )
+
+
+def _compressors() -> dict[str, Compressor]:
+    """Return those that were asked for, by their texts."""
+    whole = flags.value("compressors")
+    texts = [text for text in whole.split(",") if text]
+    if not texts:
+        raise ValueError(f"compressors={whole} names none; name some")
+    try:
+        return {text: compression.parse(text) for text in texts}
+    except ValueError as error:  # Of the argument that it is elsewhere.
+        why = str(error).removeprefix("compress=")
+        raise ValueError(f"compressors={whole}: {why}") from error
 
 
 def random_numbers() -> Tensors:
@@ -148,12 +159,13 @@ def _squares(x: np.ndarray) -> float:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT)
+    flags.define(WITHOUT, "Folder of config.json; the table is only printed.")
     flags.define_one(
         str, "compressors", "int2,stat2", "What to compare, separated by commas."
     )
     flags.define_one(int, "interval", 40, "Steps of a pseudo-gradient.")
-    flags.define_one(int, "rounds", 3, "Pseudo-gradients of each region.")
+    text = "Pseudo-gradients of each region: it trains interval x rounds steps."
+    flags.define_one(int, "rounds", 3, text)
 
 
 def cli() -> None:
