@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     )
     flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
     try:
-        values(argv)
+        rest = values(argv)[1:]
+        if rest:
+            raise ValueError(f"unexpected argument {rest[0]!r}; flags begin with --")
         if values.help:
             print(render(commands.shown(__doc__), {"Flags": options(values)}))
             return 0
@@ -44,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         since = values.since_step
         if since is None:
             since = timeline.first_warm_step(workdir)
+        since = timeline.first_marked_step(workdir, since)
         found = timeline.read(workdir, since)
     except (ValueError, flags.Error) as error:
         print(f"error: {one_line(error, values)}", file=sys.stderr)

@@ -39,21 +39,10 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
       ValueError: if there is no such file, one is damaged, or there is nothing in it
         after `since_step`.
     """
-    paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
-    found = [_table(path) for path in paths if path.exists()]
-    if not found:
-        raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
+    found = _files(workdir)
+    steps = _marked(workdir, found, since_step)
     found = _on_one_clock(found)
-    marks = [
-        {step: second for step, second in each["marks"] if step >= since_step}
-        for each in found
-    ]
-    steps = sorted(set.intersection(*(set(each) for each in marks)))
-    if len(steps) < 2:
-        raise ValueError(
-            f"workdir={str(workdir)!r} holds fewer than two marks after step "
-            f"{since_step}; train longer"
-        )
+    marks = [dict(each["marks"]) for each in found]
     zero = min(each[steps[0]] for each in marks)
     first = steps[0]
     rows = [tuple(each[step] - zero for each in marks) for step in steps]
@@ -73,6 +62,38 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
             for each in found
         ),
     )
+
+
+def first_marked_step(workdir: pathlib.Path, since_step: int) -> int:
+    """Return the step that `read` begins at: the first mark from `since_step` on.
+
+    Raises:
+      ValueError: as `read`.
+    """
+    return _marked(workdir, _files(workdir), since_step)[0]
+
+
+def _files(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the file of every process."""
+    paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
+    found = [_table(path) for path in paths if path.exists()]
+    if not found:
+        raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
+    return found
+
+
+def _marked(
+    workdir: pathlib.Path, found: list[dict[str, Any]], since_step: int
+) -> list[int]:
+    """Return the steps from `since_step` on that every process has a mark of."""
+    marked = [{step for step, _ in each["marks"]} for each in found]
+    steps = sorted(s for s in set.intersection(*marked) if s >= since_step)
+    if len(steps) < 2:
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds fewer than two marks after step "
+            f"{since_step}; train longer"
+        )
+    return steps
 
 
 def _on_one_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -263,6 +284,7 @@ def show(workdir: pathlib.Path) -> None:
     """Write a run's trace and plot, if it went on after its first two intervals."""
     since = first_warm_step(workdir)
     try:
+        since = first_marked_step(workdir, since)
         timeline = read(workdir, since)
     except ValueError:  # Too short: all of its steps were compiled in.
         return

@@ -35,3 +35,29 @@ def test_what_is_refused(recorded_run, tmp_path, capsys, arguments, message):
     error = capsys.readouterr().err
     assert error.startswith("error: --workdir=")
     assert message in error
+
+
+def test_a_word_that_is_no_flag_is_refused(recorded_run, capsys):
+    assert timeline.main(["timeline", f"--workdir={recorded_run}", "5"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: unexpected argument '5'; flags begin with --\n"
+
+
+def test_slow_steps_are_told_by_the_run_s_own_steps(recorded_run, capsys, monkeypatch):
+    """Steps are counted from the first mark, which may come after --since_step."""
+    marks = [[step, 10.0 + step] for step in range(4, 50, 2)]
+    slow = [[step, 10.0 + step + 20 * max(step - 30, 0)] for step in range(4, 50, 2)]
+    for folder, each in ((recorded_run, marks), (recorded_run / "process_1", slow)):
+        found = {"marks": each, "syncs": []}
+        (folder / "timeline.json").write_text(json.dumps(found))
+    titles, told = [], []
+    monkeypatch.setattr(
+        timeline.timeline, "write", lambda folder, found, title: titles.append(title)
+    )
+    for since in (3, 4):
+        words = ["timeline", f"--workdir={recorded_run}", f"--since_step={since}"]
+        assert timeline.main(words) == 0
+        told.append(capsys.readouterr().out)
+    assert "after step 36: slow process 1" in told[1]
+    assert told[0] == told[1]
+    assert all(title.endswith("measured from step 4") for title in titles)
