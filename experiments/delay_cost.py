@@ -57,6 +57,12 @@ def main() -> None:
         found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
         rows += _rows(delay, found)
         _print([row for row in rows if row["delay_steps"] == delay], settings, console)
+        if left_out := set(names) - {name for name, _ in found.recovered}:
+            console.print(
+                f"Not at a delay of {delay}, as they need a longer one: "
+                + ", ".join(sorted(left_out)),
+                highlight=False,
+            )
         summary = {
             "command": commands.command_line("delay_cost", sys.argv[1:]),
             "machine": describe_machine(jax.devices()),
@@ -94,7 +100,7 @@ def _settings() -> Settings:
 def _delays(interval: int) -> tuple[int, ...]:
     found = numbers("delays", flags.value("delays"), int)
     rules.check_delays(found, interval)
-    return found
+    return tuple(dict.fromkeys(found))
 
 
 def _rules(interval: int) -> list[str]:

@@ -228,11 +228,13 @@ def check_names(names: Sequence[str], sync_interval: int) -> None:
 
 
 def check_delays(delays: Sequence[int], sync_interval: int) -> None:
-    """Refuse a delay that does not fit between two syncs.
+    """Refuse a delay that does not fit between two syncs, and none at all.
 
     Raises:
       ValueError: naming it, and what would be right.
     """
+    if not delays:
+        raise ValueError("delays=() is empty; name at least one")
     for delay in delays:
         if not 1 <= delay <= sync_interval:
             raise ValueError(

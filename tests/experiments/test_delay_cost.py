@@ -101,6 +101,16 @@ def test_the_command_writes_and_draws(linear, call, tmp_path):
     assert (tmp_path / "delay_cost.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_delay_counts_once_and_what_is_left_out_is_told(linear, call, tmp_path):
+    flags = [f"--workdir={tmp_path}", "--delays=1,1", "--rules=secant,mix_0.5"]
+    code, out, err = call(
+        delay_cost, *flags, f"--steps={STEPS}", f"--sync_interval={H}", "--seeds=2"
+    )
+    assert (code, err) == (0, "")
+    assert out.count("tau/H") == 1
+    assert "Not at a delay of 1, as they need a longer one: secant\n" in out
+
+
 def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
     call, monkeypatch, tmp_path
 ):
@@ -143,6 +153,7 @@ def test_any_interval_and_few_steps_make_settings(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--delays=", "--delays=() is empty; name at least one"),
         ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
         ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
         ("--seeds=0", "--seeds=0 must be at least 1"),
