@@ -283,15 +283,16 @@ def _print(setup: Setup, measured: dict[str, Any], seconds: float) -> None:
         closed = gap_closed(*(measured[n]["loss"] for n in ("stale", name, "fresh")))
         table.add_row(
             name,
-            _text(row["loss"]),
+            _text(row["loss"], setup.seeds),
             "-" if closed is None else f"{100 * closed:.0f} %",
-            _text(row["error"]),
+            _text(row["error"], setup.seeds),
         )
     console = Console()
     console.print(table)
     delay = statistics.fmean(_delays(setup))
+    seeds = f"{setup.seeds} seeds, mean and 95 % interval"
     console.print(
-        f"{setup.seeds} seeds, mean and 95 % interval; {setup.workers} workers, "
+        f"{seeds if setup.seeds > 1 else 'One seed'}; {setup.workers} workers, "
         f"{setup.updates} updates, {delay:.1f} updates between reading and applying on "
         f"average. {seconds:.0f} s.",
         highlight=False,
@@ -312,8 +313,11 @@ def gap_closed(
     return (stale["mean"] - own["mean"]) / (stale["mean"] - fresh["mean"])
 
 
-def _text(value: dict[str, float] | None) -> str:
-    return f"{value['mean']:.4f} +-{value['half']:.4f}" if value else "diverged"
+def _text(value: dict[str, float] | None, seeds: int) -> str:
+    if not value:
+        return "diverged"
+    half = f" +-{value['half']:.4f}" if seeds > 1 else ""  # One seed has no interval.
+    return f"{value['mean']:.4f}{half}"
 
 
 def _delays(setup: Setup) -> list[int]:
