@@ -6,8 +6,8 @@ r"""Fits losses of a sweep over parameters, regions and the interval (2503.09799
 reads DIR/cells.json, of each setting the tuned column where there is one, fits
 L = A N^alpha M^beta H^gamma for every method that has enough of them, and prints the
 exponents with 95 % intervals, how well the law of the smaller sizes foretells the
-largest, and what the law gives at --predict parameters: an extrapolation, far outside
-of what was run, and shown as one. DIR gets scaling.json and scaling.png.
+largest, and what the law gives at --predict parameters: outside of what was run an
+extrapolation, and shown as one. DIR gets scaling.json and scaling.png.
 """
 
 import math
@@ -175,10 +175,18 @@ def told(name: str, law: Law, seen: Sequence[Observation], at: float) -> list[st
         f"{name}: L = {law.scale:.3f} {powers}, residual {law.residual:.2%}, "
         f"{len(seen)} settings of {smallest:,.0f} to {largest:,.0f} parameters",
         f"  the largest size, by the law of the smaller ones: {off}",
-        f"  an extrapolation, {at / largest:,.0f} times the largest: {loss:.3f} "
+        f"  {_how_far(at, smallest, largest)}: {loss:.3f} "
         f"({low:.3f} to {high:.3f}) at N {at:g}, M {factors['M']:g}, H "
         f"{factors['H']:g}",
     ]
+
+
+def _how_far(at: float, smallest: float, largest: float) -> str:
+    if smallest <= at <= largest:
+        return "within the sizes that were run"
+    whose, size = ("largest", largest) if at > largest else ("smallest", smallest)
+    times = f"{at / size:,.0f}" if at >= 10 * size else f"{at / size:.2g}"
+    return f"an extrapolation, {times} times the {whose}"
 
 
 def _foretold(seen: Sequence[Observation]) -> float | None:

@@ -107,6 +107,20 @@ def test_the_program_writes_what_it_prints(call, tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [
+        (1e9, "an extrapolation, 5,000 times the largest"),
+        (3e5, "an extrapolation, 1.5 times the largest"),
+        (1e5, "within the sizes that were run"),
+        (1e3, "an extrapolation, 0.1 times the smallest"),
+    ],
+)
+def test_only_what_is_outside_is_an_extrapolation(at, says):
+    seen = grid(0.01)
+    assert says in scaling_laws.told("diloco", scaling.fit(seen), seen, at)[2]
+
+
 def test_bad_flags_are_named(call, tmp_path):
     def error(*words):
         code, _, said = call(scaling_laws, *words)
