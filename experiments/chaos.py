@@ -19,7 +19,7 @@ times between kills and to the return. Ctrl-C or SIGTERM stops all regions with
 checkpoints, and the same command goes on, with the kills that are left.
 
 With `--scenario` nobody is killed: the network between the regions has a fault for a
-while, and the regions must name it within five syncs (`scenarios.py`).
+while, and the regions must name it within five syncs (`faults/scenarios.py`).
 """
 
 import json
@@ -41,11 +41,12 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
 
-from . import commands, scenarios
-from .chaos_flags import check_kills, check_own, define_flags
-from .killed import is_good, judge, lines
+from . import commands
+from .faults import scenarios
+from .faults.killed import is_good, judge, lines
+from .faults.options import check_kills, check_own, define_flags
+from .faults.unbroken import unbroken_loss
 from .train import read_flags
-from .unbroken import unbroken_loss
 
 # Nobody is killed after this share of the steps: the last to come back needs time.
 _LAST_KILL = 0.85

@@ -24,7 +24,6 @@ which would refuse most of them: a network is described here, not a model.
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -34,14 +33,11 @@ import rich.console
 from absl import flags
 from rich.table import Table
 
-from cocodc_jax.files import write_whole
 from cocodc_jax.methods import Method
 from cocodc_jax.network import (
     exchanges,
-    placement,
     plan,
     published,
-    swarm,
     trace,
     watch,
 )
@@ -52,8 +48,9 @@ from cocodc_jax.report.curves import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import one_line
 
-from . import commands, loss_curve, simulate_flags
-from .simulate_flags import SECTIONS, named
+from . import commands
+from .simulation import described, options, stages
+from .simulation.files import named, read_curve, write_json
 from .sweeps import advice
 
 ADVICE_LINES = 5
@@ -61,9 +58,9 @@ ADVICE_LINES = 5
 
 def run_simulation(values: flags.FlagValues) -> None:
     """Simulate, print the summary and write the files."""
-    topology = simulate_flags.build_topology(values)
-    method = simulate_flags.build_method(values)
-    work = simulate_flags.build_workload(values, method, topology.num_regions)
+    topology = described.build_topology(values)
+    method = described.build_method(values)
+    work = described.build_workload(values, method, topology.num_regions)
     schedule = exchanges.schedule_of(method)
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
     _check_rank(values, method)
@@ -80,11 +77,11 @@ def run_simulation(values: flags.FlagValues) -> None:
     summary: dict[str, float | str | None] = {"method": values.method}
     summary |= timeline.summary()
     interval_s = timeline.sim_s / steps * (schedule.sync_interval if schedule else 0)
-    summary |= simulate_flags.goodput_of(
+    summary |= described.goodput_of(
         values, topology.num_regions, interval_s, timeline.utilization()
     )
     if values.loss_curve is not None:
-        read = functools.partial(loss_curve.read_curve, key=values.loss_key)
+        read = functools.partial(read_curve, key=values.loss_key)
         curve = named("loss_curve", values.loss_curve, read)
         needed = steps_to_loss(curve, values.target_loss)
         seconds = None if needed is None else timeline.seconds_until(needed)
@@ -141,14 +138,10 @@ def _write(
         "syncs": [dataclasses.asdict(sync) for sync in timeline.syncs],
         "faulty": [{"time_s": at} | dataclasses.asdict(x) for at, x in faulty],
     }
-    _write_json(folder / "simulation.json", result)
+    write_json(folder / "simulation.json", result)
     trace.write_trace(timeline, folder / "timeline.json")
     title = f"{values.method}, simulated; utilization {timeline.utilization():.1%}"
     trace.plot_timeline(timeline, folder / "timeline.png", title)
-
-
-def _write_json(path: pathlib.Path, value: dict) -> None:
-    write_whole(path, json.dumps(value, indent=1))
 
 
 def run_plan(values: flags.FlagValues) -> None:
@@ -157,15 +150,15 @@ def run_plan(values: flags.FlagValues) -> None:
     if values.frontier is not None:
         choices = named("frontier", values.frontier, advice.read)
     folder = _folder(values)
-    topology = simulate_flags.build_topology(values)
-    times = simulate_flags.step_times(values, topology.num_regions)
-    failures = simulate_flags.failures(values, topology.regions)
+    topology = described.build_topology(values)
+    times = described.step_times(values, topology.num_regions)
+    failures = described.failures(values, topology.regions)
     job = _job(values, max(times))
     if values.stages > 1:
-        placed = _place(values, topology, job)
-        _report_placement(topology, placed, folder)
+        placed = stages.place(values, topology, job)
+        stages.report_placement(topology, placed, folder)
         if values.swarm_s is not None:
-            _report_swarm(values, topology, placed.stages, job, times, failures)
+            stages.report_swarm(values, topology, placed.stages, job, times, failures)
         # What a site averages is its stage, with the sites that have the same one.
         sites = placed.stages[placed.slowest_stage]
         topology, times = topology.subset(sites), tuple(times[i] for i in sites)
@@ -178,7 +171,7 @@ def run_plan(values: flags.FlagValues) -> None:
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
     if folder:
-        _write_json(folder / "plan.json", dataclasses.asdict(chosen))
+        write_json(folder / "plan.json", dataclasses.asdict(chosen))
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
 
@@ -197,85 +190,19 @@ def _report_advice(
         print(f"{place}. {each.explain()}.")
     print(*(f"--{name}={value}" for name, value in found[0].choice.flags.items()))
     if folder:
-        _write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
+        write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
 
 
 def _job(values: flags.FlagValues, step_time_s: float) -> plan.Job:
-    given = {name: getattr(values, name) for name in simulate_flags.WISHES}
+    given = {name: getattr(values, name) for name in options.WISHES}
     if values.collective is not None:
         given["collectives"] = (values.collective,)
     return plan.Job(
-        model_bytes=simulate_flags.model_bytes(values),
+        model_bytes=described.model_bytes(values),
         step_time_s=step_time_s,
         max_fragments=values.max_fragments,
         **{name: value for name, value in given.items() if value is not None},
     )
-
-
-def _place(
-    values: flags.FlagValues, topology: Topology, job: plan.Job
-) -> placement.Placement:
-    """Put stages on sites, with averages as far apart as the job asks for."""
-    if values.activation_mb is None:
-        raise ValueError(f"stages={values.stages} needs --activation_mb too")
-    pipeline = placement.Pipeline(
-        values.stages,
-        values.activation_mb * 1e6,
-        job.model_bytes / values.stages,
-        job.sync_interval,
-    )
-    return placement.place(topology.at(), pipeline)
-
-
-def _report_placement(
-    topology: Topology, placed: placement.Placement, folder: pathlib.Path | None
-) -> None:
-    sites = [[topology.regions[i] for i in stage] for stage in placed.stages]
-    for stage, names in enumerate(sites):
-        print(f"- Stage {stage} on {', '.join(names)}.")
-    how = "the best there is" if placed.is_exact else "the best that a search found"
-    print(
-        f"- That is {how}: {placed.pipeline_s:.3g} s of activations a step, "
-        f"{placed.sync_s:.3g} s of averaging spread over the steps of an interval."
-    )
-    if folder:
-        _write_json(
-            folder / "placement.json", dataclasses.asdict(placed) | {"sites": sites}
-        )
-
-
-def _report_swarm(
-    values: flags.FlagValues,
-    topology: Topology,
-    stages: placement.Stages,
-    job: plan.Job,
-    times: Sequence[float],
-    failures: Sequence[swarm.Failure],
-) -> None:
-    """Simulate the sites at work: in chains, wired by throughput, and rebalanced."""
-    names = topology.regions
-    batch_s = [time / len(stages) for time in times]
-    rates = [1 / seconds for seconds in batch_s]
-    sizes = (values.activation_mb * 1e6, job.model_bytes / len(stages))
-    simulated = functools.partial(
-        swarm.simulate_swarm,
-        swarm.Swarm(stages, tuple(batch_s), *sizes),
-        topology.at(),
-        values.swarm_s,
-        failures=failures,
-    )
-    runs = {"in fixed chains": simulated(wiring="fixed"), "wired anew": simulated()}
-    if values.rebalance_s is not None:
-        runs["and rebalanced"] = simulated(rebalance_s=values.rebalance_s)
-    for how, run in runs.items():
-        moved = f", {len(run.moves)} moves" if run.moves else ""
-        per_s = run.batches_per_s(0, values.swarm_s)
-        print(f"- Batches a second {how}: {per_s:.4g}{moved}.")
-    for title, sites in (("", stages), ("rebalanced: ", None)):
-        sites = sites or placement.rebalanced(stages, rates)
-        pace = min(sum(rates[i] for i in group) for group in sites)
-        texts = "; ".join(", ".join(names[i] for i in group) for group in sites)
-        print(f"- Without links and failures at most {pace:.4g}, {title}{texts}.")
 
 
 def run_table() -> None:
@@ -313,15 +240,17 @@ def _entries(
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    values = simulate_flags.define_flags()
+    values = options.define_flags()
     try:
         extra = values(argv)[1:]
         if extra:
             raise ValueError(f"argument {extra[0]!r} is no flag")
         if values.help:
-            print(render(commands.shown(__doc__), sections_of(SECTIONS, values)))
+            print(
+                render(commands.shown(__doc__), sections_of(options.SECTIONS, values))
+            )
             return 0
-        simulate_flags.check(values)
+        options.check(values)
         if values.table:
             run_table()
         elif values.plan:

@@ -12,7 +12,8 @@ from absl.flags import FlagValues
 
 from cocodc_jax.netlab import independent
 from cocodc_jax.run import flags
-from experiments import chaos, scenarios, train, unbroken
+from experiments import chaos, train
+from experiments.faults import scenarios, unbroken
 
 
 def write(folder, name, lines):

@@ -13,7 +13,7 @@ import pytest
 from cocodc_jax import netlab
 from cocodc_jax.netlab.plan import make_plan
 from cocodc_jax.network.links import Link, uniform
-from experiments import scenarios
+from experiments.faults import scenarios
 
 
 def usual(tmp_path, num=4):

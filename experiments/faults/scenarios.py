@@ -38,7 +38,7 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.watching import FAULTS_FILE
 from cocodc_jax.sync.schedules.slotted import Slotted
 
-from . import commands
+from .. import commands
 from .killed import lines
 
 RESULT_FILE = "scenario.json"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cocodc_jax.files import read_table
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 
-from . import commands
+from .. import commands
 
 
 def unbroken_flags(train_flags: Sequence[str]) -> list[str]:

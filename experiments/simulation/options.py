@@ -1,4 +1,4 @@
-"""Flags of `experiments.simulate`, and what they describe: a network, a method, a job.
+"""Flags of `experiments.simulate`, and what of them is refused.
 
 A method takes its arguments under the names that training has for them; of those, the
 ones that decide when something is sent, and how much.
@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
 from absl import flags
 
-from cocodc_jax import methods
-from cocodc_jax.methods import METHODS, Method
-from cocodc_jax.network import exchanges, goodput, world
+from cocodc_jax.methods import METHODS
+from cocodc_jax.network import world
 from cocodc_jax.network.channel import SHARINGS
 from cocodc_jax.network.collectives import COLLECTIVES
-from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.network.swarm import Failure
-from cocodc_jax.network.workload import Workload
-
-Value = TypeVar("Value")
-
-AUTO = "auto"
 
 # Arguments of methods: what they are.
 COUNTS = {
@@ -74,12 +64,6 @@ NEED = {
     "target_loss": ("loss_curve",),
     "hours_between_failures": ("repair_s", "checkpoint_s", "least_regions"),
 }  # fmt: skip
-
-# What is simulated where nothing is said, so that methods can be laid side by side.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "diloco": {"sync_interval": 100},
-    "streaming_diloco": {"delay_steps": 5},
-}
 
 
 def define_flags() -> flags.FlagValues:
@@ -208,174 +192,16 @@ def check(values: flags.FlagValues) -> None:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be positive and finite")
     if values.target_loss is not None:
-        _check_finite(values, "target_loss")
+        check_finite(values, "target_loss")
 
 
-def _check_finite(values: flags.FlagValues, *names: str) -> None:
-    for name in names:
-        value = getattr(values, name)
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value} must be finite")
-
-
-def build_topology(values: flags.FlagValues) -> Topology:
-    """Return the network the flags describe."""
-    if values.links:
-        return named("links", values.links, world.load_topology)
-    if values.world:
-        try:
-            return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
-        except ValueError as error:
-            raise ValueError(f"--world={values.world}: {error}") from error
-    _check_finite(values, "latency_ms", "jitter_ms")
-    link = Link(
-        values.bandwidth_gbps,
-        values.latency_ms / 1000,
-        values.jitter_ms / 1000,
-        values.loss,
-    )
-    return uniform(values.regions, link)
-
-
-def build_method(values: flags.FlagValues) -> Method:
-    """Return the method the flags describe.
-
-    Raises:
-      ValueError: for an argument that it does not take, or refuses.
-    """
-    name = values.method
-    taken = methods.defaults(name)
-    given = dict(DEFAULTS.get(name, {}))
-    for argument in ARGUMENTS:
-        value = getattr(values, argument)
-        if value is None:
-            continue
-        if argument not in taken:
-            raise ValueError(
-                f"{argument}={value} has no meaning for {name}; leave it out"
-            )
-        given[argument] = value
-        if argument in COUNTS_OR_AUTO:
-            given[argument] = _count_or_auto(argument, value)
-    return methods.get(name, **given)
-
-
-def _count_or_auto(name: str, text: str) -> int | str:
-    if text != AUTO and not text.isdecimal():
-        raise ValueError(f"--{name}={text} must be a whole number or {AUTO!r}")
-    return text if text == AUTO else int(text)
-
-
-def build_workload(
-    values: flags.FlagValues, method: Method, num_regions: int
-) -> Workload:
-    """Return bytes and step times, fragments of equal bytes."""
-    times = step_times(values, num_regions)
-    num, share = method.num_fragments, exchanges.message_share(method)
-    size = model_bytes(values) * share / num
-    host = values.host_mb_per_s
-    if not host > 0:
-        raise ValueError(f"--host_mb_per_s={host} must be positive")
-    return Workload((size,) * num, times, values.num_layers, host * 1e6, 1 / share)
-
-
-def goodput_of(
-    values: flags.FlagValues, num_regions: int, sync_s: float, utilization: float
-) -> dict[str, float]:
-    """Return what is predicted of the share of time in steps that count, by policy.
-
-    Args:
-      values: with the rates of failures; `{}` without one.
-      num_regions: M.
-      sync_s: seconds between syncs.
-      utilization: share of the time spent computing while nothing fails.
-    """
-    if values.hours_between_failures is None:
-        return {}
-    try:
-        failing = goodput.Failures(
-            3600 * values.hours_between_failures, values.repair_s
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"--hours_between_failures={values.hours_between_failures}, --repair_s="
-            f"{values.repair_s}: {error}"
-        ) from error
-    _check_finite(values, "checkpoint_s")
-    if values.least_regions > num_regions:
-        raise ValueError(
-            f"least_regions={values.least_regions} must be at most the number of "
-            f"regions, {num_regions}"
-        )
-    if values.least_regions == 1:
-        apart = goodput.alone(failing, sync_s)
-    else:  # Some thousand failures are drawn.
-        seconds = 1000 * (failing.between_s + failing.repair_s)
-        apart = goodput.simulated(
-            failing, num_regions, values.least_regions, sync_s, seconds
-        )
-    one = goodput.together(failing, num_regions, values.checkpoint_s)
-    return {
-        "goodput_together": one * utilization,
-        "goodput_alone": apart * utilization,
-    }
-
-
-def failures(values: flags.FlagValues, names: Sequence[str]) -> list[Failure]:
-    """Return sites that are gone, of `name@start` and `name@start-end`."""
-    found = []
-    for text in filter(None, values.failures.split(",")):
-        name, _, when = text.partition("@")
-        start, _, end = when.partition("-")
-        try:
-            site, times = names.index(name), (float(start), float(end or math.inf))
-        except ValueError as error:
-            raise ValueError(
-                f"--failures={values.failures}: {text!r} must be a site of "
-                f"{', '.join(names)}, and from when to when, as {names[0]}@60-90"
-            ) from error
-        try:
-            found.append(Failure(site, *times))
-        except ValueError as error:
-            raise ValueError(
-                f"--failures={values.failures}: {text!r}: {error}"
-            ) from error
-    return found
-
-
-def model_bytes(values: flags.FlagValues) -> float:
-    """Return the bytes of all parameters, before a method's encoding."""
-    for name in ("params", "bits_per_param"):
-        value = getattr(values, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"--{name}={value} must be positive")
-    return values.params * values.bits_per_param / 8
-
-
-def step_times(values: flags.FlagValues, num_regions: int) -> tuple[float, ...]:
-    """Return the seconds of a step in each region, of one number or as many.
+def check_finite(values: flags.FlagValues, *names: str) -> None:
+    """Refuse numbers of flags that are not finite.
 
     Raises:
       ValueError: naming the flag and its value.
     """
-    text = values.step_time_s
-    try:
-        times = tuple(float(each) for each in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"--step_time_s={text} must be numbers") from error
-    if not all(0 < time < math.inf for time in times):
-        raise ValueError(f"--step_time_s={text} must be positive")
-    if len(times) not in (1, num_regions):
-        raise ValueError(
-            f"--step_time_s={text} must be one number or one for each of {num_regions} "
-            "regions"
-        )
-    return times * num_regions if len(times) == 1 else times
-
-
-def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
-    """Return read(path); an error of the file system names the flag."""
-    try:
-        return read(path)
-    except OSError as error:
-        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
+    for name in names:
+        value = getattr(values, name)
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")

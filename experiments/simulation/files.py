@@ -1,10 +1,28 @@
-"""Loss curves from files: what a simulation reads to tell seconds to a loss."""
+"""Files that flags name: what is read of them, loss curves, and results."""
 
 import itertools
 import json
 import pathlib
+from collections.abc import Callable
+from typing import TypeVar
 
+from cocodc_jax.files import write_whole
 from cocodc_jax.report.records import read_records
+
+Value = TypeVar("Value")
+
+
+def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
+    """Return read(path); an error of the file system names the flag."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
+
+
+def write_json(path: pathlib.Path, value: dict) -> None:
+    """Write a table for people and programs."""
+    write_whole(path, json.dumps(value, indent=1))
 
 
 def read_curve(

@@ -1,0 +1,1 @@
+"""What `experiments.chaos` is made of: flags, faults in the lab, what records say."""

@@ -1,0 +1,1 @@
+"""What `experiments.simulate` is made of: flags, what they describe, stages."""
