@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cocodc_jax.files import write_whole
+from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report.page import describe_machine
 from cocodc_jax.report.plots import COLORS, save_png
 from cocodc_jax.run import flags
@@ -50,8 +50,8 @@ def main() -> None:
     with flags.usage_errors():
         settings = _settings()
         delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
-        workdir = pathlib.Path(flags.value("workdir"))
-        make_folder(workdir)
+        command = commands.command_line("delay_cost", sys.argv[1:])
+        path = _results(pathlib.Path(flags.value("workdir")), command)
     rows = []
     for delay in delays:
         found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
@@ -64,15 +64,27 @@ def main() -> None:
                 highlight=False,
             )
         summary = {
-            "command": commands.command_line("delay_cost", sys.argv[1:]),
+            "command": command,
             "machine": describe_machine(jax.devices()),
             "settings": dataclasses.asdict(settings),
             "outer_lr": flags.value("outer_lr"),
             "rows": rows,
         }
         # After every delay: another one takes minutes.
-        write_whole(workdir / "delay_cost.json", dumps(summary))
-    save_png(_figure(rows, settings), str(workdir / "delay_cost.png"))
+        write_whole(path, dumps(summary))
+    save_png(_figure(rows, settings), str(path.with_suffix(".png")))
+
+
+def _results(workdir: pathlib.Path, command: str) -> pathlib.Path:
+    """Return the file of the results, in a folder that holds no other command's."""
+    make_folder(workdir)
+    path = workdir / "delay_cost.json"
+    if path.exists() and read_table(path).get("command") != command:
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds what another command measured; name "
+            "another folder or delete it"
+        )
+    return path
 
 
 def _settings() -> Settings:

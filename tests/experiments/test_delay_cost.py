@@ -111,6 +111,17 @@ def test_a_delay_counts_once_and_what_is_left_out_is_told(linear, call, tmp_path
     assert "Not at a delay of 1, as they need a longer one: secant\n" in out
 
 
+def test_what_another_command_measured_is_kept(linear, call, tmp_path):
+    flags = [f"--workdir={tmp_path}", "--delays=1", "--rules=mix_0.5", "--seeds=2"]
+    flags += [f"--steps={STEPS}", f"--sync_interval={H}"]
+    assert call(delay_cost, *flags)[0] == 0
+    before = (tmp_path / "delay_cost.json").read_bytes()
+    code, _, err = call(delay_cost, *flags, "--outer_lr=0.5")
+    assert (code, "holds what another command measured" in err) == (2, True)
+    assert (tmp_path / "delay_cost.json").read_bytes() == before
+    assert call(delay_cost, *flags)[0] == 0
+
+
 def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
     call, monkeypatch, tmp_path
 ):
