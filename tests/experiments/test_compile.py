@@ -97,6 +97,7 @@ def test_what_is_offloaded_takes_no_memory_of_a_tpu():
     assert any("what remat=offload keeps" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )

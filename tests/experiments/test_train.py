@@ -282,7 +282,12 @@ def test_a_flag_the_inner_optimizer_does_not_go_by_is_refused(
             "(loss|pseudo_|correction_ratio|a parameter)",
             r"\d",
         ),
-        (["--compensation_strength=1e38"], "(loss|correction_ratio|a param)", "[34]"),
+        pytest.param(
+            ["--compensation_strength=1e38"],
+            "(loss|correction_ratio|a param)",
+            "[34]",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_diverging_run_names_step_region_and_checkpoint(

@@ -129,7 +129,10 @@ def with_nonsense(tiny):
 
 @pytest.mark.parametrize(
     "options",
-    [{"exclude_above": 3.0}, {"compress": "int8", "robust_mean": "trim:0.25"}],
+    [
+        pytest.param({"exclude_above": 3.0}, marks=pytest.mark.slow),
+        {"compress": "int8", "robust_mean": "trim:0.25"},
+    ],
 )
 def test_nonsense_is_judged_alike_in_all_jobs(tiny, options):
     """And the region that sent it begins anew, as in one process with all of them."""

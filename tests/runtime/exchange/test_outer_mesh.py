@@ -38,7 +38,11 @@ def final(tiny, method, exchange):
             "streaming_diloco",
             {"num_fragments": 2, "compress": "ef+topk:0.1", "merge_feedback": True},
         ),
-        ("decoupled_diloco", {"num_fragments": 2, "compress": "int8"}),
+        pytest.param(
+            "decoupled_diloco",
+            {"num_fragments": 2, "compress": "int8"},
+            marks=pytest.mark.slow,
+        ),
         ("loscar", {}),
     ],
 )
