@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.models import attention, hugging_face
+    from cocodc_jax.models import attention, backward, hugging_face
     from cocodc_jax.models.accumulate import make_accumulated_loss_fn
     from cocodc_jax.models.config import TransformerConfig
     from cocodc_jax.models.divided import make_divided_loss_fn
@@ -45,6 +45,7 @@ __all__ = [
     "TransformerConfig",
     "apply",
     "attention",
+    "backward",
     "check_divisible",
     "check_pipeline",
     "confine",
@@ -75,6 +76,7 @@ _PLACES = {
     "TransformerConfig": "config:TransformerConfig",
     "apply": "transformer:apply",
     "attention": "attention",
+    "backward": "backward",
     "check_divisible": "sharding:check_divisible",
     "check_pipeline": "sharding:check_pipeline",
     "confine": "subspace:confine",

@@ -18,6 +18,7 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import attend
+from cocodc_jax.models.backward import PLAIN, spread
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.layout import Layout, read, shared, write
 
@@ -28,15 +29,16 @@ with extra("train"):
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, then scales."""
 
-    def __init__(self, width: int, epsilon: float):
+    def __init__(self, width: int, epsilon: float, backward: str = PLAIN):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
-        self.epsilon = epsilon
+        self.epsilon, self.backward = epsilon, backward
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x`; statistics and product are float32, the result x's dtype."""
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(mean_square + self.epsilon)
+        inverse = jax.lax.rsqrt(mean_square + self.epsilon)
+        normed = x32 * spread(inverse, x.shape[-1], self.backward)
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (normed * scale).astype(x.dtype)
 
@@ -53,8 +55,8 @@ class Attention(nnx.Module):
         self.value = matrix(rngs, config.width, kv_width)
         self.output = matrix(rngs, config.width, config.width, _residual(config))
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.head_width, config.norm_epsilon)
-            self.key_norm = RMSNorm(config.head_width, config.norm_epsilon)
+            self.query_norm = norm(config, config.head_width)
+            self.key_norm = norm(config, config.head_width)
         self.config, self.layout = config, layout
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
@@ -75,10 +77,10 @@ class Attention(nnx.Module):
             query_BLHd, key_BLHd, value_BLHd, self.config.attention, sequence
         )
         mixed_BLF = mixed_BLHd.reshape(*x_BLD.shape[:2], -1)
-        return write(mixed_BLF, self.output[...], self.layout)
+        return write(mixed_BLF, self.output[...], self.layout, self.config.backward)
 
     def _heads(self, x_BLD: jax.Array, kernel: nnx.Param):
-        flat = read(x_BLD, kernel[...], self.layout)
+        flat = read(x_BLD, kernel[...], self.layout, self.config.backward)
         return flat.reshape(*x_BLD.shape[:2], -1, self.config.head_width)
 
 
@@ -91,14 +93,15 @@ class MLP(nnx.Module):
         self.gate = matrix(rngs, config.width, config.mlp_width)
         self.up = matrix(rngs, config.width, config.mlp_width)
         self.down = matrix(rngs, config.mlp_width, config.width, _residual(config))
-        self.layout = layout
+        self.layout, self.backward = layout, config.backward
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map each position by itself."""
+        how = (self.layout, self.backward)
         x_BLD = shared(x_BLD, self.layout)
-        gate_BLF = jax.nn.silu(read(x_BLD, self.gate[...], self.layout))
-        gated_BLF = gate_BLF * read(x_BLD, self.up[...], self.layout)
-        return write(gated_BLF, self.down[...], self.layout)
+        gate_BLF = jax.nn.silu(read(x_BLD, self.gate[...], *how))
+        gated_BLF = gate_BLF * read(x_BLD, self.up[...], *how)
+        return write(gated_BLF, self.down[...], *how)
 
 
 class Block(nnx.Module):
@@ -107,9 +110,9 @@ class Block(nnx.Module):
     def __init__(
         self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
     ):
-        self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.attention_norm = norm(config, config.width)
         self.attention = Attention(config, rngs, layout)
-        self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.mlp_norm = norm(config, config.width)
         self.mlp = MLP(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
@@ -140,6 +143,11 @@ def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
+
+
+def norm(config: TransformerConfig, width: int) -> RMSNorm:
+    """Return a norm of the last `width` features, as the model has them."""
+    return RMSNorm(width, config.norm_epsilon, config.backward)
 
 
 def matrix(rngs: nnx.Rngs, fan_in: int, fan_out: int, gain: float = 1.0) -> nnx.Param:

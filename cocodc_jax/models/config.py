@@ -10,6 +10,7 @@ MAX_SIZE = 2**31 - 1
 
 REMAT_POLICIES = ("none", "dots", "attention", "full", "offload")
 ATTENTIONS = ("auto", "plain", "cudnn", "splash")
+BACKWARDS = ("auto", "plain", "cpu")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 _SIZES = (
@@ -50,6 +51,9 @@ class TransformerConfig:
         kernel's forward pass is then computed again.
       attention: "plain" holds the scores of all pairs of positions; "cudnn" (GPUs,
         bfloat16) and "splash" (TPUs) are flash kernels; "auto" is the platform's own.
+      backward: gradients of products with weights, and of norms: "plain" as JAX derives
+        them, "cpu" in the order in which CPUs are quick, which forward mode cannot
+        differentiate; "auto" is the platform's own in a run, and plain elsewhere.
       compute_dtype: "float32" or "bfloat16" for activations and for the weights
         as used; parameters, gradients and the loss are always float32.
       loss_chunk_tokens: tokens whose logits exist at one time on each device.
@@ -68,6 +72,7 @@ class TransformerConfig:
     scan_layers: bool = True
     remat: str = "none"
     attention: str = "auto"
+    backward: str = "auto"
     compute_dtype: str = "float32"
     loss_chunk_tokens: int = 2048
 
@@ -95,6 +100,7 @@ class TransformerConfig:
             )
         _check_choice("remat", self.remat, REMAT_POLICIES)
         _check_choice("attention", self.attention, ATTENTIONS)
+        _check_choice("backward", self.backward, BACKWARDS)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         self._check_heads()
 

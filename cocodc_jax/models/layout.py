@@ -36,6 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from cocodc_jax.models.backward import PLAIN, product
+
 # What no policy of rematerialisation keeps: it would be the whole model on each device.
 WEIGHTS = "weights"
 
@@ -97,29 +99,35 @@ def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
-def read(x_BLD: jax.Array, w_DF: jax.Array, layout: Layout | None) -> jax.Array:
+def read(
+    x_BLD: jax.Array, w_DF: jax.Array, layout: Layout | None, backward: str = PLAIN
+) -> jax.Array:
     """Multiply the residual width by a weight; own features, in x's dtype.
 
     Args:
       x_BLD: own sequences, alike along the model axis, through `shared`.
       w_DF: own part, divided over data and model.
       layout: None where everything is on one device, or left to the compiler.
+      backward: how gradients are written where there is no layout; see `backward.py`.
     """
     if layout is None:
-        return x_BLD @ w_DF.astype(x_BLD.dtype)
+        return product(x_BLD, w_DF.astype(x_BLD.dtype), backward)
     return _product(x_BLD, w_DF, layout, 0)
 
 
-def write(x_BLF: jax.Array, w_FD: jax.Array, layout: Layout | None) -> jax.Array:
+def write(
+    x_BLF: jax.Array, w_FD: jax.Array, layout: Layout | None, backward: str = PLAIN
+) -> jax.Array:
     """Multiply features by a weight that gives the residual width, summed over them.
 
     Args:
       x_BLF: own sequences, own features.
       w_FD: own part, divided over model and data.
       layout: None where everything is on one device, or left to the compiler.
+      backward: how gradients are written where there is no layout; see `backward.py`.
     """
     if layout is None:
-        return x_BLF @ w_FD.astype(x_BLF.dtype)
+        return product(x_BLF, w_FD.astype(x_BLF.dtype), backward)
     return _summed(_product(x_BLF, w_FD, layout, 1), layout)
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.models.backward import PLAIN, product
+
 
 class TokenSums(NamedTuple):
     """Sums over tokens, float32 scalars."""
@@ -24,19 +26,19 @@ class TokenSums(NamedTuple):
     num_correct: jax.Array
 
 
-def logits_from_hidden(hidden_BLD: jax.Array, head_DV: jax.Array) -> jax.Array:
+def logits_from_hidden(
+    hidden_BLD: jax.Array, head_DV: jax.Array, backward: str = PLAIN
+) -> jax.Array:
     """Return float32 logits [B, L, V] of `hidden @ head`.
 
     Args:
       hidden_BLD: final hidden states in the compute dtype.
       head_DV: float32 head, cast to the compute dtype here so that its gradient
         is summed over chunks in float32.
+      backward: how gradients are written, see `backward.py`.
     """
-    return jnp.matmul(
-        hidden_BLD,
-        head_DV.astype(hidden_BLD.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    head_DV = head_DV.astype(hidden_BLD.dtype)
+    return product(hidden_BLD, head_DV, backward, jnp.float32)
 
 
 def cross_entropy(
@@ -44,6 +46,7 @@ def cross_entropy(
     head_DV: jax.Array,
     targets_BL: jax.Array,
     chunk_tokens: int,
+    backward: str = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean cross-entropy and accuracy of next-token prediction.
 
@@ -56,6 +59,7 @@ def cross_entropy(
       chunk_tokens: tokens whose logits may exist at one time. A chunk holds at
         least one position of every sequence; with `B * L <= chunk_tokens` there
         is one chunk and no scan.
+      backward: how gradients are written, see `backward.py`.
 
     Returns:
       Loss in nats per token and the share of tokens predicted, float32 scalars.
@@ -63,9 +67,9 @@ def cross_entropy(
     batch, length = targets_BL.shape
     cut = num_chunks(targets_BL.shape, chunk_tokens)
     if cut == 1:
-        sums = _token_sums(hidden_BLD, head_DV, targets_BL)
+        sums = _token_sums(hidden_BLD, head_DV, targets_BL, backward)
     else:
-        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, cut)
+        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, cut, backward)
     return sums.loss / (batch * length), sums.num_correct / (batch * length)
 
 
@@ -75,8 +79,8 @@ def num_chunks(shape: tuple[int, ...], chunk_tokens: int) -> int:
     return -(-length // max(1, chunk_tokens // batch))
 
 
-def _token_sums(hidden_BLD, head_DV, targets_BL) -> TokenSums:
-    logits_BLV = logits_from_hidden(hidden_BLD, head_DV)
+def _token_sums(hidden_BLD, head_DV, targets_BL, backward) -> TokenSums:
+    logits_BLV = logits_from_hidden(hidden_BLD, head_DV, backward)
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
     # A masked sum in place of a gather: it fuses with the passes over the logits
     # and needs no exchange when the vocabulary is sharded. A padded target, -1,
@@ -92,7 +96,9 @@ def _token_sums(hidden_BLD, head_DV, targets_BL) -> TokenSums:
     )
 
 
-def _chunked_sums(hidden_BLD, head_DV, targets_BL, cut: int) -> TokenSums:
+def _chunked_sums(
+    hidden_BLD, head_DV, targets_BL, cut: int, backward: str
+) -> TokenSums:
     # The sums leave the scan as stacked outputs: a carry begun from a constant
     # would not vary over a manual mesh axis as the sums do.
     chunks = (
@@ -102,7 +108,7 @@ def _chunked_sums(hidden_BLD, head_DV, targets_BL, cut: int) -> TokenSums:
 
     @jax.checkpoint
     def chunk_sums(hidden_BCD, targets_BC):
-        return _token_sums(hidden_BCD, head_DV, targets_BC)
+        return _token_sums(hidden_BCD, head_DV, targets_BC, backward)
 
     _, sums = jax.lax.scan(lambda _, chunk: (None, chunk_sums(*chunk)), None, chunks)
     return jax.tree.map(jnp.sum, sums)

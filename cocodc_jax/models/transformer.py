@@ -15,6 +15,7 @@ With `scan_layers` every array under `blocks` has a leading layer axis; without,
 `blocks` is a dict from layer number to block.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import ATTENTION
-from cocodc_jax.models.block import Block, RMSNorm, matrix, normal, rotary_tables
+from cocodc_jax.models.block import Block, matrix, norm, normal, rotary_tables
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.layout import WEIGHTS, Layout, lookup
 from cocodc_jax.models.loss import cross_entropy, logits_from_hidden
@@ -62,7 +63,7 @@ class Transformer(nnx.Module):
             self.blocks = nnx.List(
                 [Block(config, nnx.Rngs(key), layout) for key in keys]
             )
-        self.norm = RMSNorm(width, config.norm_epsilon)
+        self.norm = norm(config, width)
         if not config.tie_embeddings:
             self.head = matrix(rngs, width, vocab)
         self.config, self.layout = config, layout
@@ -164,6 +165,7 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
             model.output_head(),
             targets_BL,
             config.loss_chunk_tokens,
+            config.backward,
         )
         num_tokens = jnp.asarray(targets_BL.size, jnp.float32)
         return loss, {"num_tokens": num_tokens, "accuracy": accuracy}
@@ -183,8 +185,10 @@ def make_outputs(
     Returns:
       `model(params, tokens) -> float32 logits [B, L, V]` and
       `loss(logits, tokens) -> float32 scalar`, convex in the logits; tokens are
-      int32 `[B, L + 1]`. Their composition is `make_loss_fn`'s loss, unchunked.
+      int32 `[B, L + 1]`. Their composition is `make_loss_fn`'s loss, unchunked, in
+      plain operations whatever the configuration says: products need forward mode.
     """
+    config = dataclasses.replace(config, attention="plain", backward="plain")
 
     def model(params: Params, tokens: jax.Array) -> jax.Array:
         if layout is not None:

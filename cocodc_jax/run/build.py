@@ -202,7 +202,7 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
-    model = losses.with_attention(config, model, method, mesh)
+    model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
     optimizer = config.optimizer.build(steps, method)
     subspace = losses.subspace_of(config.run, model)
@@ -293,5 +293,5 @@ def build_evaluate(
 def _judge(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
 ) -> models.LossFn:
-    model = losses.with_attention(config, model, config.method.build(), mesh)
+    model = losses.with_kernels(config, model, config.method.build(), mesh)
     return losses.judge(config.run, model, mesh)

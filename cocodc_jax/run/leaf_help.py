@@ -11,7 +11,12 @@ from cocodc_jax.data.config import UNDECODABLE, Partition
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods.decoupled_diloco import AVERAGES
 from cocodc_jax.methods.lt_admm import GRAPHS
-from cocodc_jax.models.config import ATTENTIONS, COMPUTE_DTYPES, REMAT_POLICIES
+from cocodc_jax.models.config import (
+    ATTENTIONS,
+    BACKWARDS,
+    COMPUTE_DTYPES,
+    REMAT_POLICIES,
+)
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.help import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
@@ -33,6 +38,7 @@ CHOICES: dict[str, Collection[str]] = {
     "all_reduce": ALL_REDUCES,
     "attention": ATTENTIONS,
     "averaging": AVERAGES,
+    "backward": BACKWARDS,
     "compute_dtype": COMPUTE_DTYPES,
     "curvature": NAMES,
     "exchange": EXCHANGES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -24,7 +25,7 @@ def make(
 
     Args:
       run: as this process trains it.
-      model: with the attention that devices allow.
+      model: as `with_kernels` returns it.
       method: of the run.
       mesh: the inner mesh.
 
@@ -122,24 +123,33 @@ def gather_steps(devices: np.ndarray) -> tuple[int, ...]:
     return tuple(sizes) if is_box else ()
 
 
-def with_attention(
+def with_kernels(
     config: TrainConfig,
     model: models.TransformerConfig,
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.TransformerConfig:
-    """Return the model with the attention kernel that devices and method allow.
+    """Return the model with the attention and backward passes that it is to have.
 
     Raises:
-      ValueError: if the one that is asked for cannot be had.
+      ValueError: if those that are asked for cannot be had, with these devices and
+        this method.
     """
     device = mesh.devices.flat[0]
+    is_divided = layout(config.run, mesh) is not None
+    needs_forward_mode = "gradient_fn" in method.needs
+    backward = models.backward.choose(
+        model.backward,
+        device.platform,
+        is_divided or config.run.is_pipelined,
+        needs_forward_mode,
+    )
     return models.attention.choose(
-        model,
+        dataclasses.replace(model, backward=backward),
         device.platform,
         config.data.sequence_length,
-        layout(config.run, mesh) is not None,
-        "gradient_fn" in method.needs,
+        is_divided,
+        needs_forward_mode,
         config.run.sequence_axis,
         models.attention.head_width_of(device),
     )

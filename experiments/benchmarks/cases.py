@@ -82,6 +82,10 @@ def make_case(
         raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
     config = PRESETS[name]
     model, data = config.model, config.data
+    # What a run of the preset has where each region has one device.
+    platform = jax.default_backend()
+    backward = models.backward.choose(model.backward, platform, False, False)
+    model = dataclasses.replace(model, backward=backward)
     if num_layers is not None:
         model = dataclasses.replace(model, num_layers=num_layers, scan_layers=True)
     sizes = (interval, regions, data.batch_per_region, data.sequence_length + 1)

@@ -1,11 +1,14 @@
-"""In which steps weights are gathered, by where the devices of a region are."""
+"""Which kernels a run has, and in which steps its weights are gathered."""
 
 import types
 
 import numpy as np
 import pytest
 
-from cocodc_jax.run.losses import gather_steps
+from cocodc_jax.run.build import build_program
+from cocodc_jax.run.losses import gather_steps, with_kernels
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.runtime import make_mesh
 
 
 def _chips(*shape, cores=1):
@@ -39,3 +42,31 @@ def _chips(*shape, cores=1):
 )
 def test_a_torus_is_gathered_over_axis_by_axis(devices, steps):
     assert gather_steps(devices) == steps
+
+
+def _configured(**flags):
+    return PRESETS["smoke"].replace(method="cocodc", **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "cpu"),
+        ({"backward": "plain"}, "plain"),
+        ({"data_axis": 2, "regions": 2}, "plain"),
+        # Merges that differentiate gradients forward.
+        ({"curvature": "hessian_vector"}, "plain"),
+    ],
+)
+def test_regions_of_one_cpu_device_have_backward_passes_for_it(flags, expected):
+    config = _configured(**flags)
+    mesh = make_mesh(2, data=config.run.data_axis)
+    chosen = with_kernels(config, config.model, config.method.build(), mesh)
+    assert (chosen.backward, chosen.attention) == (expected, "plain")
+
+
+def test_backward_passes_that_a_method_cannot_have_are_refused():
+    config = _configured(backward="cpu", curvature="hessian_vector")
+    message = "backward='cpu' has no second derivatives, which the method takes; use"
+    with pytest.raises(ValueError, match=message):
+        build_program(config, config.model, make_mesh(1))

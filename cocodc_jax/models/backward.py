@@ -1,0 +1,94 @@
+"""Backward passes of products and norms, in the order in which CPUs are quick.
+
+A product y = x W of tokens gives its weight the gradient x' g. JAX writes (g' x)', so
+that XLA's CPU backend turns g, often the wider of the two, for each weight by itself;
+here it is x that is turned, once for all weights that read it. A number that scales a
+row gets a sum over that row, which the same backend is slow at; spread over the row as
+a product with ones it gets a product.
+
+Gradients are what JAX's own are, up to the order of float32 sums. They cannot be
+differentiated in forward mode (`jax.jvp`).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PLAIN, CPU = "plain", "cpu"
+
+
+def choose(
+    backward: str, platform: str, is_shared: bool, needs_forward_mode: bool
+) -> str:
+    """Return which backward passes a run has.
+
+    Args:
+      backward: plain, cpu, or auto: cpu on CPUs where it can be.
+      platform: of the devices.
+      is_shared: whether devices share a region's work, in whatever way.
+      needs_forward_mode: whether gradients are differentiated again.
+
+    Raises:
+      ValueError: if cpu is asked for and cannot be, naming what stands against it.
+    """
+    reasons = [
+        text
+        for text, is_so in (
+            ("is for regions of one CPU device", is_shared or platform != "cpu"),
+            ("has no second derivatives, which the method takes", needs_forward_mode),
+        )
+        if is_so
+    ]
+    if backward == CPU and reasons:
+        raise ValueError(
+            f"backward={backward!r} {' and '.join(reasons)}; use backward='auto'"
+        )
+    return PLAIN if backward == PLAIN or reasons else CPU
+
+
+def product(
+    x_BLD: jax.Array, w_DF: jax.Array, backward: str, dtype: Any = None
+) -> jax.Array:
+    """Multiply tokens by a weight, [B, L, F].
+
+    Args:
+      x_BLD: tokens.
+      w_DF: the weight, in x's dtype.
+      backward: cpu; anything else is what JAX derives.
+      dtype: of the sums, and of the result; None is x's.
+    """
+    if backward == CPU:
+        return _product(x_BLD, w_DF, dtype)
+    return jnp.matmul(x_BLD, w_DF, preferred_element_type=dtype)
+
+
+def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:
+    """Return what scales each row by its float32 number, [..., 1] or [..., width]."""
+    if backward == CPU:
+        return x_BL1 @ jnp.ones((1, width), x_BL1.dtype)
+    return x_BL1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.matmul(x, w, preferred_element_type=dtype)
+
+
+def _product_forward(x, w, dtype):
+    return jnp.matmul(x, w, preferred_element_type=dtype), (x, w)
+
+
+def _product_backward(dtype, kept, grad):
+    del dtype
+    x, w = kept
+    tokens = tuple(range(x.ndim - 1))
+    grad_x = grad @ w.T.astype(grad.dtype)
+    grad_w = jax.lax.dot_general(
+        x.astype(grad.dtype), grad, ((tokens, tokens), ((), ()))
+    )
+    return grad_x.astype(x.dtype), grad_w.astype(w.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
