@@ -103,6 +103,7 @@ def export(
     models.hugging_face.check_llama(config.model)
     if not has_checkpoint(workdir / CHECKPOINTS):
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
+    _make_parent(out)
     session = prepare(config, workdir, open_text)
     program = session.program
     with (
@@ -114,7 +115,6 @@ def export(
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoint")
     state, _ = restored
     take = program.outer_params if params == "outer" else program.mean_params
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as folder:
         whole = pathlib.Path(folder, "whole")
         models.hugging_face.write(
@@ -133,3 +133,12 @@ def export(
         "parameters": models.num_params(session.model),
         "files": names,
     }
+
+
+def _make_parent(out: pathlib.Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"out={str(out)!r} cannot be made: {error}") from error
+    if not os.access(out.parent, os.W_OK):
+        raise OSError(f"out={str(out)!r} cannot be made: its parent is read-only")

@@ -127,6 +127,15 @@ def test_what_cannot_be_exported_is_named(trained, tmp_path, call, words, messag
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_named_before_the_work(trained, tmp_path, call):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    code, _, error = call(export, f"--workdir={trained[0]}", f"--out={out}")
+    assert code == 1
+    assert error.startswith(f"error: out='{out}' cannot be made: ")
+    assert error.count("\n") == 1
+
+
 def test_a_run_outlives_the_one_that_it_went_on_from(trained, tmp_path, call):
     """Neither going on nor exporting asks for it once there is a checkpoint."""
     workdir = tmp_path / "run"
