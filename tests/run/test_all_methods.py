@@ -56,7 +56,8 @@ def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
     synced = sum(r["bytes"] for r in found if r["kind"] == "sync")
     every_step = STEPS * session.program.bytes_per_step
     sent = summary["bytes_sent_per_region"]
-    if session.program.method.is_asynchronous:  # Each counts for one of M regions.
+    sync = session.program.method.sync
+    if sync and sync.schedule.is_by_region:  # Each counts for one of M regions.
         assert sent == pytest.approx(synced / 4, abs=STEPS)
         return
     largest = max((r["bytes"] for r in found if r["kind"] == "sync"), default=0)
