@@ -7,6 +7,7 @@ the file that was there before.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -33,6 +34,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnwritableError(error.errno, error.strerror, str(path)) from error
+
+
+def ensure_folder(folder: pathlib.Path) -> None:
+    """Make a folder unless it is there, to be written to.
+
+    Raises:
+      UnwritableError: if that cannot be.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

@@ -5,7 +5,12 @@ import os
 
 import pytest
 
-from cocodc_jax.files import UnwritableError, read_table, write_whole
+from cocodc_jax.files import (
+    UnwritableError,
+    ensure_folder,
+    read_table,
+    write_whole,
+)
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path):
@@ -37,3 +42,18 @@ def test_a_damaged_file_is_named(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path} is damaged"):
         read_table(path)
+
+
+def test_a_folder_is_made_or_told_why_not(tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "folder"
+    ensure_folder(folder)
+    ensure_folder(folder)
+    assert folder.is_dir()
+    (tmp_path / "file").touch()
+    inside = tmp_path / "file" / "folder"
+    with pytest.raises(UnwritableError, match=f"{inside} cannot be written .*Not a"):
+        ensure_folder(inside)
+    # Who runs as root may write to any.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UnwritableError, match=f"{folder} cannot .*Permission denied"):
+        ensure_folder(folder)

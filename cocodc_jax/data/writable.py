@@ -1,8 +1,8 @@
 """Folders of data: where a name leads, and those that are made for prepared data."""
 
-import errno
-import os
 import pathlib
+
+from cocodc_jax.files import UnwritableError, ensure_folder
 
 
 def expanded(name: str, asked: str) -> pathlib.Path:
@@ -31,12 +31,9 @@ def make_writable(folder: pathlib.Path) -> None:
       ValueError: naming the folder, why it cannot be, and what chooses it.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        why = "" if os.access(folder, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
-    except OSError as error:
-        why = error.strerror
-    if why:
+        ensure_folder(folder)
+    except UnwritableError as error:
         raise ValueError(
-            f"data_dir={str(folder)!r} cannot be written to ({why}); name another "
-            "folder by data_dir, or by XDG_CACHE_HOME where data_dir is empty"
-        )
+            f"data_dir={str(folder)!r} cannot be written to ({error.strerror}); name "
+            "another folder by data_dir, or by XDG_CACHE_HOME where data_dir is empty"
+        ) from error

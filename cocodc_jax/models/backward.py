@@ -10,7 +10,6 @@ Gradients are what JAX's own are, up to the order of float32 sums. They cannot b
 differentiated in forward mode (`jax.jvp`).
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -61,7 +60,7 @@ def product(
     """
     if backward == CPU:
         return _product(x_BLD, w_DF, dtype)
-    return jnp.matmul(x_BLD, w_DF, preferred_element_type=dtype)
+    return _matmul(x_BLD, w_DF, dtype)
 
 
 def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:
@@ -71,13 +70,12 @@ def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:
     return x_BL1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+def _matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
 def _product_forward(x, w, dtype):
-    return jnp.matmul(x, w, preferred_element_type=dtype), (x, w)
+    return _matmul(x, w, dtype), (x, w)
 
 
 def _product_backward(dtype, kept, grad):
@@ -91,4 +89,5 @@ def _product_backward(dtype, kept, grad):
     return grad_x.astype(x.dtype), grad_w.astype(w.dtype)
 
 
+_product = jax.custom_vjp(_matmul, nondiff_argnums=(2,))
 _product.defvjp(_product_forward, _product_backward)

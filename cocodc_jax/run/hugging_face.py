@@ -15,7 +15,7 @@ from cocodc_jax import models
 from cocodc_jax.data import load
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.data.tokenizers import Tokenizer, round_up
-from cocodc_jax.files import read_table
+from cocodc_jax.files import ensure_folder, read_table
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
@@ -103,7 +103,10 @@ def export(
     models.hugging_face.check_llama(config.model)
     if not has_checkpoint(workdir / CHECKPOINTS):
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
-    _make_parent(out)
+    try:
+        ensure_folder(out.parent)
+    except OSError as error:
+        raise OSError(f"out={str(out)!r} cannot be made: {error}") from error
     session = prepare(config, workdir, open_text)
     program = session.program
     with (
@@ -133,12 +136,3 @@ def export(
         "parameters": models.num_params(session.model),
         "files": names,
     }
-
-
-def _make_parent(out: pathlib.Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"out={str(out)!r} cannot be made: {error}") from error
-    if not os.access(out.parent, os.W_OK):
-        raise OSError(f"out={str(out)!r} cannot be made: its parent is read-only")

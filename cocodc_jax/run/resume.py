@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ import numpy as np
 
 import cocodc_jax as cc
 from cocodc_jax.data.streams import TrainStream
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import ensure_folder, read_table, write_whole
 from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -53,11 +51,9 @@ def make_folder(workdir: pathlib.Path) -> None:
     """
     check_folder(workdir)
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        ensure_folder(workdir)
     except OSError as error:
         raise unwritable(workdir, error) from error
-    if not os.access(workdir, os.W_OK | os.X_OK):
-        raise unwritable(workdir, OSError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:

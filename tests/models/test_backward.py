@@ -27,9 +27,9 @@ _SMALL = TransformerConfig(
 _TOKENS = np.random.default_rng(0).integers(0, 29, (3, 2, 9)).astype(np.int32)
 
 
-def _draw(shape, seed, dtype="float32"):
+def _draw(shape, seed):
     x = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(x, dtype)
+    return jnp.asarray(x, jnp.float32)
 
 
 def _gradients(config):
