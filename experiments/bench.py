@@ -59,6 +59,11 @@ def main() -> None:
         growth.check(asked)
         if not asked and not _cases():
             raise ValueError("cases= names nothing to time; name some, or --growth")
+        if flags.value("devices") and not _cases():
+            raise ValueError(
+                f"devices={','.join(flags.value('devices'))} lays out cases, and "
+                "cases= names none; --growth has a layout of its own"
+            )
         wanted = _wanted()
         cc.use_cpu_devices(regions + 1)
         layouts = _layouts(regions)

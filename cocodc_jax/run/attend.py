@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -73,16 +75,33 @@ def progress_bar(
 def stop_signal() -> Iterator[Callable[[], bool]]:
     """SIGTERM, as schedulers send before they kill, ends the run after a checkpoint.
 
-    With several processes, JAX catches it in any of them, and has all say yes at the
-    same call: the first that none of them has come to yet.
+    So does Ctrl-C; a second one ends it at once. With several processes, JAX catches
+    SIGTERM in any of them, and has all say yes at the same call: the first that none of
+    them has come to yet.
     """
     if jax.process_count() > 1:
         calls = itertools.count(1)
         yield lambda: multihost_utils.reached_preemption_sync_point(next(calls))
         return
     received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def interrupt(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        print("stopping after a checkpoint; Ctrl-C again ends at once", file=sys.stderr)
+
+    handlers = {
+        signal.SIGTERM: lambda number, _: received.append(number),
+        signal.SIGINT: interrupt,
+    }
+    before = {number: signal.getsignal(number) for number in handlers}
+    # Shells have it ignored in the background; None is a handler that is not Python's.
+    if before[signal.SIGINT] in (signal.SIG_IGN, None):
+        del handlers[signal.SIGINT]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         yield lambda: bool(received)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in handlers:
+            signal.signal(number, before[number])

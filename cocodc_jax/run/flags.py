@@ -22,7 +22,12 @@ from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.leaf_help import run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
-from cocodc_jax.run.messages import one_line, while_read, while_writable
+from cocodc_jax.run.messages import (
+    one_line,
+    until_interrupted,
+    while_read,
+    while_writable,
+)
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
@@ -243,6 +248,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
       doc: what it does, for `--help`.
     """
 
+    @until_interrupted()
     @while_writable()
     @while_read()
     def call(argv: Sequence[str]) -> None:

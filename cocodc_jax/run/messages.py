@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Container, Iterator
 
@@ -37,6 +38,16 @@ def while_read() -> Iterator[None]:
         # Python flushes once more at its end, and would tell of that too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[None]:
+    """End with one line and a shell's exit code where Ctrl-C is not heard otherwise."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 @contextlib.contextmanager

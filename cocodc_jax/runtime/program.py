@@ -382,6 +382,10 @@ class RegionProgram:
         checks.check_alive(state)
         return self._read.drift(state.region.params)
 
+    def are_equal(self, params: PyTree, others: PyTree) -> bool:
+        """Tell whether two trees of one region's parameters are; waits for them."""
+        return bool(self._read.are_equal(params, others))
+
     def outer_params(self, state: TrainState) -> PyTree:
         """Return the outer parameters, on the mesh; means where regions have theirs."""
         checks.check_alive(state)

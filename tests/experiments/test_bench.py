@@ -157,6 +157,10 @@ def test_torch_by_itself_has_one_case(call, monkeypatch):
         ),
         (["--devices=a"], "devices=a must be numbers separated by commas"),
         (["--cases="], "cases= names nothing to time"),
+        (
+            ["--cases=", "--growth=regions", "--devices=2"],
+            "devices=2 lays out cases, and cases= names none",
+        ),
         (["--contenders=drjax"], "contenders='drjax' is not installed"),
         (["--growth=width"], "growth='width' is unknown"),
         (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),

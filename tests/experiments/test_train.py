@@ -116,21 +116,29 @@ def test_killed_and_resumed_equals_unbroken(command, call, corpus, unbroken, tmp
     assert_same_run(tmp_path, unbroken[0])
 
 
-def test_sigterm_ends_with_a_checkpoint_to_go_on_from(
-    call, corpus, unbroken, tmp_path, monkeypatch
-):
-    """It comes while the first record is written."""
-    flags = [*FLAGS, "--checkpoint_every=0", *corpus, f"--workdir={tmp_path}"]
-    path, write = tmp_path / "metrics.jsonl", MetricsWriter.write
+def interrupt_at_first_record(path, monkeypatch, *numbers):
+    """Have the signals come while the first record is written."""
+    numbers, write = list(numbers), MetricsWriter.write
 
     def write_and_be_told(self, *args, **kwargs):
-        if not path.stat().st_size:
-            signal.raise_signal(signal.SIGTERM)
+        while numbers and not path.stat().st_size:
+            signal.raise_signal(numbers.pop())
         return write(self, *args, **kwargs)
 
     monkeypatch.setattr(MetricsWriter, "write", write_and_be_told)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_a_checkpoint_to_go_on_from(
+    call, corpus, unbroken, tmp_path, monkeypatch, number
+):
+    flags = [*FLAGS, "--checkpoint_every=0", *corpus, f"--workdir={tmp_path}"]
+    path, handler = tmp_path / "metrics.jsonl", signal.getsignal(number)
+    interrupt_at_first_record(path, monkeypatch, number)
     code, out, err = call(train, *flags)
     assert code == 0, err
+    assert ("Ctrl-C again" in err) == (number == signal.SIGINT)
+    assert signal.getsignal(number) == handler
     assert "stopped at step" in out
     assert "stopped at step 48" not in out
     stopped = json.loads((tmp_path / "config.json").read_text())
@@ -140,6 +148,14 @@ def test_sigterm_ends_with_a_checkpoint_to_go_on_from(
     assert code == 0, err
     theirs = (unbroken[0] / "metrics.jsonl").read_bytes()
     assert path.read_bytes() == theirs
+
+
+def test_a_second_interrupt_ends_at_once(call, corpus, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    interrupt_at_first_record(path, monkeypatch, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        call(train, *FLAGS, *corpus, f"--workdir={tmp_path}")
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(

@@ -1,6 +1,7 @@
 """Flags of a program: what they build, and how a wrong one is answered."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -74,6 +75,14 @@ def test_a_result_that_cannot_be_written_is_one_line(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     told = f"error: {tmp_path} cannot be written (Is a directory)\n"
     assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_an_interrupt_is_one_line():
+    program = "import signal; main = lambda: signal.raise_signal(signal.SIGINT)"
+    program = f"{program}\nflags.run_main(main)"
+    words = [sys.executable, "-c", PROGRAM.replace("flags.run_main(main)", program)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
 
 
 def test_another_pipe_that_breaks_is_told(capfd):

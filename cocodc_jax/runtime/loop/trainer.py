@@ -246,12 +246,15 @@ class _Loop:
         state = self.synchronize(state)
         program = self._program
         of_model = (program.mean_model_state(state),) if program.model_state else ()
-        loss = evaluate(program.mean_params(state), *of_model)
-        outer = loss
+        mean, drift = program.mean_params(state), float(program.region_drift(state))
+        loss = outer = float(evaluate(mean, *of_model))
+        if drift:  # Nothing to compare, and two copies at once of a model are many.
+            mean = None
         if program.method.sync is not None:
-            outer = evaluate(program.outer_params(state), *of_model)
-        loss, outer = float(loss), float(outer)
-        drift = float(self._program.region_drift(state))
+            params = program.outer_params(state)
+            # They are equal where a sync without delay has just ended.
+            if mean is None or not program.are_equal(mean, params):
+                outer = float(evaluate(params, *of_model))
         for what, value, where in (
             ("eval_loss", loss, "the mean of all regions"),
             ("eval_loss_outer", outer, "the outer parameters"),

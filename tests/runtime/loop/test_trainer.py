@@ -201,6 +201,27 @@ class TestRecords:
         assert last["step"] == 8
         assert run.result.last_eval == last
 
+    def test_what_equals_the_mean_is_judged_once(self, tiny, evaluate):
+        """DiLoCo, H 2: after a sync at 4 and 8, a step beyond one at 5."""
+        program, judged = tiny.shared_program("diloco"), []
+
+        def count(params):
+            judged.append(params)
+            return evaluate(params)
+
+        numbers = {}
+        for every, calls in ((4, 2), (5, 3)):  # At 4 and 8; at 5 and 8.
+            run = Run(tiny, program, 8, cadence={"eval_every": every}, evaluate=count)
+            assert len(judged) == calls
+            judged.clear()
+            for record in run.of_kind("eval"):
+                numbers[record["step"]] = record
+        for step, record in numbers.items():
+            state, _ = tiny.finish(program, tiny.start(program), step)
+            outer = float(evaluate(program.outer_params(state)))
+            assert record["eval_loss_outer"] == outer
+            assert (record["eval_loss"] == outer) == (step != 5)
+
     def test_the_clock_is_told_every_step_once(self, tiny):
         run = Run(tiny, tiny.shared_program("streaming_diloco"), 9)
         clocks = run.clocks
