@@ -17,6 +17,7 @@ Source: partially masked networks with a low-rank core, from DiLoCoX's list of r
 work; from memory, and all that is said of masks and owners here is ours.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,10 @@ from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.transforms.compressor import Compressor, check_compressor
 from cocodc_jax.transforms.numerics import cast_like, widen
+
+# Up to so many entries their order is a constant of the programs, 64 MiB at most. Drawn
+# in them, at every sync for every message, it takes a CPU seconds a million.
+_MOST_CONSTANT = 1 << 24
 
 
 class MaskedState(NamedTuple):
@@ -74,8 +79,7 @@ def masked(
     def owned(size: int, region: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return which of `size` entries a region owns, and how many own each."""
         place, owners = _places(size, density, num_regions, region)
-        where = jax.random.permutation(jax.random.key(seed), size)[place]
-        return where, owners.sum(1)
+        return _order(size, seed)[place], owners.sum(1)
 
     def init(tree):
         return MaskedState(jnp.zeros([], jnp.int32), core.init(tree))
@@ -130,6 +134,21 @@ def weigh_owned(
 
     own = jax.vmap(scaled)(messages["owned"], messages["region"])
     return {**messages, "owned": own}
+
+
+def _order(size: int, seed: int) -> jax.Array:
+    """Return the order of `size` entries, int32 `[size]`."""
+    if size > _MOST_CONSTANT:
+        return jax.random.permutation(jax.random.key(seed), size)
+    impl = jax.config.jax_default_prng_impl  # pyright: ignore
+    return jnp.asarray(_drawn(size, seed, impl))
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn(size: int, seed: int, impl: str) -> np.ndarray:
+    with jax.ensure_compile_time_eval():
+        order = jax.random.permutation(jax.random.key(seed, impl=impl), size)
+        return jax.device_get(order)
 
 
 def _places(

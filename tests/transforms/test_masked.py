@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.sync.masked import MaskedCore
+from cocodc_jax.transforms import masked as masked_file
 from cocodc_jax.transforms.compressor import identity, message_bytes, per_leaf
 from cocodc_jax.transforms.low_rank import low_rank
 from cocodc_jax.transforms.masked import masked, weigh_owned
@@ -59,6 +60,25 @@ def test_a_weighted_mean_is_that_of_the_owners_that_count(weights):
     message = MaskedCore(half, density, num_regions=NUM_REGIONS)
     mean = message.combine(messages(compressor), jnp.asarray(weights))
     np.testing.assert_allclose(mean, core + theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_order_is_the_same_as_a_constant_and_drawn_in_the_program(
+    monkeypatch, seed
+):
+    compressor = masked(top_k(1 / 30), 0.4, NUM_REGIONS, seed)
+    one = jax.tree.map(lambda x: x[0], messages(compressor))
+
+    def sorts():
+        program = jax.jit(lambda message: compressor.decode(message))
+        return "stablehlo.sort" in program.lower(one).as_text()
+
+    found = decoded(compressor)
+    assert not sorts()
+    monkeypatch.setattr(masked_file, "_MOST_CONSTANT", 29)
+    assert sorts()
+    again = jax.jit(jax.vmap(lambda message: compressor.decode(message)))
+    np.testing.assert_array_equal(again(messages(compressor)), found)
 
 
 def test_equal_weights_change_nothing():
