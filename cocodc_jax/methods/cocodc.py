@@ -57,9 +57,11 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import measured
+from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import Curvature, isotropic
 from cocodc_jax.transforms.curvature import get as get_curvature
+from cocodc_jax.transforms.numerics import check_finite
 from cocodc_jax.transforms.secant import secant
 
 
@@ -118,6 +120,14 @@ def cocodc(
     Raises:
       ValueError: if `progress_weight` is out of range, or as the parts say.
     """
+    check_at_least("sync_interval", sync_interval, 1)
+    check_at_least("num_fragments", num_fragments, 1)
+    check_finite("compensation_strength", compensation_strength)
+    if callable(compensation_strength):
+        raise ValueError(
+            f"compensation_strength={compensation_strength!r} must be a number: every "
+            "merge starts the compensation afresh, so that a schedule would stay at 0"
+        )
     chosen = _curvature(curvature, curvature_units, sync_interval)
     if syncs_per_interval is None:
         syncs_per_interval = min(2 * num_fragments, sync_interval)

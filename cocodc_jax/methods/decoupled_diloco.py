@@ -45,6 +45,7 @@ from cocodc_jax.sync.averages import Average, RadialDirectional
 from cocodc_jax.sync.messages import AsIs
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.sync.schedules.fixed import staggered
 
 AVERAGES = {"rda": RadialDirectional(), "mean": Average()}
@@ -77,7 +78,8 @@ def decoupled_diloco(
       delay_steps: tau, inner steps that every region's message takes where
         `answer_steps` does not say.
       answer_steps: inner steps each region's message takes, as "1,1,2,9", in the order
-        of the regions; empty is `delay_steps` for every region.
+        of the regions, of which there must be as many; empty is `delay_steps` for
+        every region.
       quorum: answers that a merge waits for, at least 1.
       grace_steps: inner steps that it waits for more answers than the quorum.
       averaging: how the regions' pseudo-gradients become one: "rda" of each tensor the
@@ -95,7 +97,7 @@ def decoupled_diloco(
         raise ValueError(
             f"averaging={averaging!r} is unknown; use one of {tuple(AVERAGES)}"
         )
-    delay_steps, participating = _merged_at(
+    delay_steps, participating, num_regions = _merged_at(
         answer_steps, delay_steps, quorum, grace_steps
     )
     rounds = staggered(sync_interval, num_fragments, delay_steps)
@@ -109,19 +111,21 @@ def decoupled_diloco(
             weigh=lambda steps, tokens: tokens * tokens / steps.clip(1),
             fragment_strategy=fragment_strategy,
         ),
+        num_regions=num_regions,
     )
 
 
 def _merged_at(
     answer_steps: str, delay_steps: int, quorum: int, grace_steps: int
-) -> tuple[int, tuple[int, ...] | None]:
-    """Return after how many steps a fragment is merged, and from which regions."""
-    if grace_steps < 0:
-        raise ValueError(f"grace_steps={grace_steps} must be at least 0")
+) -> tuple[int, tuple[int, ...] | None, int | None]:
+    """Return after how many steps a fragment is merged, from which of how many regions.
+
+    None are all, and any number.
+    """
+    check_at_least("grace_steps", grace_steps, 0)
+    check_at_least("quorum", quorum, 1)
     if not answer_steps:
-        if quorum < 1:
-            raise ValueError(f"quorum={quorum} must be at least 1")
-        return delay_steps, None
+        return delay_steps, None, None
     try:
         answers = [int(part) for part in answer_steps.split(",")]
     except ValueError:
@@ -137,4 +141,5 @@ def _merged_at(
             "regions of answer_steps"
         )
     latest = min(sorted(answers)[quorum - 1] + grace_steps, max(answers))
-    return latest, tuple(m for m, a in enumerate(answers) if a <= latest)
+    in_time = tuple(m for m, a in enumerate(answers) if a <= latest)
+    return latest, in_time, len(answers)

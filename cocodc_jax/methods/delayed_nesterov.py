@@ -34,6 +34,12 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules.asynchronous import asynchronous
+from cocodc_jax.transforms.numerics import (
+    check_count,
+    check_finite,
+    check_rate,
+    check_unit_interval,
+)
 from cocodc_jax.transforms.outer import delayed_nesterov as delayed_nesterov_optimizer
 
 
@@ -59,6 +65,10 @@ def delayed_nesterov(
       dynamic_steps: whether slower regions, which come alone, do fewer steps between
         two arrivals.
     """
+    check_rate("outer_lr", outer_lr)
+    check_unit_interval("outer_momentum", outer_momentum)
+    check_count("arrivals_per_momentum", arrivals_per_momentum)
+    check_finite("momentum_spread", momentum_spread)
     optimizer = delayed_nesterov_optimizer(
         outer_lr, outer_momentum, arrivals_per_momentum, momentum_spread
     )

@@ -44,7 +44,7 @@ from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
 from cocodc_jax.sync.schedules.fixed import staggered
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
-from cocodc_jax.transforms.numerics import check_unit_interval
+from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 
 PyTree = Any
 
@@ -101,6 +101,7 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
       learning_rate: eta.
       momentum: b, in [0, 1).
     """
+    check_rate("outer_lr", learning_rate)
     check_unit_interval("outer_momentum", momentum)
 
     def feedback(compressor):

@@ -41,6 +41,7 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules.asynchronous import asynchronous
+from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import heloco as heloco_optimizer
 from cocodc_jax.transforms.outer import look_ahead
 
@@ -76,6 +77,9 @@ def heloco(
         number of regions makes a round of arrivals weigh as one.
       dynamic_steps: whether slower regions do fewer steps between arrivals.
     """
+    check_rate("outer_lr", outer_lr)
+    check_unit_interval("outer_momentum", outer_momentum)
+    check_rate("arrival_weight", arrival_weight)
     optimizer = heloco_optimizer(
         outer_lr,
         outer_momentum,

@@ -58,6 +58,7 @@ from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
 from cocodc_jax.sync.schedules.fixed import staggered
 from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.numerics import check_rate
 
 PyTree = Any
 
@@ -118,10 +119,9 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
       graph: a key of `GRAPHS`.
 
     Raises:
-      ValueError: if the penalty is not positive, or no such graph is known.
+      ValueError: if the penalty is not positive and finite, or no such graph is known.
     """
-    if penalty <= 0:
-        raise ValueError(f"admm_penalty={penalty} must be positive")
+    check_rate("admm_penalty", penalty)
     if graph not in GRAPHS:
         raise ValueError(f"graph={graph!r} is unknown; use one of {tuple(GRAPHS)}")
 

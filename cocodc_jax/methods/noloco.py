@@ -48,7 +48,7 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
 from cocodc_jax.sync.schedules.fixed import staggered
-from cocodc_jax.transforms.numerics import check_unit_interval
+from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import group_heavy_ball
 
 PyTree = Any
@@ -74,6 +74,7 @@ def noloco(
     Raises:
       ValueError: if a number is out of range.
     """
+    check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
     pull = outer_lr if pair_pull is None else pair_pull
     limit = 2 * (1 - outer_momentum**2)

@@ -67,7 +67,7 @@ class Fragments:
         return tuple(sum(p.num_bytes for p in each) for each in self.slices)
 
     def take(self, tree: PyTree, fragment_id: int, lead: int = 0) -> Fragment:
-        """Copy one fragment out of `tree`.
+        """Take one fragment out of `tree`.
 
         Args:
           tree: a tree of the structure that was cut (parameters, or an optimizer's
@@ -76,7 +76,8 @@ class Fragments:
           lead: number of leading axes (1 where leaves carry a region axis).
 
         Returns:
-          Flat dict from path to array; stacked leaves keep their layer axis.
+          Flat dict from path to array; stacked leaves keep their layer axis. Whole
+          leaves are the tree's own arrays.
         """
         leaves = self.treedef.flatten_up_to(tree)
         return {

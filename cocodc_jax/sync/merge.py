@@ -117,7 +117,8 @@ def compensate(
         `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its
         `update` is given `params=theta^g` and `stale_params=staged`. If its state
         holds one `correction_ratio`, that becomes a metric; of several (two chained,
-        or `optax.multi_transform`) none does.
+        or `optax.multi_transform`) none does. It starts afresh at every merge, so
+        that a schedule in it stays at its first value.
       needs: the extra arguments that `transform` takes, see `sync.needs`.
 
     Raises:
@@ -175,8 +176,10 @@ def remembering(rule: Merge, kept: float) -> Merge:
       kept: that share, in [0, 1): alpha of the mix.
 
     Raises:
-      ValueError: if nothing is dropped.
+      ValueError: if nothing is dropped, or `kept` is below 0.
     """
+    if not kept >= 0:
+        raise ValueError(f"kept={kept} must be at least 0 and below 1")
     if kept >= 1:
         raise ValueError(
             "merge_feedback=True has nothing to tell where regions keep all of their "
@@ -199,7 +202,8 @@ def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
         drawn = mask.mask(local, sync_key)
         return jax.tree.map(jnp.where, drawn, merged, local), metrics
 
-    return Merge(f"{rule.name} where drawn", apply, rule.needs | {"sync_key"})
+    name, needs = f"{rule.name} where drawn", rule.needs | {"sync_key"}
+    return dataclasses.replace(rule, name=name, apply=apply, needs=needs)
 
 
 def curvature_mix(mean_weight: float | jax.Array) -> Merge:

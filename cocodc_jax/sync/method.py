@@ -278,7 +278,7 @@ class Method:
         if self.num_regions not in (None, regions.num):
             raise ValueError(
                 f"regions={regions.num} must be {self.num_regions} for method="
-                f"{self.name!r}"
+                f"{self.name!r} and its arguments"
             )
         if self.per_step and not regions.are_even:
             raise ValueError(

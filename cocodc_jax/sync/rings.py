@@ -19,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.sync.messages import Message
 from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.numerics import check_count
 
 PyTree = Any
 
@@ -39,8 +40,7 @@ class ByRings(Message):
         Raises:
           ValueError: if it is below 1.
         """
-        if self.num < 1:
-            raise ValueError(f"num_rings={self.num} must be at least 1")
+        check_count("num_rings", self.num)
 
     @property
     def only_in_program(self) -> str:

@@ -95,7 +95,8 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
         Lambda = max(1, move / mean of the moves of earlier rounds);   g <- g / Lambda
 
     A round without any move (the first of a run whose message in flight is zero) is
-    not counted into the mean, which would be too small ever after.
+    not counted into the mean, which would be too small ever after, nor is one whose
+    move is not finite.
 
     Ours: CO2 (arXiv 2401.16265) is remembered to divide what is late by a gap, but its
     formula was not found, and its public code holds Lambda at 1. Steady moves are left
@@ -124,13 +125,14 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
             *matched(updates, params=params, stale_params=stale_params),
         )
         move = safe_norm(difference).astype(jnp.float32)
-        usual = jnp.where(
-            state.mean_move > 0, state.mean_move, jnp.maximum(move, 1e-30)
-        )
-        gap = jnp.maximum(1.0, move / usual)
-        num_rounds = state.num_rounds + (move > 0).astype(jnp.int32)
+        is_first = state.mean_move == 0
+        gap = jnp.where(is_first, 1.0, move / jnp.where(is_first, 1.0, state.mean_move))
+        gap = jnp.maximum(1.0, gap)
+        # An infinite move would be the mean ever after.
+        counts = (move > 0) & jnp.isfinite(move)
+        num_rounds = state.num_rounds + counts.astype(jnp.int32)
         # Without a move nothing changes: the mean is 0 or num_rounds is positive.
-        surplus = jnp.where(move > 0, move - state.mean_move, 0.0)
+        surplus = jnp.where(counts, move - state.mean_move, 0.0)
         divisor = jnp.maximum(num_rounds, 1).astype(jnp.float32)
         mean_move = state.mean_move + surplus / divisor
         shrunk = jax.tree.map(lambda u: (widen(u) / gap).astype(u.dtype), updates)

@@ -14,11 +14,14 @@ which both ends know beforehand. `message_bytes` counts the leaves.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.transforms.layers import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +137,14 @@ def check_compressor(argument: str, value: Any) -> None:
         )
 
 
-def check_state(name: str, state: Any, kind: type, per_leaf: Any, tree: Any) -> None:
+def check_state(
+    name: str,
+    state: Any,
+    kind: type,
+    per_leaf: Callable[[Any], Sequence[Any]],
+    tree: Any,
+    shapes: Sequence[tuple[int, ...]],
+) -> None:
     """Refuse a state that is none of a compressor's, or one of another tree.
 
     Args:
@@ -143,6 +153,7 @@ def check_state(name: str, state: Any, kind: type, per_leaf: Any, tree: Any) -> 
       kind: that it has to be.
       per_leaf: takes a state, and gives what it has for each leaf.
       tree: given to `encode`.
+      shapes: of what a state of that tree has for each leaf.
 
     Raises:
       ValueError: naming the compressor, and what the state is or is of.
@@ -153,12 +164,18 @@ def check_state(name: str, state: Any, kind: type, per_leaf: Any, tree: Any) -> 
             f"state is a {type(state).__name__}, but must be the {kind.__name__} of "
             f"{name}: {how}"
         )
-    num_leaves, num_known = len(jax.tree.leaves(tree)), len(per_leaf(state))
-    if num_leaves != num_known:
+    known = per_leaf(state)
+    if len(shapes) != len(known):
         raise ValueError(
-            f"state of {name} is of {num_known} leaves, but the tree has {num_leaves}: "
-            f"{how}"
+            f"state of {name} is of {len(known)} leaves, but the tree has "
+            f"{len(shapes)}: {how}"
         )
+    for (path, x), held, shape in zip(named_leaves(tree), known, shapes, strict=True):
+        if np.shape(held) != shape:
+            raise ValueError(
+                f"state of {name} has {np.shape(held)} for the leaf {path!r} of shape "
+                f"{np.shape(x)}, which takes {shape}: {how}"
+            )
 
 
 def stateless(argument: str, compressor: Compressor | None) -> Compressor:

@@ -46,6 +46,7 @@ changes of units are derived here.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,8 @@ from cocodc_jax.transforms.numerics import (
     check_positive,
     safe_norm,
     vary_like,
+    wide_dtype,
+    widen,
 )
 
 _UNIT_NEEDS = {
@@ -103,7 +106,9 @@ def isotropic() -> Curvature:
         del gradient
         if isinstance(delay_steps, (int, float)) and not delay_steps >= 1:
             raise ValueError(f"delay_steps={delay_steps} must be at least 1")
-        return jax.tree.map(lambda d: d / delay_steps, displacement)
+        return jax.tree.map(
+            lambda d: d / jnp.asarray(delay_steps, d.dtype), displacement
+        )
 
     return Curvature("isotropic", product, frozenset({"delay_steps"}))
 
@@ -117,8 +122,8 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
     of 4e-4, 5 steps of delay and an interval of 100).
     With `units="gradient"` the square is taken of `G = g / learning_rate` and
     the product brought back, `learning_rate * G * G * D = g * g * D / learning_rate`;
-    it needs `learning_rate`, that of the inner optimizer. Both return the units of
-    `g`. No batch, no memory.
+    it needs `learning_rate`, that of the inner optimizer, and is 0 where that is 0.
+    Both return the units of `g`. No batch, no memory.
 
     Args:
       sync_interval: the divisor H of CoCoDC in steps; 1 for DC-ASGD.
@@ -133,7 +138,9 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
 
     def product(gradient, displacement, learning_rate=1.0):
         divisor = learning_rate * sync_interval
-        square = lambda g, d: g * g * d / divisor  # noqa: E731
+        if units == "gradient":  # Schedules end at 0, where there is no G to square.
+            divisor = jnp.where(divisor > 0, divisor, jnp.inf)
+        square = lambda g, d: g * g * d / jnp.asarray(divisor, d.dtype)  # noqa: E731
         return jax.tree.map(square, gradient, displacement)
 
     needs = frozenset({"learning_rate"} if units == "gradient" else ())
@@ -163,17 +170,21 @@ def normalized_outer_product(
     Args:
       max_weight: largest `w`, or None for no cap.
       scope: "tensor" takes norms and weight per leaf, "tree" over all leaves at once.
-      eps: keeps the division finite; in the units of `c`, 1e-8 as in the authors' code.
+      eps: at least 0, keeps `w` finite; in the units of `c`, 1e-8 as in the authors'
+        code. `w` is 0 where `||c|| + eps` is.
 
     Raises:
       ValueError: if an argument is out of range.
     """
     check_positive("max_weight", max_weight)
+    if isinstance(eps, (int, float)) and not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps} must be at least 0 and finite")
     _check_choice("scope", scope, ("tensor", "tree"))
 
     def normalized(gradient, displacement):
         curved = jax.tree.map(lambda g, d: g * g * d, gradient, displacement)
-        weight = safe_norm(gradient) / (safe_norm(curved) + eps)
+        length = safe_norm(curved) + eps
+        weight = safe_norm(gradient) / jnp.where(length > 0, length, jnp.inf)
         if max_weight is not None:
             weight = jnp.minimum(weight, max_weight)
         return jax.tree.map(lambda c: weight.astype(c.dtype) * c, curved)
@@ -202,12 +213,12 @@ def adam_second_moment(units: str = "parameter") -> Curvature:
 
     def adam_product(gradient, displacement, *, learning_rate, second_moment):
         del gradient
-        pull = lambda d, nu: learning_rate * jnp.sqrt(nu) * d  # noqa: E731
+        pull = lambda d, nu: _rate(learning_rate, d) * jnp.sqrt(widen(nu)) * d  # noqa: E731
         return jax.tree.map(pull, displacement, second_moment)
 
     def fisher_product(gradient, displacement, *, second_moment):
         del gradient
-        return jax.tree.map(lambda d, nu: nu * d, displacement, second_moment)
+        return jax.tree.map(lambda d, nu: widen(nu) * d, displacement, second_moment)
 
     needs = frozenset({"second_moment"})
     if units == "gradient":
@@ -304,13 +315,15 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
                 sample_key, stale_params, sampler=jax.random.rademacher
             )
             signs = vary_like(signs, stale_params)
-            sample = jax.tree.map(jnp.multiply, signs, hessian(signs))
+            sample = jax.tree.map(
+                lambda s, h: widen(s) * widen(h), signs, hessian(signs)
+            )
             return jax.tree.map(jnp.add, total, sample), None
 
         keys = jax.random.split(key, num_samples)
         # The sum starts from a sample, not from zeros, so that inside shard_map it
         # varies over the same mesh axes as what is added to it.
-        first, _ = add_sample(_zeros(stale_params), keys[0])
+        first, _ = add_sample(_zeros(jax.tree.map(widen, stale_params)), keys[0])
         total, _ = jax.lax.scan(add_sample, first, keys[1:])
         curved = jax.tree.map(
             lambda h, d: h.astype(d.dtype) / num_samples * d, total, displacement
@@ -377,16 +390,21 @@ def _to_units(units, curved, learning_rate=None, second_moment=None):
     if units == "gradient":
         return curved
     if units == "parameter":
-        return jax.tree.map(lambda c: learning_rate * c, curved)
+        return jax.tree.map(lambda c: _rate(learning_rate, c) * widen(c), curved)
     # Adam before its first step has no units yet: 1e-8 alone would make them huge.
     some = [jnp.any(nu != 0) for nu in jax.tree.leaves(second_moment)]
     has_stepped = functools.reduce(jnp.logical_or, some, False)
 
     def scaled(c, nu):
-        root = jnp.where(has_stepped, jnp.sqrt(nu) + 1e-8, jnp.inf)
-        return learning_rate * c / root
+        root = jnp.where(has_stepped, jnp.sqrt(widen(nu)) + 1e-8, jnp.inf)
+        return _rate(learning_rate, c) * widen(c) / root
 
     return jax.tree.map(scaled, curved, second_moment)
+
+
+def _rate(learning_rate, x):
+    """Return a rate in the dtype that `x` is computed in."""
+    return jnp.asarray(learning_rate, wide_dtype(x.dtype))
 
 
 def _zeros(tree):

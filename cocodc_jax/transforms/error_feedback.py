@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from cocodc_jax.transforms.compressor import Compressor, check_compressor, check_state
 from cocodc_jax.transforms.numerics import cast_like, widen
@@ -66,9 +67,8 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
         return ErrorFeedbackState(residual, inner.init(tree))
 
     def encode(tree, state, key=None):
-        check_state(
-            name, state, ErrorFeedbackState, lambda s: jax.tree.leaves(s.residual), tree
-        )
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
+        check_state(name, state, ErrorFeedbackState, _residuals, tree, shapes)
         meant = jax.tree.map(lambda e, x: decay * e + widen(x), state.residual, tree)
         # Encoded in the tree's dtype, which decode restores; the residual also keeps
         # what this cast loses.
@@ -81,6 +81,10 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
     # Of the kind of the inner one: its messages can be read as before.
     name = f"{_NAME}({inner.name})"
     return dataclasses.replace(inner, name=name, init=init, encode=encode)
+
+
+def _residuals(state: ErrorFeedbackState) -> list:
+    return jax.tree.leaves(state.residual)
 
 
 def check_no_feedback(compressor: Compressor) -> None:

@@ -21,6 +21,7 @@ the form of the momentum likewise. While m (or D) is zero there is no angle, and
 kept: of this the table says nothing.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,7 +33,9 @@ from cocodc_jax.transforms.numerics import (
     cast_like,
     check_positive,
     check_unit_interval,
+    fill_holes,
     inner_product,
+    match_holes,
     safe_norm,
     widen,
 )
@@ -84,7 +87,8 @@ def scale_by_heloco(
         ("turn_rate", turn_rate),
         ("confidence_scale", confidence_scale),
     ):
-        _check_between(name, value, 0, float("inf"))
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be at least 0 and finite")
 
     def correct(g, m):
         g_length, m_length = safe_norm(g), safe_norm(m)
@@ -214,11 +218,13 @@ def look_ahead(
                 f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "
                 "goes by one: pass the state of that optimizer"
             )
-        return jax.tree.map(
+        held = match_holes(momenta[0], params)
+        led = jax.tree.map(
             lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype),
-            params,
+            held,
             momenta[0],
         )
+        return fill_holes(momenta[0], led, params)
 
     return start
 

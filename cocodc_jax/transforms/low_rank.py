@@ -73,7 +73,9 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         return LowRankState(start(tree, rank))
 
     def encode(tree, state, key=None):
-        check_state(name, state, LowRankState, lambda s: s.right, tree)
+        shapes = [_right_shape(path, x, rank) for path, x in named_leaves(tree)]
+        shapes = [(0,) if shape is None else shape for shape in shapes]  # Of ().
+        check_state(name, state, LowRankState, lambda s: s.right, tree, shapes)
         leaves, structure = jax.tree.flatten(tree)
         parts, right = [], []
         for x, q in zip(leaves, state.right, strict=True):
@@ -185,15 +187,23 @@ def start(tree, rank: int) -> tuple:
       rank: columns of a factor.
     """
 
-    def of_leaf(index, path, shape):
-        stack, (rows, columns) = _matrices(path, shape)
-        if rank * (rows + columns) >= rows * columns:
+    def of_leaf(index, path, x):
+        shape = _right_shape(path, x, rank)
+        if shape is None:
             return ()
         key = jax.random.fold_in(jax.random.key(0), index)
-        return jax.random.normal(key, (*stack, columns, rank), jnp.float32)
+        return jax.random.normal(key, shape, jnp.float32)
 
     leaves = enumerate(named_leaves(tree))
-    return tuple(of_leaf(index, path, x.shape) for index, (path, x) in leaves)
+    return tuple(of_leaf(index, path, x) for index, (path, x) in leaves)
+
+
+def _right_shape(path, x, rank: int) -> tuple[int, ...] | None:
+    """Return the shape of a leaf's right factor, None if it is sent whole."""
+    stack, (rows, columns) = _matrices(path, jnp.shape(x))
+    if rank * (rows + columns) >= rows * columns:
+        return None
+    return (*stack, columns, rank)
 
 
 def fold(x: jax.Array, right: jax.Array) -> jax.Array:

@@ -10,8 +10,9 @@ what they leave, entry by entry, the mean over the entry's owners.
 
 The entries of all tensors stand in an order drawn once from a seed, the same
 everywhere; region m owns density * size of them from place m size / M on, cyclically.
-At density 1 / M each is owned once; at density 1 by all, and nothing is lost whatever
-the core. Positions are never sent: a message says whose it is.
+At density 1 / M each is owned once (but for a few where M does not divide their
+number); at density 1 by all, and nothing is lost whatever the core. Positions are never
+sent: a message says whose it is.
 
 Source: partially masked networks with a low-rank core, from DiLoCoX's list of related
 work; from memory, and all that is said of masks and owners here is ours.
@@ -74,7 +75,7 @@ def masked(
     """
     check_compressor("core", core)
     if not 0 < density <= 1:
-        raise ValueError(f"mask_density={density} must be above 0 and at most 1")
+        raise ValueError(f"density={density} must be above 0 and at most 1")
 
     def owned(size: int, region: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return which of `size` entries a region owns, and how many own each."""

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from cocodc_jax.transforms.layers import named_leaves
@@ -37,8 +38,13 @@ def safe_sqrt(x: float | jax.Array) -> jax.Array:
 
 def inner_product(a, b) -> jax.Array:
     """Return the sum of products over all leaves, as a scalar of at least float32."""
-    products = jax.tree.map(lambda x, y: jnp.sum(widen(x) * widen(y)), a, b)
-    return functools.reduce(jnp.add, jax.tree.leaves(products), jnp.float32(0.0))
+    products = jax.tree.leaves(
+        jax.tree.map(lambda x, y: jnp.sum(widen(x) * widen(y)), a, b)
+    )
+    if not products:
+        return jnp.float32(0.0)
+    dtype = np.result_type(*(x.dtype for x in products))
+    return functools.reduce(jnp.add, (x.astype(dtype) for x in products))
 
 
 def cast_like(tree, like):

@@ -96,8 +96,9 @@ def scale_by_delayed_nesterov(
     check_whole("buffer_size", buffer_size)
 
     def init_fn(params):
-        zeros = optax.tree.zeros_like(params)
-        return DelayedNesterovState(jnp.zeros([], jnp.int32), zeros, zeros)
+        # Arrays of its own for each: a state that is donated holds none twice.
+        buffer, momentum = (optax.tree.zeros_like(params) for _ in range(2))
+        return DelayedNesterovState(jnp.zeros([], jnp.int32), buffer, momentum)
 
     def update_fn(updates, state, params=None):
         del params

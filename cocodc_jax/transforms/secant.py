@@ -16,6 +16,8 @@ that is measured where CoCoDC (arXiv 2504.17672) fixes it. Costs one more produc
 and three tree reductions, no gradient.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -64,9 +66,12 @@ def secant(
         raise ValueError(f"scope={scope!r} is unknown; use 'tensor' or 'tree'")
 
     def fit(change, predicted):
+        # Squares of what a weak curvature predicts would vanish in float32.
+        scale = _power_of_two(predicted)
+        predicted = jax.tree.map(lambda b: b / scale.astype(b.dtype), predicted)
         size = inner_product(predicted, predicted)
         weight = inner_product(change, predicted) / jnp.where(size > 0, size, 1.0)
-        return jnp.clip(weight, 0.0, max_weight)
+        return jnp.clip(weight / scale.astype(weight.dtype), 0.0, max_weight)
 
     def product(gradient, displacement, *, later_gradient, later_params, **extra):
         base_extra = {name: extra[name] for name in base.needs}
@@ -81,6 +86,14 @@ def secant(
 
     needs = base.needs | {"later_gradient", "later_params", "stale_params"}
     return Curvature(f"secant({base.name})", product, needs)
+
+
+def _power_of_two(tree):
+    """Return one near the largest entry: what is divided by it is not rounded."""
+    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jax.tree.leaves(tree)]
+    found = functools.reduce(jnp.maximum, (x.astype(jnp.float32) for x in largest))
+    found = jax.lax.reduce_precision(found, exponent_bits=8, mantissa_bits=0)
+    return jnp.where((found > 0) & jnp.isfinite(found), found, 1.0)
 
 
 def _difference(a, b):

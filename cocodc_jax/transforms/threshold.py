@@ -91,8 +91,9 @@ def threshold(
         return ThresholdState(jnp.zeros([], jnp.int32), zeros)
 
     def encode(tree, state, key=None):
-        check_state(name, state, ThresholdState, lambda s: s.thresholds, tree)
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+        shapes = [()] * len(leaves)
+        check_state(name, state, ThresholdState, lambda s: s.thresholds, tree, shapes)
         thresholds = jax.lax.cond(
             state.num_calls == 0,
             lambda: tuple(_kth_largest(x, density) for x in leaves),

@@ -123,7 +123,35 @@ def test_defaults_of_an_unknown_method():
     [
         ("sparseloco", {"compress": "zip"}, "compress='zip': 'zip' is not one of"),
         ("diloco", {"outer_placement": "attic"}, "outer_placement='attic' is unknown"),
-        ("co2", {"momentum_clip": 0.0}, "max_abs=0.0 must be positive"),
+        ("co2", {"momentum_clip": 0.0}, "momentum_clip=0.0 must be positive"),
+        ("co2", {"outer_lr": float("nan")}, "outer_lr=nan must be positive"),
+        ("mla", {"outer_lr": -0.7}, "outer_lr=-0.7 must be positive"),
+        ("heloco", {"outer_momentum": 1.5}, "outer_momentum=1.5 must be at least 0"),
+        (
+            "heloco",
+            {"turn_rate": float("inf")},
+            "turn_rate=inf must be at least 0",
+        ),
+        ("heloco", {"arrival_weight": 0.0}, "arrival_weight=0.0 must be positive"),
+        ("diloco_demo", {"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
+        ("noloco", {"outer_lr": -1.0}, "outer_lr=-1.0 must be positive"),
+        ("lt_admm", {"admm_penalty": float("nan")}, "admm_penalty=nan must be"),
+        (
+            "delayed_nesterov",
+            {"arrivals_per_momentum": 0},
+            "arrivals_per_momentum=0 must be positive",
+        ),
+        ("cocodc", {"sync_interval": 2.5}, "sync_interval=2.5 must be a whole number"),
+        (
+            "cocodc",
+            {"compensation_strength": float("nan")},
+            "compensation_strength=nan must be a finite number",
+        ),
+        (
+            "cocodc",
+            {"compensation_strength": abs},
+            "compensation_strength=<built-in function abs> must be a number: every",
+        ),
     ],
 )
 def test_a_methods_own_numbers(name, options, message):

@@ -20,7 +20,7 @@ def test_rings_carry_nothing_compressed():
 
 
 def test_no_rings():
-    with pytest.raises(ValueError, match="num_rings=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_rings=0 must be positive"):
         methods.get("multi_ring", num_rings=0)
 
 

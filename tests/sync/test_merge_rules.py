@@ -101,6 +101,17 @@ def test_the_mean_weight_is_a_weight(mean_weight):
         merge.curvature_mix(mean_weight)
 
 
+def test_where_drawn_tells_later_what_its_rule_does():
+    rule = merge.remembering(merge.mix(0.25), 0.25)
+    assert merge.where_drawn(rule, SharedMask(0.5)).told_later == 0.75
+
+
+@pytest.mark.parametrize("kept", [-1.0, float("nan")])
+def test_a_share_that_makes_no_sense(kept):
+    with pytest.raises(ValueError, match=f"kept={kept} must be at least 0 and below 1"):
+        merge.remembering(merge.mix(0.25), kept)
+
+
 def test_where_drawn_leaves_the_other_entries_as_they_are(parts):
     local, staged, outer, _ = parts
     mask, key = SharedMask(0.4), sync_key(1, 6)

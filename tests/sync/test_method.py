@@ -256,7 +256,7 @@ class TestBind:
                 "decoupled_diloco",
                 {"answer_steps": "1,1,2,9"},
                 (1.0, 1.0),
-                r"participating=\(0, 1, 2\) names a region that is none of the 2",
+                "regions=2 must be 4 for method='decoupled_diloco' and its arguments",
             ),
         ],
     )

@@ -35,7 +35,7 @@ def test_it_lies_on_the_inner_mesh():
 
 
 def test_no_rings():
-    with pytest.raises(ValueError, match="num_rings=0 must be at least 1"):
+    with pytest.raises(ValueError, match="num_rings=0 must be positive"):
         ByRings(0)
 
 

@@ -293,6 +293,17 @@ def test_a_state_that_is_not_its_own_is_refused(text, kind):
         built.encode({"w": x["w"]}, built.init(x))
 
 
+@pytest.mark.parametrize("text", ["ef+topk:0.5", "lowrank:1"])
+def test_a_state_of_other_shapes_is_refused(text):
+    """That could be broadcast, or folded otherwise."""
+    built = compression.parse(text)
+    state = built.init({"w": jnp.zeros((9, 5))})
+    with pytest.raises(ValueError, match=r"for the leaf 'w' of shape \(9, 10\), which"):
+        built.encode({"w": jnp.zeros((9, 10))}, state)
+    with pytest.raises(ValueError, match=r"for the leaf 'w' of shape \(9, 1\), which"):
+        built.encode({"w": jnp.zeros((9, 1))}, state)
+
+
 # --- sparse ---
 
 

@@ -18,7 +18,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.transforms import curvature
+from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.numerics import safe_norm
+from cocodc_jax.transforms.secant import secant
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 
@@ -267,3 +269,79 @@ def test_get_builds_each_by_name(name):
 def test_wrong_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_gradients_of_a_rate_of_zero_correct_nothing():
+    """Schedules end there; a rate above it has g g D / (rate H)."""
+    chosen = curvature.outer_product(sync_interval=10, units="gradient")
+    g, d = jnp.array([1e-3, 0.0]), jnp.array([2.0, 3.0])
+    found = jax.jit(lambda rate: chosen.product(g, d, learning_rate=rate))
+    np.testing.assert_array_equal(found(0.0), [0, 0])
+    np.testing.assert_allclose(found(1e-2), [2e-5, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-50])
+def test_what_did_not_move_is_not_corrected(eps):
+    chosen = curvature.normalized_outer_product(eps=eps)
+    np.testing.assert_array_equal(chosen.product(jnp.ones(2), jnp.zeros(2)), [0, 0])
+
+
+@pytest.mark.parametrize("eps", [-1e-8, float("nan"), float("inf")])
+def test_an_eps_that_makes_no_sense(eps):
+    with pytest.raises(ValueError, match=f"eps={eps} must be at least 0 and finite"):
+        curvature.normalized_outer_product(eps=eps)
+
+
+def test_samples_of_bfloat16_are_summed_wide():
+    """Of a diagonal Hessian every sample is the diagonal itself."""
+    scale, place = jnp.bfloat16(1.1015625), jnp.ones(3, jnp.bfloat16)
+    found = curvature.hutchinson(num_samples=512).product(
+        place,
+        jnp.ones(3),
+        gradient_fn=lambda x: scale * x,
+        stale_params=place,
+        key=jax.random.key(0),
+    )
+    np.testing.assert_array_equal(found, np.full(3, 1.1015625, np.float32))
+
+
+def test_a_rate_of_float16_does_not_underflow():
+    """1e-5 times 1e-3 is below what float16 has."""
+    place = jnp.ones(1, jnp.float16)
+    found = curvature.hessian_vector(units="parameter").product(
+        place,
+        jnp.ones(1),
+        gradient_fn=lambda x: jnp.float16(1e-3) * x,
+        stale_params=place,
+        learning_rate=1e-5,
+    )
+    np.testing.assert_allclose(found, [1e-8], rtol=1e-3)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "tree"])
+def test_the_scale_of_a_secants_base_does_not_matter(scope):
+    """A gradient that grows twice as fast as the parameters; H 100, late training."""
+    move, base = np.float32([1e-6, 3e-6]), curvature.outer_product(100)
+    found = secant(base, scope=scope).product(
+        jnp.asarray(move),
+        jnp.asarray(5 * move),
+        stale_params=jnp.zeros(2),
+        later_params=jnp.asarray(move),
+        later_gradient=jnp.asarray(3 * move),
+    )
+    curved = move.astype(float) ** 3 / 100  # Of s = move; D is five times that.
+    weight = (2 * move * curved).sum() / (curved**2).sum()
+    np.testing.assert_allclose(found, 5 * weight * curved, rtol=1e-5)
+
+
+def test_float64_and_traced_delays_are_not_promoted():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        transform = delay_compensation("isotropic", strength=0.5, max_ratio=10.0)
+        stale, now = jnp.zeros(2), jnp.full(2, 4.0)
+        fresh, _ = jax.jit(
+            lambda delay: transform.update(
+                now, transform.init(now), now, stale_params=stale, delay_steps=delay
+            )
+        )(jnp.int32(2))
+        np.testing.assert_array_equal(fresh, [5, 5])
+        assert fresh.dtype == np.float64

@@ -135,7 +135,7 @@ def test_look_ahead_finds_the_momentum_in_wrappers_and_misses_none():
         ({"momentum": 1.0}, r"momentum=1\.0"),
         ({"keep_cosine": 1.5}, r"keep_cosine=1\.5 must be between -1 and 1"),
         ({"max_removal": -0.1}, r"max_removal=-0\.1 must be between 0 and 1"),
-        ({"removal_rate": -1.0}, r"removal_rate=-1\.0 must be between 0 and inf"),
+        ({"removal_rate": -1.0}, r"removal_rate=-1\.0 must be at least 0 and fi"),
         ({"turn_rate": -1.0}, r"turn_rate=-1\.0"),
         ({"confidence_scale": -3.0}, r"confidence_scale=-3\.0"),
         ({"weight": 0.0}, r"weight=0\.0 must be positive"),
@@ -144,3 +144,11 @@ def test_look_ahead_finds_the_momentum_in_wrappers_and_misses_none():
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         heloco.heloco(**options)
+
+
+def test_looking_ahead_leaves_what_is_masked_where_it_is():
+    start, params = outer.look_ahead(1.0, 0.5), {"a": jnp.ones(1), "b": jnp.ones(1)}
+    masked = optax.masked(outer.mla(1.0, 0.5), {"a": True, "b": False})
+    _, state = masked.update(params, masked.init(params), params)  # m = 1/2 in a
+    found = start(params, state)
+    np.testing.assert_array_equal([found["a"][0], found["b"][0]], [0.75, 1])

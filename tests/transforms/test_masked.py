@@ -109,5 +109,5 @@ def test_bytes_are_the_core_the_values_and_whose_they_are():
 
 def test_errors():
     for density in (0, 1.5):
-        with pytest.raises(ValueError, match=f"mask_density={density} must be above 0"):
+        with pytest.raises(ValueError, match=f"^density={density} must be above 0"):
             masked(identity(), density, 2)

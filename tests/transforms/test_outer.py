@@ -211,3 +211,31 @@ def test_missing_arguments_are_named(optimizer, message):
     zero = jnp.zeros(1)
     with pytest.raises(ValueError, match=message):
         optimizer.update(zero, optimizer.init(zero))
+
+
+def test_a_state_made_eagerly_can_be_donated():
+    transform, params = outer.delayed_nesterov(0.7), {"w": jnp.ones(3)}
+    update = jax.jit(transform.update, donate_argnums=1)
+    step, state = update(params, transform.init(params))
+    np.testing.assert_allclose(step["w"], -0.7 / 4, rtol=1e-6)
+    update(params, state)
+
+
+def test_a_move_that_is_not_finite_is_no_usual_one():
+    transform, place = outer.scale_by_staleness_gap(), jnp.zeros(1)
+    state, gaps = transform.init(place), []
+    for move in (1.0, np.inf, 1.0, 100.0):
+        _, state = transform.update(place, state, jnp.full(1, move), stale_params=place)
+        gaps.append(float(state.gap))
+    assert gaps == [1, np.inf, 1, 100]
+    assert state.num_rounds == 3
+
+
+def test_the_gap_has_a_gradient_where_nothing_moved():
+    transform, place = outer.scale_by_staleness_gap(), jnp.zeros(2)
+    state = transform.init(place)._replace(mean_move=jnp.float32(1), num_rounds=1)
+
+    def first(params):
+        return transform.update(place, state, params, stale_params=place)[0].sum()
+
+    np.testing.assert_array_equal(jax.grad(first)(place), [0, 0])

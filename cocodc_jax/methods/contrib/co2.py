@@ -36,6 +36,11 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules.fixed import one_step_stale
+from cocodc_jax.transforms.numerics import (
+    check_positive,
+    check_rate,
+    check_unit_interval,
+)
 from cocodc_jax.transforms.outer import co2 as co2_optimizer
 
 
@@ -63,6 +68,9 @@ def co2(
     Raises:
       ValueError: if a number is out of range or `staleness_gap` is unknown.
     """
+    check_rate("outer_lr", outer_lr)
+    check_unit_interval("outer_momentum", outer_momentum)
+    check_positive("momentum_clip", momentum_clip)
     is_measured = staleness_gap == "measured"
     return Method(
         name="co2",

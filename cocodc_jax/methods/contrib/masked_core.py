@@ -37,7 +37,6 @@ from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules.fixed import staggered
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.masked import masked
 
 
 def masked_core(
@@ -58,8 +57,9 @@ def masked_core(
       outer_momentum: its Nesterov momentum, in [0, 1).
       mask_seed: of which weights a region owns, the same on every region.
     """
+    if not 0 < mask_density <= 1:
+        raise ValueError(f"mask_density={mask_density} must be above 0 and at most 1")
     core = compression.parse(f"lowrank:{rank}")
-    masked(core, mask_density, 1)  # Its own checks, before there are regions.
     return Method(
         name="masked_core",
         sync=Sync(
