@@ -95,6 +95,7 @@ def _jobs(settings: Settings) -> list[Job]:
     rules.check_names(names, settings.sync_interval)
     delays = numbers("delays", flags.value("delays"), int)
     rules.check_delays(delays, settings.sync_interval)
+    delays = tuple(dict.fromkeys(delays))
     if results.STREAMING not in names:
         names = [results.STREAMING, *names]
     return [(name, 0) for name in REFERENCES] + [
@@ -149,18 +150,25 @@ def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
         initargs=(os.getpid(), signal.SIGKILL),
     ) as pool:
         asked = {pool.submit(run_job, settings, *job): job for job in jobs}
-        for future in concurrent.futures.as_completed(asked):
-            if future.cancelled():
-                continue
-            if error := future.exception():
-                failed.append(error)
-                for other in asked:
-                    other.cancel()
-                continue
-            result, job, count = future.result(), asked[future], count + 1
-            write_whole(_path(parts, job), dumps(result))
-            took = f"{result['seconds']:.0f} s"
-            print(f"{count}/{len(jobs)} {job[0]} delay {job[1]}: {took}", flush=True)
+        try:
+            for future in concurrent.futures.as_completed(asked):
+                if future.cancelled():
+                    continue
+                if error := future.exception():
+                    failed.append(error)
+                    for other in asked:
+                        other.cancel()
+                    continue
+                result, job, count = future.result(), asked[future], count + 1
+                write_whole(_path(parts, job), dumps(result))
+                took = f"{result['seconds']:.0f} s"
+                of_all = f"{count}/{len(jobs)}"
+                print(f"{of_all} {job[0]} delay {job[1]}: {took}", flush=True)
+        except BaseException:  # Ctrl-C, a full disk: the pool would do the rest first.
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if failed:
         raise failed[0]
 

@@ -51,13 +51,14 @@ def main() -> None:
         settings = _settings()
         delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
         command = commands.command_line("delay_cost", sys.argv[1:])
-        path = _results(pathlib.Path(flags.value("workdir")), command)
-    rows = []
+        path, rows = _results(pathlib.Path(flags.value("workdir")), command)
     for delay in delays:
-        found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
-        rows += _rows(delay, found)
-        _print([row for row in rows if row["delay_steps"] == delay], settings, console)
-        if left_out := set(names) - {name for name, _ in found.recovered}:
+        if all(row["delay_steps"] != delay for row in rows):
+            found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
+            rows += _rows(delay, found)
+        own = [row for row in rows if row["delay_steps"] == delay]
+        _print(own, settings, console)
+        if left_out := set(names) - {row["rule"] for row in own}:
             console.print(
                 f"Not at a delay of {delay}, as they need a longer one: "
                 + ", ".join(sorted(left_out)),
@@ -75,16 +76,25 @@ def main() -> None:
     save_png(_figure(rows, settings), str(path.with_suffix(".png")))
 
 
-def _results(workdir: pathlib.Path, command: str) -> pathlib.Path:
-    """Return the file of the results, in a folder that holds no other command's."""
+def _results(
+    workdir: pathlib.Path, command: str
+) -> tuple[pathlib.Path, list[dict[str, Any]]]:
+    """Return the file of the results, and the rows that the same command wrote before.
+
+    Raises:
+      ValueError: if it is another command's.
+    """
     make_folder(workdir)
     path = workdir / "delay_cost.json"
-    if path.exists() and read_table(path).get("command") != command:
+    if not path.exists():
+        return path, []
+    found = read_table(path)
+    if found.get("command") != command:
         raise ValueError(
             f"workdir={str(workdir)!r} holds what another command measured; name "
             "another folder or delete it"
         )
-    return path
+    return path, found["rows"]
 
 
 def _settings() -> Settings:

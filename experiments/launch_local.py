@@ -153,6 +153,12 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), {"Flags": options(own)}))
             return 0
         if own.regions:
+            flags.parse([argv[0], *train_flags])
+            if flags.given("regions"):
+                raise ValueError(
+                    f"regions={flags.value('regions')} after -- is decided before it, "
+                    f"by --regions={own.regions}; leave one out"
+                )
             train_flags.append(f"--regions={own.regions}")
         # Read here too, so that what is wrong is said once, before anything starts.
         flags.parse([argv[0], *train_flags])

@@ -20,8 +20,10 @@ from absl import flags as absl_flags
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.run import flags
+from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.help import options, render
+from cocodc_jax.run.resume import make_folder
 
 from . import commands
 from .train import read_flags
@@ -36,7 +38,9 @@ def define_flags() -> absl_flags.FlagValues:
         ("regions", 2, "regions that train"),
         ("pairs", 2, "runs of each kind"),
     ):
-        absl_flags.DEFINE_integer(name, default, text, flag_values=values)
+        absl_flags.DEFINE_integer(
+            name, default, text, lower_bound=1, flag_values=values
+        )
     absl_flags.DEFINE_string("workdir", None, "folder of the runs", flag_values=values)
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values
@@ -74,9 +78,18 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if not own.workdir:
             raise ValueError("workdir=None must be a folder")
+        flags.parse([argv[0], *train])
+        for name in ("regions", "workdir"):
+            if flags.given(name):
+                raise ValueError(
+                    f"{name}={flags.value(name)} after -- is decided here; give "
+                    f"--{name} before --"
+                )
         train += [f"--regions={own.regions}"]
         flags.parse([argv[0], *train])
         config, _ = read_flags()
+        check_jobs(config)
+        make_folder(pathlib.Path(own.workdir))
         workdir, tokens = pathlib.Path(own.workdir), config.tokens_per_step
         found: dict[str, list[float]] = {"outer": [], "jobs": []}
         for pair in range(own.pairs):

@@ -50,7 +50,14 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         records = read_records(directory / METRICS_FILE)
     except ValueError as error:
         raise DamagedRunError(str(error)) from error
-    return Run(summary["method"], summary["seed"], records, summary)
+    run = Run(summary["method"], summary["seed"], records, summary)
+    last = max((record["step"] for record in run.of_kind("eval")), default=0)
+    if summary.get("eval_loss") is not None and last != summary["steps"]:
+        raise DamagedRunError(
+            f"{directory / METRICS_FILE} ends with the evaluation of step {last}, but "
+            f"the run at step {summary['steps']}: it was cut; delete the folder"
+        )
+    return run
 
 
 def by_method(runs: Iterable[Run]) -> dict[str, list[Run]]:

@@ -67,7 +67,13 @@ class Source:
                 f"({'; '.join(found.differences(config))}); a run can go on with other "
                 "regions, devices, methods and optimizers, of the same model"
             )
-        at_step = int(step) if step else _newest(path / CHECKPOINTS)
+        steps = _steps(path / CHECKPOINTS)
+        if step and int(step) not in steps:
+            raise ValueError(
+                f"adopt_from={text!r} has no checkpoint of step {int(step)}; there are "
+                f"{', '.join(map(str, steps)) or 'none'}"
+            )
+        at_step = int(step) if step else max(steps, default=None)
         if at_step is not None and at_step >= config.run.steps:
             raise ValueError(
                 f"adopt_from={text!r} is at step {at_step}, where steps="
@@ -121,7 +127,7 @@ class Source:
         return adopted.state
 
 
-def _newest(checkpoints: pathlib.Path) -> int | None:
-    """Return the last step that a folder has a checkpoint of, None without any."""
+def _steps(checkpoints: pathlib.Path) -> list[int]:
+    """Return the steps that a folder has checkpoints of."""
     names = (path.name for path in checkpoints.iterdir())
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+    return sorted(int(name) for name in names if name.isdecimal())

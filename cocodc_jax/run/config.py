@@ -162,7 +162,7 @@ class TrainConfig:
                 a, b = mine[section].get(name), theirs[section].get(name)
                 if a != b:
                     found.append(f"{name}: {a}, not {b}")
-        return found
+        return [*dict.fromkeys(found)]  # The seed is of two sections.
 
 
 SECTIONS: dict[str, Any] = {

@@ -31,7 +31,8 @@ def while_read() -> Iterator[None]:
     """End at once where whoever read standard output has gone, as `head` goes."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout:  # As `>&-` closes it.
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _is_unread(sys.stdout.fileno()):
             raise  # It was another pipe.

@@ -216,7 +216,7 @@ def _all(sync_interval: int) -> list[Rule]:
 
 
 def check_names(names: Sequence[str], sync_interval: int) -> None:
-    """Refuse a rule that is unknown.
+    """Refuse a rule that is unknown, or named twice.
 
     Raises:
       ValueError: naming it, and those that there are.
@@ -225,6 +225,8 @@ def check_names(names: Sequence[str], sync_interval: int) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"rules={name!r} is unknown; use some of {sorted(known)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"rules={','.join(names)} names one twice")
 
 
 def check_delays(delays: Sequence[int], sync_interval: int) -> None:

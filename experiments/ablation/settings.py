@@ -67,6 +67,9 @@ class Settings:
         for name in ("test_seeds", "tuning_seeds", *rates):
             if not getattr(self, name):
                 raise ValueError(f"{name}=() is empty; name at least one")
+        for name in ("test_seeds", "tuning_seeds"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} names one twice")
         for name in rates:
             for rate in getattr(self, name):
                 check_rate(name, rate)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -391,6 +392,7 @@ def test_the_best_at_an_end_of_its_grid_is_marked():
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"steps": 30}, "eval_every=20 must divide steps=30"),
         ({"test_seeds": (1, 2), "tuning_seeds": (2,)}, "holds test seeds .2."),
+        ({"test_seeds": (1, 1)}, r"test_seeds=\(1, 1\) names one twice"),
         ({"inner_lrs": ()}, r"inner_lrs=\(\) is empty"),
         ({"outer_lrs": ()}, r"outer_lrs=\(\) is empty"),
         ({"num_fragments": 3}, "sync_interval=20 is not a multiple"),
@@ -499,7 +501,8 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_the_program(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_the_program(tmp_path, number):
     (tmp_path / "program.py").write_text(ORPHAN)
     words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -513,8 +516,8 @@ def test_workers_end_with_the_program(tmp_path):
 
     path = tmp_path / "pid"
     wait_until(lambda: path.exists() and path.read_text())
-    process.terminate()
-    process.wait()
+    process.send_signal(number)
+    process.wait(30)  # The job would take 60.
     worker = pathlib.Path("/proc", path.read_text(), "stat")
     wait_until(lambda: not worker.exists() or " Z " in worker.read_text())
 
@@ -523,6 +526,7 @@ def test_workers_end_with_the_program(tmp_path):
     ("flag", "message"),
     [
         ("--rules=median", "error: --rules='median' is unknown; use some of"),
+        ("--rules=mix_0,mix_0", "error: --rules=mix_0,mix_0 names one twice"),
         ("--delays=21", "error: --delays=21 must be at least 1 and at most sync_int"),
         ("--delays=x", "error: --delays=x must be numbers separated by commas"),
         ("--steps=-1", "error: --steps=-1 must be at least 1"),

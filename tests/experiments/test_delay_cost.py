@@ -125,10 +125,13 @@ def test_what_another_command_measured_is_kept(linear, call, tmp_path):
 def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
     call, monkeypatch, tmp_path
 ):
-    good, bad = np.ones((2, 1)), np.array([[1.0], [np.nan]])
+    good, bad = np.full((2, 1), 0.5), np.array([[0.5], [np.nan]])
+
+    asked, stops = [], [True, False]
 
     def measure(settings, delay, *_):
-        if delay == 2:
+        asked.append(delay)
+        if delay == 2 and stops.pop(0):
             raise KeyboardInterrupt
         rules = {("replay", None): good, ("mix_0.5", None): bad}
         loss = rules | {(recovery.KEEP, None): good}
@@ -141,9 +144,16 @@ def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
     assert [(row["rule"], row["delay_steps"]) for row in kept] == [
         ("keep", 1), ("replay", 1), ("mix_0.5", 1)
     ]  # fmt: skip
-    assert kept[1]["recovered"] == {"mean": 1.0, "half": None}
-    assert (kept[2]["recovered"], kept[2]["recovered_at"]) == (None, [1.0, None])
+    assert kept[1]["recovered"] == {"mean": 0.5, "half": None}
+    assert (kept[2]["recovered"], kept[2]["recovered_at"]) == (None, [0.5, None])
     assert "NaN" not in (tmp_path / "delay_cost.json").read_text()
+    # The same command goes on.
+    words = f"--workdir={tmp_path}", "--delays=1,2", "--seeds=1"
+    assert call(delay_cost, *words)[0] == 0
+    assert asked == [1, 2, 2]
+    rows = json.loads((tmp_path / "delay_cost.json").read_text())["rows"]
+    assert rows[:3] == kept
+    assert [row["delay_steps"] for row in rows] == [1, 1, 1, 2, 2, 2]
 
 
 def test_any_interval_and_few_steps_make_settings(call, monkeypatch, tmp_path):

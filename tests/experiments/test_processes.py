@@ -305,6 +305,9 @@ def test_the_launcher_says_what_is_wrong_once(monkeypatch, capsys, tmp_path):
     code, err = launch("--processes=8", "--", "--preset=smoke", workdir)
     assert code == 2
     assert err.startswith("error: --num_processes=8 makes 2 processes of each of")
+    code, err = launch("--regions=2", "--", "--preset=smoke", "--regions=4", workdir)
+    assert code == 2
+    assert err.startswith("error: --regions=4 after -- is decided before it")
     code, err = launch("--regions=2", "--", "--preset=smoke", "--step=3")
     assert code == 2
     assert err.startswith("error: Unknown command line flag 'step'")

@@ -366,7 +366,7 @@ def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path)
         ("{}", "--width=64", "is of another model or tokenizer .*width"),
         ("{}", "--steps=48", "adopt_from=.* is at step 48, where steps=48, .* over"),
         ("{}@48", "--steps=40", "is at step 48, where steps=40, .* are over"),
-        ("{}@7", "", "step=7 has no checkpoint in .*; there are those of steps 40, 48"),
+        ("{}@7", "", "adopt_from=.*@7' has no checkpoint of step 7; there are 40, 48"),
     ],
 )
 def test_what_cannot_be_gone_on_from_is_named(

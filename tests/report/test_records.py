@@ -14,6 +14,7 @@ from cocodc_jax.report.records import (
     perplexity,
     read_records,
 )
+from cocodc_jax.report.runs import DamagedRunError, load_run
 
 EVAL = {
     "kind": "eval",
@@ -109,6 +110,21 @@ def test_a_pipelines_bytes_are_a_field_that_may_be(tmp_path):
     assert read_records(tmp_path / "metrics.jsonl")[1]["stage_bytes"] == 7
     with pytest.raises(ValueError, match=r"unknown: \['stage_bytes'\]"):
         write(tmp_path, [{**EVAL, "stage_bytes": 7}])
+
+
+@pytest.mark.parametrize("records", [[EVAL, train(6)], [train(6)], []])
+def test_a_run_whose_records_were_cut_is_damaged(tmp_path, records):
+    """By whole lines, so that what is left can be read."""
+    summary = {"method": "diloco", "seed": 0, "steps": 8, "eval_loss": 1.5}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    whole = [EVAL, train(6), EVAL | {"step": 8}]
+    for written in (whole, records):
+        lines = [json.dumps(record) + "\n" for record in written]
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+        if written is whole:
+            assert load_run(tmp_path).records == whole
+    with pytest.raises(DamagedRunError, match="metrics.jsonl ends with the evaluation"):
+        load_run(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,6 @@ def test_replace_finds_the_section_and_seeds_the_data_too():
         "method: cocodc, not diloco",
         "outer_lr: None, not 0.3",
         "seed: 0, not 7",
-        "seed: 0, not 7",
         "width: 32, not 64",
     ]
     with pytest.raises(ValueError, match="'widht' is no field"):
