@@ -487,7 +487,7 @@ def test_what_has_begun_beside_a_job_that_fails_is_kept(tmp_path, monkeypatch):
 
 
 ORPHAN = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 from experiments import ablate_compensation
 
 def job(settings, name, delay):
@@ -495,6 +495,7 @@ def job(settings, name, delay):
     time.sleep(60)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ablate_compensation.run_job = job
     ablate_compensation.flags.value = lambda _: 1
     ablate_compensation._run(None, [("x", 1)], pathlib.Path(sys.argv[1]))
@@ -517,7 +518,11 @@ def test_workers_end_with_the_program(tmp_path, number):
     path = tmp_path / "pid"
     wait_until(lambda: path.exists() and path.read_text())
     process.send_signal(number)
-    process.wait(30)  # The job would take 60.
+    try:
+        process.wait(30)  # The job would take 60.
+    finally:
+        process.kill()
+        process.wait()
     worker = pathlib.Path("/proc", path.read_text(), "stat")
     wait_until(lambda: not worker.exists() or " Z " in worker.read_text())
 

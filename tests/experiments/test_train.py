@@ -116,6 +116,14 @@ def test_killed_and_resumed_equals_unbroken(command, call, corpus, unbroken, tmp
     assert_same_run(tmp_path, unbroken[0])
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C is, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_at_first_record(path, monkeypatch, *numbers):
     """Have the signals come while the first record is written."""
     numbers, write = list(numbers), MetricsWriter.write
@@ -130,7 +138,7 @@ def interrupt_at_first_record(path, monkeypatch, *numbers):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_with_a_checkpoint_to_go_on_from(
-    call, corpus, unbroken, tmp_path, monkeypatch, number
+    call, corpus, unbroken, tmp_path, monkeypatch, heard, number
 ):
     flags = [*FLAGS, "--checkpoint_every=0", *corpus, f"--workdir={tmp_path}"]
     path, handler = tmp_path / "metrics.jsonl", signal.getsignal(number)
@@ -150,7 +158,7 @@ def test_a_signal_ends_with_a_checkpoint_to_go_on_from(
     assert path.read_bytes() == theirs
 
 
-def test_a_second_interrupt_ends_at_once(call, corpus, tmp_path, monkeypatch):
+def test_a_second_interrupt_ends_at_once(call, corpus, tmp_path, monkeypatch, heard):
     path = tmp_path / "metrics.jsonl"
     interrupt_at_first_record(path, monkeypatch, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

@@ -78,8 +78,10 @@ def test_a_result_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def test_an_interrupt_is_one_line():
-    program = "import signal; main = lambda: signal.raise_signal(signal.SIGINT)"
-    program = f"{program}\nflags.run_main(main)"
+    program = """import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in the background.
+main = lambda: signal.raise_signal(signal.SIGINT)
+flags.run_main(main)"""
     words = [sys.executable, "-c", PROGRAM.replace("flags.run_main(main)", program)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
