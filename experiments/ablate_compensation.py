@@ -12,6 +12,7 @@ and PNG plots. The same command goes on where an interrupted one stopped.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ import pathlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -142,6 +144,27 @@ def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
         os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     )
     failed, count = [], 0
+    with _workers() as pool:
+        asked = {pool.submit(run_job, settings, *job): job for job in jobs}
+        for future in concurrent.futures.as_completed(asked):
+            if future.cancelled():
+                continue
+            if error := future.exception():
+                failed.append(error)
+                for other in asked:
+                    other.cancel()
+                continue
+            result, job, count = future.result(), asked[future], count + 1
+            write_whole(_path(parts, job), dumps(result))
+            took = f"{result['seconds']:.0f} s"
+            print(f"{count}/{len(jobs)} {job[0]} delay {job[1]}: {took}", flush=True)
+    if failed:
+        raise failed[0]
+
+
+@contextlib.contextmanager
+def _workers() -> Iterator[concurrent.futures.Executor]:
+    """Yield the pool of processes; what ends this one ends them and their jobs."""
     with concurrent.futures.ProcessPoolExecutor(
         flags.value("workers"),
         multiprocessing.get_context("spawn"),
@@ -149,28 +172,13 @@ def _run(settings: Settings, jobs: list[Job], parts: pathlib.Path) -> None:
         initializer=children.die_with_parent,
         initargs=(os.getpid(), signal.SIGKILL),
     ) as pool:
-        asked = {pool.submit(run_job, settings, *job): job for job in jobs}
         try:
-            for future in concurrent.futures.as_completed(asked):
-                if future.cancelled():
-                    continue
-                if error := future.exception():
-                    failed.append(error)
-                    for other in asked:
-                        other.cancel()
-                    continue
-                result, job, count = future.result(), asked[future], count + 1
-                write_whole(_path(parts, job), dumps(result))
-                took = f"{result['seconds']:.0f} s"
-                of_all = f"{count}/{len(jobs)}"
-                print(f"{of_all} {job[0]} delay {job[1]}: {took}", flush=True)
+            yield pool
         except BaseException:  # Ctrl-C, a full disk: the pool would do the rest first.
             for worker in multiprocessing.active_children():
                 worker.kill()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if failed:
-        raise failed[0]
 
 
 def _print(summary: dict[str, Any], console: Console) -> None:

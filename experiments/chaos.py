@@ -231,13 +231,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             check_kills(own.kills, own.regions)
         flags.parse([argv[0], *train_flags])
-        for name in ("regions", "log_every", "workdir"):
-            if flags.given(name):
-                place = "" if name == "log_every" else f", or give --{name} before --"
-                raise ValueError(
-                    f"{name}={flags.value(name)} after -- is decided here; leave it "
-                    f"out{place}"
-                )
+        flags.check_not_given(("regions", "workdir"), nowhere=("log_every",))
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cocodc_jax._extras import MissingExtraError, extra
-from cocodc_jax.run.messages import until_interrupted, while_read, while_writable
+from cocodc_jax.run.messages import as_a_command
 
 IS_INSTALLED = __package__ != "experiments"
 
@@ -64,7 +64,7 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a program that returns its exit code, and end with it."""
-    with until_interrupted(), while_writable(), while_read():
+    with as_a_command():
         code = main(sys.argv)
     sys.exit(code)
 

@@ -56,6 +56,15 @@ def main() -> None:
         if all(row["delay_steps"] != delay for row in rows):
             found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
             rows += _rows(delay, found)
+            summary = {
+                "command": command,
+                "machine": describe_machine(jax.devices()),
+                "settings": dataclasses.asdict(settings),
+                "outer_lr": flags.value("outer_lr"),
+                "rows": rows,
+            }
+            # After every delay: another one takes minutes.
+            write_whole(path, dumps(summary))
         own = [row for row in rows if row["delay_steps"] == delay]
         _print(own, settings, console)
         if left_out := set(names) - {row["rule"] for row in own}:
@@ -64,15 +73,6 @@ def main() -> None:
                 + ", ".join(sorted(left_out)),
                 highlight=False,
             )
-        summary = {
-            "command": command,
-            "machine": describe_machine(jax.devices()),
-            "settings": dataclasses.asdict(settings),
-            "outer_lr": flags.value("outer_lr"),
-            "rows": rows,
-        }
-        # After every delay: another one takes minutes.
-        write_whole(path, dumps(summary))
     save_png(_figure(rows, settings), str(path.with_suffix(".png")))
 
 

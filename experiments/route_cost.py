@@ -79,18 +79,13 @@ def main(argv: Sequence[str]) -> int:
         if not own.workdir:
             raise ValueError("workdir=None must be a folder")
         flags.parse([argv[0], *train])
-        for name in ("regions", "workdir"):
-            if flags.given(name):
-                raise ValueError(
-                    f"{name}={flags.value(name)} after -- is decided here; give "
-                    f"--{name} before --"
-                )
+        flags.check_not_given(("regions", "workdir"))
         train += [f"--regions={own.regions}"]
         flags.parse([argv[0], *train])
         config, _ = read_flags()
         check_jobs(config)
-        make_folder(pathlib.Path(own.workdir))
         workdir, tokens = pathlib.Path(own.workdir), config.tokens_per_step
+        make_folder(workdir)
         found: dict[str, list[float]] = {"outer": [], "jobs": []}
         for pair in range(own.pairs):
             for route in ("outer", "jobs") if pair % 2 == 0 else ("jobs", "outer"):

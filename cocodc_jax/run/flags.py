@@ -22,12 +22,7 @@ from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.leaf_help import run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
-from cocodc_jax.run.messages import (
-    one_line,
-    until_interrupted,
-    while_read,
-    while_writable,
-)
+from cocodc_jax.run.messages import as_a_command, one_line
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
@@ -157,6 +152,24 @@ def given(name: str) -> bool:
     return bool(FLAGS[name].present)
 
 
+def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
+    """Refuse flags of the training that the program which starts it decides.
+
+    Args:
+      before: those that are its own flags too, before `--`.
+      nowhere: those that it sets itself.
+
+    Raises:
+      ValueError: naming the flag, its value, and what to do.
+    """
+    for name in (*before, *nowhere):
+        if given(name):
+            place = f", or give --{name} before --" if name in before else ""
+            raise ValueError(
+                f"{name}={value(name)} after -- is decided here; leave it out{place}"
+            )
+
+
 def value(name: str) -> Any:
     """Return the flag's value."""
     return FLAGS[name].value
@@ -248,9 +261,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
       doc: what it does, for `--help`.
     """
 
-    @until_interrupted()
-    @while_writable()
-    @while_read()
+    @as_a_command()
     def call(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
         if len(argv) > 1:

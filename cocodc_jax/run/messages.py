@@ -42,6 +42,13 @@ def while_read() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def as_a_command() -> Iterator[None]:
+    """End as commands do where Ctrl-C, a full disk or a reader that goes ends them."""
+    with until_interrupted(), while_writable(), while_read():
+        yield
+
+
+@contextlib.contextmanager
 def until_interrupted() -> Iterator[None]:
     """End with one line and a shell's exit code where Ctrl-C is not heard otherwise."""
     try:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from cocodc_jax.sync.fragments import is_stacked
 from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.numerics import check_share
 
 PyTree = Any
 Fragment = dict[str, jax.Array]
@@ -140,10 +141,7 @@ class SharedMask(Average):
         Raises:
           ValueError: if it is out of range.
         """
-        if not 0 < self.density <= 1:
-            raise ValueError(
-                f"mask_density={self.density} must be above 0 and at most 1"
-            )
+        check_share("mask_density", self.density)
 
     @property
     def draws(self) -> bool:

@@ -46,7 +46,6 @@ changes of units are derived here.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +56,7 @@ import optax
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_count,
+    check_not_negative,
     check_positive,
     safe_norm,
     vary_like,
@@ -177,8 +177,7 @@ def normalized_outer_product(
       ValueError: if an argument is out of range.
     """
     check_positive("max_weight", max_weight)
-    if isinstance(eps, (int, float)) and not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps} must be at least 0 and finite")
+    check_not_negative("eps", eps)
     _check_choice("scope", scope, ("tensor", "tree"))
 
     def normalized(gradient, displacement):

@@ -21,7 +21,6 @@ the form of the momentum likewise. While m (or D) is zero there is no angle, and
 kept: of this the table says nothing.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ import optax
 
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_not_negative,
     check_positive,
     check_unit_interval,
     fill_holes,
@@ -87,8 +87,7 @@ def scale_by_heloco(
         ("turn_rate", turn_rate),
         ("confidence_scale", confidence_scale),
     ):
-        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be at least 0 and finite")
+        check_not_negative(name, value)
 
     def correct(g, m):
         g_length, m_length = safe_norm(g), safe_norm(m)

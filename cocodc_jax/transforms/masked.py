@@ -27,10 +27,10 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.transforms.compressor import Compressor, check_compressor
-from cocodc_jax.transforms.numerics import cast_like, widen
+from cocodc_jax.transforms.numerics import cast_like, check_share, widen
 
 # Up to so many entries their order is a constant of the programs, 64 MiB at most. Drawn
-# in them, at every sync for every message, it takes a CPU seconds a million.
+# in them, at every sync for every message, it takes a CPU a second a million.
 _MOST_CONSTANT = 1 << 24
 
 
@@ -74,8 +74,7 @@ def masked(
     [4. 3. 2. 1.]
     """
     check_compressor("core", core)
-    if not 0 < density <= 1:
-        raise ValueError(f"density={density} must be above 0 and at most 1")
+    check_share("density", density)
 
     def owned(size: int, region: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return which of `size` entries a region owns, and how many own each."""

@@ -134,6 +134,18 @@ def check_positive(argument: str, value) -> None:
         raise ValueError(f"{argument}={value} must be positive")
 
 
+def check_not_negative(argument: str, value) -> None:
+    """Raise ValueError for a Python number below 0, or none; arrays pass unchecked."""
+    if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+        raise ValueError(f"{argument}={value} must be at least 0 and finite")
+
+
+def check_share(argument: str, value) -> None:
+    """Raise ValueError unless a number lies in (0, 1]."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{argument}={value} must be above 0 and at most 1")
+
+
 def check_rate(argument: str, value) -> None:
     """Raise ValueError unless a number is positive and finite."""
     if not 0 < value < math.inf:

@@ -38,7 +38,7 @@ from cocodc_jax.transforms.compressor import (
     per_leaf,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_count, widen
+from cocodc_jax.transforms.numerics import check_count, check_share, widen
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
@@ -76,8 +76,7 @@ def top_k(density: float = 0.01, values: Compressor | None = None) -> SparseComp
     >>> print(compressor.decode(message))
     [ 0. -3.  0.  2.]
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"density={density} must be above 0 and at most 1")
+    check_share("density", density)
     rows = _Rows(
         split=lambda x: x.reshape(1, -1),
         join=lambda coefficients, shape: coefficients.reshape(shape),

@@ -27,7 +27,7 @@ from cocodc_jax.transforms.compressor import (
     map_packed,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_count, vary_like
+from cocodc_jax.transforms.numerics import check_count, check_share, vary_like
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 _BEYOND = np.iinfo(np.int32).max
@@ -78,8 +78,7 @@ def threshold(
     >>> print(compressor.decode(message))
     [ 0. -6.  0.  4.]
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"density={density} must be above 0 and at most 1")
+    check_share("density", density)
     if not 1 <= slack < math.inf:
         raise ValueError(f"slack={slack} must be at least 1 and finite")
     check_count("every", every)

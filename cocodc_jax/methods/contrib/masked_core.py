@@ -37,6 +37,7 @@ from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules.fixed import staggered
 from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.numerics import check_share
 
 
 def masked_core(
@@ -57,8 +58,7 @@ def masked_core(
       outer_momentum: its Nesterov momentum, in [0, 1).
       mask_seed: of which weights a region owns, the same on every region.
     """
-    if not 0 < mask_density <= 1:
-        raise ValueError(f"mask_density={mask_density} must be above 0 and at most 1")
+    check_share("mask_density", mask_density)
     core = compression.parse(f"lowrank:{rank}")
     return Method(
         name="masked_core",
