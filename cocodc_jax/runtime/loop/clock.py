@@ -68,6 +68,7 @@ class FlightRecorder:
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._marked = threading.Condition(self._lock)
         self._open: dict[tuple[int, int], Flight] = {}
         self._leaving: dict[SyncId, jax.Array] = {}
         self._of_jobs: set[tuple[int, int]] = set()  # Means that the host waits for.
@@ -122,6 +123,25 @@ class FlightRecorder:
         """Seconds in which regions have waited for an outer fragment so far."""
         with self._lock:
             return self._stall_s
+
+    def done_s(self, step: int) -> float:
+        """Return when the devices had done `step` inner steps; waits until they have.
+
+        Args:
+          step: that a turn has led to, and was handed out before.
+
+        Returns:
+          By `time.perf_counter`; now, if the clock has failed, which the end tells.
+        """
+        with self._marked:
+            self._marked.wait_for(lambda: self._error or self._is_marked(step))
+            for marked, seconds in reversed(self.marks):
+                if marked == step:
+                    return self._zero + seconds
+        return time.perf_counter()
+
+    def _is_marked(self, step: int) -> bool:
+        return bool(self.marks) and self.marks[-1][0] >= step
 
     def watch(self, state: TrainState, output: Output) -> None:
         """Have the clock read when the devices get to what was just handed out.
@@ -207,7 +227,7 @@ class FlightRecorder:
             with self._lock:
                 self._sync_s = flight.arrival_s - flight.start_s
         except Exception as error:
-            self._error = error
+            self._fail(error)
 
     def _walk(self) -> None:
         while (watched := self._steps.get()) is not None:
@@ -216,13 +236,18 @@ class FlightRecorder:
             try:
                 self._follow(*watched)
             except Exception as error:
-                self._error = error
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._marked:
+            self._error = error
+            self._marked.notify_all()
 
     def _follow(
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
     ) -> None:
         inner.block_until_ready()
-        if not self.marks or step > self.marks[-1][0]:
+        if not self._is_marked(step):
             self._mark(step)
         for sync in merges:
             begin = self._now()
@@ -243,11 +268,12 @@ class FlightRecorder:
 
     def _mark(self, step: int) -> None:
         now = self._now()
-        with self._lock:
+        with self._marked:
             if self.marks:
                 seconds = now - self._went_on_s
                 self._step_s.append(seconds / (step - self.marks[-1][0]))
-        self.marks.append((step, now))
+            self.marks.append((step, now))
+            self._marked.notify_all()
         self._went_on_s = now
 
     def _now(self) -> float:

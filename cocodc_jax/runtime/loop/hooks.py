@@ -18,7 +18,8 @@ class Clock(NamedTuple):
       step: inner steps whose losses were read.
       loss: mean over regions at that step.
       wall_s: seconds since training began in this process.
-      tokens_per_second: of all regions, since the turn before.
+      tokens_per_second: of all regions, from the end of the turn before to that of this
+        one; evaluations and checkpoints are left out.
       stall_s: seconds regions have waited for an outer fragment so far.
       in_flight: fragments on their way.
       bytes_sent: bytes one region has sent.

@@ -112,6 +112,7 @@ class _Turn(NamedTuple):
     bytes_before: int
     bytes_after: int
     in_flight: int
+    is_warm: bool
     output: Output
 
 
@@ -136,8 +137,9 @@ class _Loop:
         self._is_measured = schedule is not None and schedule.is_measured
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
-        self._has_compiled = False
-        self._began_s = self._read_s = time.perf_counter()
+        # Whether the turn read last was, and until when what went before it took.
+        self._was_warm = True
+        self._began_s = self._free_s = time.perf_counter()
         self._steady_tokens = 0
         self._steady_s = 0.0
 
@@ -163,7 +165,6 @@ class _Loop:
         self._flights.watch(state, output)
         self._hooks.handed_out(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
-        self._has_compiled |= not is_warm
         self._lengths_seen.add(length)
         self.flush(state)
         self._unread.append(
@@ -172,6 +173,7 @@ class _Loop:
                 before,
                 state.bytes_sent,
                 state.sync.num_in_flight if state.sync else 0,
+                is_warm,
                 output,
             )
         )
@@ -221,19 +223,25 @@ class _Loop:
         self._tell_clock(turn, losses)
 
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
-        now = time.perf_counter()
-        seconds, self._read_s = now - self._read_s, now
+        """Tell what a turn took: from when the devices were free to its last step.
+
+        Not until it was read, which is after the next one was handed out, and on a CPU
+        that may be when the next one is done.
+        """
         done = turn.first_step + len(losses)
+        done_s = self._flights.done_s(done)
+        seconds, self._free_s = done_s - self._free_s, done_s
         tokens = self._tokens_at(done) - self._tokens_at(turn.first_step)
-        if not self._has_compiled:  # Since the turn read before this one.
+        # What a turn's events compile, the turn after it waits for.
+        if turn.is_warm and self._was_warm:
             self._steady_tokens += tokens
             self._steady_s += seconds
-        self._has_compiled = False
+        self._was_warm = turn.is_warm
         self._hooks.clock(
             Clock(
-                step=turn.first_step + len(losses),
+                step=done,
                 loss=float(finite_mean(losses[-1])),
-                wall_s=now - self._began_s,
+                wall_s=time.perf_counter() - self._began_s,
                 tokens_per_second=tokens / seconds,
                 stall_s=self._flights.stall_s,
                 in_flight=turn.in_flight,
@@ -263,7 +271,7 @@ class _Loop:
             if not np.isfinite(value):
                 self._finite.stop(f"{what} is {value}", state.step, where)
         self._records.evaluation(state.step, state.bytes_sent, loss, outer, drift)
-        self._read_s = time.perf_counter()  # Not training time.
+        self._free_s = time.perf_counter()  # Not training time.
         return state
 
     def save(self, state: TrainState) -> TrainState:
@@ -277,7 +285,7 @@ class _Loop:
                 raise LossSpikeError(spikes, self._checkpoints.latest_step)
         extra = self._hooks.snapshot(self._records.progress())
         state = self._checkpoints.save(self._program, state, extra)
-        self._read_s = time.perf_counter()
+        self._free_s = time.perf_counter()
         return state
 
     def result(self, state: TrainState) -> Result:

@@ -86,6 +86,19 @@ def test_a_flight_from_its_start_to_its_merge():
     assert marks[1][1] - marks[0][1] > 0.2
 
 
+def test_when_steps_were_done_is_told_once_they_are():
+    steps, later = Arriving(), Arriving()
+    with FlightRecorder(earlier_s=100.0) as recorder:
+        recorder.stepped(2, steps, [])
+        recorder.stepped(4, later, [])
+        threading.Timer(0.1, steps.gate.set).start()
+        begin = time.perf_counter()
+        first = recorder.done_s(2)
+        assert begin + 0.05 < first <= time.perf_counter()
+        later.gate.set()
+        assert recorder.done_s(4) > first == recorder.done_s(2)
+
+
 def test_what_is_under_way_at_the_end_has_no_merge():
     with FlightRecorder() as recorder:
         recorder.started(0, 2, READY, READY)
@@ -128,6 +141,13 @@ class TestArraysThatCannotBeWaitedFor:
         recorder.stepped(2, self.deleted(), [])
         for step in range(3):  # Still taken, though no longer measured.
             recorder.stepped(step, jnp.ones(3), merged(jnp.ones(3)))
+        with pytest.raises(RuntimeError, match="timeline.*deleted"):
+            recorder.__exit__(None)
+
+    def test_who_asks_when_steps_were_done_does_not_wait_for_ever(self):
+        recorder = FlightRecorder()
+        threading.Timer(0.1, recorder.stepped, (2, self.deleted(), [])).start()
+        assert recorder.done_s(2) <= time.perf_counter()
         with pytest.raises(RuntimeError, match="timeline.*deleted"):
             recorder.__exit__(None)
 

@@ -17,7 +17,7 @@ from cocodc_jax.runtime.loop.cadence import Cadence
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.loop.evaluate import make_evaluate
 from cocodc_jax.runtime.loop.finite import NonFiniteLossError
-from cocodc_jax.runtime.loop.hooks import Hooks
+from cocodc_jax.runtime.loop.hooks import NO_HOOKS, Hooks
 from cocodc_jax.runtime.loop.trainer import train
 from cocodc_jax.runtime.program import Output
 from cocodc_jax.runtime.running import MAX_SCAN_STEPS
@@ -322,8 +322,9 @@ class FakeProgram:
     bytes_per_step = 0
     method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
 
-    def __init__(self, event_every=None, compile_s=0.0, aux=None):
+    def __init__(self, event_every=None, compile_s=0.0, aux=None, step_s=0.0):
         self.event_every, self.compile_s = event_every, compile_s
+        self.step_s = step_s
         self.aux = aux or {}
         self.lengths = []
 
@@ -335,6 +336,7 @@ class FakeProgram:
         length = len(batches)
         if length not in self.lengths:
             time.sleep(self.compile_s)
+        time.sleep(length * self.step_s)
         self.lengths.append(length)
         state = dataclasses.replace(state, step=state.step + length)
         aux = {name: jnp.full((length, 1), x) for name, x in self.aux.items()}
@@ -352,7 +354,7 @@ class FakeProgram:
         return 0.0
 
 
-def train_fake(program, num_steps, cadence):
+def train_fake(program, num_steps, cadence, hooks=NO_HOOKS):
     state = TrainState(None)
     batches = itertools.repeat(np.zeros(1))
     evaluate = (lambda params: 0.0) if cadence.eval_every else None
@@ -363,6 +365,7 @@ def train_fake(program, num_steps, cadence):
         num_steps,
         lambda step: step,
         cadence=cadence,
+        hooks=hooks,
         evaluate=evaluate,
     )
 
@@ -399,6 +402,19 @@ def test_tokens_per_second_leave_compilation_out():
     assert program.lengths == [10, 10, 5, 5, 10, 10]
     assert result.seconds > 0.6
     assert result.tokens_per_second > 50 / 0.3
+
+
+def test_a_turn_is_timed_by_its_own_steps():
+    """Handing out takes as long as the steps, as on CPUs that take turns.
+
+    So each turn but those before an evaluation is read when the next one is done.
+    """
+    clocks = []
+    program = FakeProgram(step_s=0.01)
+    cadence = Cadence(log_every=5, eval_every=10)
+    train_fake(program, 40, cadence, Hooks(clock=clocks.append))
+    assert [clock.step for clock in clocks] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert all(clock.tokens_per_second < 110 for clock in clocks)
 
 
 class TestResuming:
