@@ -21,7 +21,7 @@ from typing import Any
 
 from cocodc_jax._extras import extra
 from cocodc_jax.compiled import report
-from cocodc_jax.compiled.job import CompileError, Job
+from cocodc_jax.compiled.job import CompileError, Job, UnknownProgramError
 from cocodc_jax.compiled.programs import INNER_STEPS, place
 from cocodc_jax.compiled.targets import CHIPS, Target
 from cocodc_jax.files import write_whole
@@ -48,9 +48,9 @@ def main() -> None:
         job, workdir = read_flags()
     try:
         result = compile_run(job, console)
-    except CompileError as error:
+    except (CompileError, UnknownProgramError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, CompileError) else flags.USAGE_ERROR)
     write_whole(workdir / RESULT_FILE, dumps(result))
     if not result["fits"]:
         sys.exit(1)
@@ -90,6 +90,7 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
 
     Raises:
       CompileError: if the process that compiles died.
+      UnknownProgramError: if there is no program that was asked for.
     """
     with console.status("") as status:
         about, programs = job.run(

@@ -50,7 +50,7 @@ from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.run import agreement
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import one_line, while_writable
+from cocodc_jax.run.messages import check_numbers, one_line, while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from cocodc_jax.run.resume import make_folder
 
@@ -214,9 +214,7 @@ def main(argv: Sequence[str]) -> int:
                 f"{COUNT} in the environment must be at least 2; run under "
                 "experiments.wan, or set it in every region"
             )
-        for name in ("pause_s", "bandwidth_mbit"):
-            if not math.isfinite(values[name].value or 0.0):
-                raise ValueError(f"{name}={values[name].value} must be finite")
+        check_numbers(values)
         links = read_links(values, processes.num_processes)
         sizes, names = read_sizes(values), read_collectives(values)
         if values.workdir and processes.process_id < 1:

@@ -34,7 +34,7 @@ from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run.help import render, sections_of
-from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.messages import check_numbers, one_line
 
 from . import commands
 
@@ -177,6 +177,7 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
         raise ValueError(
             f"grace_s={values.grace_s} must be below {_LONGEST_GRACE_S:g}, a day"
         )
+    check_numbers(values)
     known = kernel.congestion_controls()
     if values.congestion_control not in known:
         raise ValueError(

@@ -21,6 +21,10 @@ class CompileError(Exception):
     """The process that compiles ended without an answer."""
 
 
+class UnknownProgramError(ValueError):
+    """No program of the run has such a name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What to compile.
@@ -49,8 +53,8 @@ class Job:
           What holds for all programs, and a record of each, as `child` writes them.
 
         Raises:
-          CompileError: with the last lines that the process wrote; or if no program
-            has such a name.
+          CompileError: with the last lines that the process wrote.
+          UnknownProgramError: if no program has such a name.
         """
         with tempfile.TemporaryDirectory() as folder:
             job, records = (pathlib.Path(folder) / name for name in ("job", "records"))
@@ -83,7 +87,7 @@ class Job:
         programs = [line["program"] for line in found if "program" in line]
         if not programs:
             names = next(line["names"] for line in found if "names" in line)
-            raise CompileError(
+            raise UnknownProgramError(
                 f"programs={self.programs!r} is found in none of {', '.join(names)}"
             )
         return about, programs

@@ -80,7 +80,7 @@ def decoupled_diloco(
       answer_steps: inner steps each region's message takes, as "1,1,2,9", in the order
         of the regions, of which there must be as many; empty is `delay_steps` for
         every region.
-      quorum: answers that a merge waits for, at least 1.
+      quorum: answers that a merge waits for, at least 1 and at most the regions.
       grace_steps: inner steps that it waits for more answers than the quorum.
       averaging: how the regions' pseudo-gradients become one: "rda" of each tensor the
         mean length along the mean direction, "mean" their weighted mean.
@@ -112,6 +112,7 @@ def decoupled_diloco(
             fragment_strategy=fragment_strategy,
         ),
         num_regions=num_regions,
+        min_regions=quorum,
     )
 
 

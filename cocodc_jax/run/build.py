@@ -172,8 +172,14 @@ def check_jobs(config: TrainConfig) -> None:
     """Refuse what cannot be jobs, for a program that starts one for each region.
 
     Raises:
-      ValueError: as `own_part`, or if there is no exchange between jobs.
+      ValueError: as `own_part`, if there is no exchange between jobs, or another one
+        was asked for.
     """
+    if config.run.exchange not in ("auto", "jobs"):
+        raise ValueError(
+            f"exchange={config.run.exchange!r} is not how regions that are jobs of "
+            "their own exchange; leave it out"
+        )
     # Nobody listens there: where regions are makes no difference to what they can do.
     addresses = tuple(f"region-{number}:1" for number in range(config.run.regions))
     place = Place(0, addresses, bytes(MIN_KEY_BYTES))

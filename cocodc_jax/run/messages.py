@@ -1,12 +1,14 @@
 """Error messages of programs, and the end of one that cannot say or write more."""
 
 import contextlib
+import math
 import os
 import re
 import select
 import signal
 import sys
 from collections.abc import Container, Iterator
+from typing import Any
 
 from cocodc_jax.files import UnwritableError
 
@@ -73,3 +75,18 @@ def _is_unread(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def check_numbers(values: Any) -> None:
+    """Refuse numbers that are none, and infinite ones.
+
+    Args:
+      values: a program's own flags, absl's `FlagValues`.
+
+    Raises:
+      ValueError: naming the flag and its value.
+    """
+    for name in values:
+        number = values[name].value
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"--{name}={number} must be finite")

@@ -74,8 +74,13 @@ def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
     Raises:
       ValueError: naming the folder and what is in it.
     """
-    path = workdir / CONFIG_FILE
+    path, saved = workdir / CONFIG_FILE, workdir / CHECKPOINTS
     check_folder(workdir)
+    if saved.exists() and not saved.is_dir():
+        raise ValueError(
+            f"workdir={str(workdir)!r} has a file named {CHECKPOINTS}, where the "
+            "folder of the checkpoints goes; move it, or name another folder"
+        )
     if not path.exists():
         return
     try:

@@ -131,6 +131,7 @@ class Method:
       per_step: what regions exchange at every step; None is nothing.
       inner: the inner optimizer that belongs to it.
       num_regions: how many regions it is for; None is any number.
+      min_regions: how many it needs at least.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Method:
     per_step: PerStep | None = None
     inner: Inner = Inner()
     num_regions: int | None = None
+    min_regions: int = 1
 
     @property
     def can_restore(self) -> bool:
@@ -278,6 +280,11 @@ class Method:
         if self.num_regions not in (None, regions.num):
             raise ValueError(
                 f"regions={regions.num} must be {self.num_regions} for method="
+                f"{self.name!r} and its arguments"
+            )
+        if regions.num < self.min_regions:
+            raise ValueError(
+                f"regions={regions.num} must be at least {self.min_regions} for method="
                 f"{self.name!r} and its arguments"
             )
         if self.per_step and not regions.are_even:

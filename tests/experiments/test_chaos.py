@@ -172,6 +172,7 @@ def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
             "--regions=3 after -- is decided here; leave it out, or give --regions be",
         ),
         (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
+        (["--", "--exchange=outer"], "--exchange='outer' is not how regions that are"),
         (["--", "--method=mla"], "--exchange='jobs' is not possible for method='mla'"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cocodc_jax.compiled import report
-from cocodc_jax.compiled.job import CompileError, Job
+from cocodc_jax.compiled.job import CompileError, Job, UnknownProgramError
 from cocodc_jax.compiled.programs import place
 from cocodc_jax.compiled.targets import Target
 from cocodc_jax.run.presets import PRESETS
@@ -105,7 +105,7 @@ def test_one_program_alone_is_compiled_by_name():
     target = Target.parse("v5e:1x2", 2)
     config = place(PRESETS["smoke"].replace(**SMALL), target, False)
     with pytest.raises(
-        CompileError, match="'fragment 3' is found in none of first sta"
+        UnknownProgramError, match="'fragment 3' is found in none of first sta"
     ):
         Job(config, target, "fragment 3").run()
     _, found = Job(config, target, "^first|mean of").run()
@@ -151,6 +151,21 @@ def test_what_is_refused_is_said_in_one_line(call):
     assert "--target=None is no machine; use one of v4, v5e" in error
     code, _, error = call(command, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
     assert (code, "programs='(' is no regular expression" in error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(CompileError("died"), 1), (UnknownProgramError("none"), 2)]
+)
+def test_a_name_of_no_program_is_a_wrong_flag(error, code, monkeypatch, capsys):
+    def compile_run(job, console):
+        raise error
+
+    monkeypatch.setattr(command, "read_flags", lambda: (None, None))
+    monkeypatch.setattr(command, "compile_run", compile_run)
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == code
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_a_compiler_that_dies_is_reported(monkeypatch):

@@ -471,6 +471,9 @@ def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
         (["--mtu=100", "--", "x"], "flag --mtu=100: 100 is not"),
         (["--grace_s=inf", "--", "x"], "--grace_s=inf must be below 86400, a day"),
         (["--grace_s=nan", "--", "x"], "--grace_s=nan must be below 86400, a day"),
+        (["--bandwidth_mbit=nan", "--", "x"], "--bandwidth_mbit=nan must be finite"),
+        (["--jitter_ms=inf", "--", "x"], "--jitter_ms=inf must be finite"),
+        (["--buffer_ms=nan", "--", "x"], "--buffer_ms=nan must be finite"),
         (["--latency=1", "--", "x"], "Unknown command line flag 'latency'. Did you"),
         (
             ["--congestion_control=mine", "--", "x"],

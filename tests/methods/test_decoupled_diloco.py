@@ -51,6 +51,13 @@ class TestQuorum:
         with pytest.raises(ValueError, match=message):
             methods.get("decoupled_diloco", **options)
 
+    def test_a_quorum_is_among_the_regions(self):
+        method = methods.get("decoupled_diloco", quorum=3)
+        method.bind(Regions.alike(3))
+        message = "regions=2 must be at least 3 for method='decoupled_diloco'"
+        with pytest.raises(ValueError, match=message):
+            method.bind(Regions.alike(2))
+
     def test_weights_are_tokens_times_tokens_per_step(self):
         """4 steps of 2 sequences against 2 steps of 4; and a region that did none."""
         method = methods.get("decoupled_diloco")

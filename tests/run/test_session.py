@@ -112,6 +112,12 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
         resume.claim(PRESET.resolve(), tmp_path / "run")
 
 
+def test_a_file_in_place_of_the_checkpoints_is_named(tmp_path):
+    (tmp_path / resume.CHECKPOINTS).touch()
+    with pytest.raises(ValueError, match="has a file named checkpoints, where"):
+        resume.check_workdir(PRESET.resolve(), tmp_path)
+
+
 def test_a_folder_of_results_is_made_or_named(tmp_path):
     resume.make_folder(tmp_path / "new" / "run")
     resume.make_folder(tmp_path / "new" / "run")
