@@ -24,7 +24,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 
 from . import commands
-from .sweeps.cells import column_of, read_cells
+from .sweeps.results import column_of, read_cells
 from .sweeps.scaling import FACTORS, Law, Observation, fit, held_out
 
 Observations = dict[str, list[Observation]]

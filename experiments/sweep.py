@@ -13,7 +13,8 @@ its line is written; --keep_runs keeps it.
 At the end, or with --report at any time, DIR gets report.md, cells.json and
 frontier.png: of each method, precision, H and tau the loss with the published
 hyperparameters and with tuned ones, intervals over the seeds, the bytes, and which of
-them nothing beats.
+them nothing beats. With --reference_from=FILE what they are held against is a cell of
+another sweep, seed by seed.
 
 Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3/3.
 """
@@ -23,7 +24,8 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +39,7 @@ from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands
-from .sweeps import cells, grid, networks, reference, report, roles, rows, runs
+from .sweeps import cells, grid, networks, reference, report, results, roles, rows, runs
 from .sweeps.schedule import Plan, Progress
 
 GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
@@ -92,8 +94,17 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
     written = []
     if plan and flags.value("workdir"):
         written = roles.assign(rows.read(workdir), plan.grid)
-    column = flags.value("reference_column")
-    reference.check(flags.value("reference"), column, plan, written)
+    words, column = flags.value("reference"), flags.value("reference_column")
+    if not flags.value("reference_from"):
+        reference.check(words, column, plan, written)
+    elif plan:
+        _other_file(reference.configs(plan, written))
+
+
+def _other_file(configs: Iterable[Mapping[str, Any]]) -> cells.Cell:
+    """Return the reference of another file, which some of these runs can be held to."""
+    column, path = flags.value("reference_column"), flags.value("reference_from")
+    return reference.read(path, flags.value("reference"), column, configs)
 
 
 def _plan() -> Plan | None:
@@ -180,9 +191,12 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
             f"{halving} chose settings that no row has; give the sweep's own command "
             "again, which makes it anew from the rows that are written"
         )
-    held = reference.find(found, flags.value("reference"))
-    made = report.Report(found, held, flags.value("reference_column"))
-    write_whole(workdir / "cells.json", dumps(made.to_json()))
+    if other := flags.value("reference_from"):
+        held = _other_file(cell.config for cell in found)
+    else:
+        held = reference.find(found, flags.value("reference"))
+    made = report.Report(found, held, flags.value("reference_column"), other)
+    write_whole(workdir / "cells.json", dumps(results.to_json(made)))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
     command = commands.command_line("sweep", sys.argv[1:])
     text = made.markdown(command)
@@ -263,6 +277,13 @@ def define() -> None:
     )
     flags.define_one(
         str, "reference_column", "published", "Which of its columns, or tuned."
+    )
+    flags.define_one(
+        str,
+        "reference_from",
+        "",
+        "cells.json of another sweep that the reference is of, as experiments/results "
+        "has them; of the same model and data. Default: of these rows.",
     )
     flags.define_one(
         str,

@@ -31,8 +31,9 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
 
-from .cells import column_of, label, read_cells
+from .cells import label
 from .networks import simulated
+from .results import column_of, read_cells
 
 # Arguments of methods that are always told; others where they are not the default.
 TOLD = (

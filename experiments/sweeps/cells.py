@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from cocodc_jax.files import read_table
 from cocodc_jax.report.curves import steps_to_loss
 
 from .rows import Row
@@ -26,8 +24,6 @@ COLUMNS = (PUBLISHED, TUNED)
 # What has a column of its own in the table, by the name of its flag.
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
 CONFIDENCE = 0.95
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,32 +136,6 @@ def label(flags: Mapping[str, Any]) -> str:
         if name not in SHOWN and value is not None and value is not False:
             words.append(name if value is True else f"{name}={value}")
     return " ".join(words)
-
-
-def read_cells(
-    path: str | pathlib.Path, make: Callable[[Sequence[Mapping[str, Any]]], T]
-) -> T:
-    """Return what `make` makes of the cells in a cells.json.
-
-    Raises:
-      ValueError: naming the file, if it is none, or `make` misses something in it.
-      OSError: if it cannot be read.
-    """
-    try:
-        return make(read_table(path)["cells"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"{path} is no cells.json of experiments.sweep ({error!r})"
-        ) from error
-
-
-def column_of(cell: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the tuned column of a cell as cells.json has it, or else the published.
-
-    None is a cell that was not run to the end of either.
-    """
-    columns = cell["columns"]
-    return columns.get(TUNED) or columns.get(PUBLISHED)
 
 
 def precision(flags: Mapping[str, Any]) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import results
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
 from .keys import completed
 from .rows import Row as Written
 from .schedule import FINAL, Plan, cell_of, differing, leaves, rows_of
 
+# Where these differ, losses are of other models or texts; the rest is what is compared.
+SAME = ("model", "data")
 
-def find(found: Sequence[Cell], words: str | None) -> Cell:
+
+def find(
+    found: Sequence[Cell], words: str | None, whose: str = "of these rows"
+) -> Cell:
     """Return the cell that others are held against.
 
     Args:
       found: all cells.
       words: flags as name=value with commas, such as method=diloco,sync_interval=40;
         None is the one with the worst published loss.
+      whose: cells they are, for messages.
 
     Raises:
       ValueError: if no cell has these flags, or more than one.
@@ -34,10 +40,63 @@ def find(found: Sequence[Cell], words: str | None) -> Cell:
         return fitting[0]
     which = "no cell" if not fitting else f"{len(fitting)} cells"
     raise ValueError(
-        f"reference={words!r} is {which} of these rows; "
+        f"reference={words!r} is {which} {whose}; "
         f"{'give flags of one:' if fitting else 'they are'} "
         f"{', '.join(cell.label for cell in fitting or found)}"
     )
+
+
+def read(
+    path: str, words: str | None, column: str, runs: Iterable[Mapping[str, Any]]
+) -> Cell:
+    """Return the cell of a results file that runs are held against.
+
+    Args:
+      path: a cells.json.
+      words: as `find` takes them.
+      column: that is wanted of it.
+      runs: their configurations, as JSON has them.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    try:
+        found = results.load(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"reference_from={path} cannot be read ({reason}); name a cells.json of "
+            "another sweep, such as experiments/results/one_bit.json"
+        ) from error
+    if not found:
+        raise ValueError(f"reference_from={path} has no cell that ended well")
+    held = find(found, words, f"of {path}")
+    if column not in held.columns:
+        raise ValueError(
+            f"reference_column={column!r} was not run for {held.label} of {path}; it "
+            f"has {list(held.columns)}"
+        )
+    apart = [_apart(held.config, config) for config in runs]
+    if apart and all(apart):  # A grid may vary them: one that is the same will do.
+        name, theirs, ours = min(apart, key=len)[0]
+        raise ValueError(
+            f"reference_from={path} has {name}={theirs!r}, where these runs have "
+            f"{ours!r}: losses of other models or data cannot be held against "
+            "one another; name results of the same"
+        )
+    return held
+
+
+def _apart(
+    held: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """List the fields of `SAME` that are not the same, with both values."""
+    return [
+        (name, value, config[section].get(name))
+        for section in SAME
+        for name, value in held[section].items()
+        if name not in ("seed", "loader_threads") and config[section].get(name) != value
+    ]
 
 
 def check(
@@ -67,14 +126,9 @@ def check(
         )
     if words is None:
         return
-    there = (row["config"] for row in written if row["stage"] == FINAL)
-    to_be = (
-        completed(row.config.to_json())
-        for row in rows_of(plan.grid, plan.grid.settings, plan.grid.seeds, FINAL)
-    )
     fitting = {
         cell_of(config, plan.grid.tuned): leaves(config)
-        for config in itertools.chain(there, to_be)
+        for config in configs(plan, written)
         if _has(config, words)
     }
     if not fitting:
@@ -87,6 +141,13 @@ def check(
             f"reference={words!r} is {len(fitting)} cells; say as well "
             f"{_differing(list(fitting.values()), plan.grid.tuned)}"
         )
+
+
+def configs(plan: Plan, written: Sequence[Written]) -> Iterator[Mapping[str, Any]]:
+    """Yield the configurations of final runs, that are there and that are to be."""
+    yield from (row["config"] for row in written if row["stage"] == FINAL)
+    final = rows_of(plan.grid, plan.grid.settings, plan.grid.seeds, FINAL)
+    yield from (completed(row.config.to_json()) for row in final)
 
 
 def _example(plan: Plan) -> str:

@@ -1,9 +1,8 @@
-"""The report of a sweep: report.md, cells.json, frontier.png."""
+"""The report of a sweep: report.md and frontier.png (cells.json is in results.py)."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,11 +33,13 @@ class Report:
       cells: all of them.
       reference: the cell, and which column of it.
       reference_column: "published" or "tuned".
+      reference_from: the file that the reference is of; none is one of the cells.
     """
 
     cells: Sequence[Cell]
     reference: Cell
     reference_column: str = PUBLISHED
+    reference_from: str = ""
 
     def __post_init__(self):
         """Check that the reference was run.
@@ -62,50 +63,6 @@ class Report:
         shown = [cell for cell in self.cells if _point(cell, _last(cell))]
         points = [p for cell in shown if (p := _point(cell, _last(cell)))]
         return [shown[i] for i in pareto(points)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values: what a plan can be made from."""
-        best = self.best()
-        return {
-            "reference": {
-                "cell": self.reference.label,
-                "column": self.reference_column,
-            },
-            "cells": [
-                {
-                    "flags": dict(cell.flags),
-                    "is_best": cell in best,
-                    "tried": cell.tried,
-                    "tuning_steps": cell.tuning_steps,
-                    "columns": {
-                        name: self._column_json(column)
-                        for name, column in cell.columns.items()
-                    },
-                }
-                for cell in self.cells
-            ],
-        }
-
-    def _column_json(self, column: Column) -> dict[str, Any]:
-        first = column.rows[0] if column.rows else {}
-        return {
-            "values": dict(column.values),
-            "seeds": [row["seed"] for row in column.rows],
-            "diverged": list(column.diverged),
-            "chosen_here": column.chosen_here,
-            "losses": [row["loss"] for row in column.rows],
-            "loss": _plain(column.loss),
-            "difference": _plain(difference(column, self.target)),
-            "steps_to_reference": _plain(steps_to(column, self.target)),
-            "steps": first.get("steps"),
-            "tokens": first.get("tokens"),
-            "parameters": first.get("parameters"),
-            "bytes": first.get("bytes"),
-            "bytes_per_step": column.bytes_per_step,
-            "fragment_bytes": first.get("fragment_bytes"),
-            "curve": _mean_curve(column),
-            "config": first.get("config"),
-        }
 
     def heads(self) -> list[str]:
         """Return the heads of the table."""
@@ -204,7 +161,9 @@ class Report:
         table = markdown_table(heads, lines)
         steps, seeds = self._usual()
         are_alike = not any(map(self._otherwise, self._every()))
-        which = f", {self.reference_column}" if TUNED in self._columns() else ""
+        has_two = bool(self.reference_from) or TUNED in self._columns()
+        which = f", {self.reference_column}" if has_two else ""
+        source = f", of {self.reference_from}" if self.reference_from else ""
         if not seeds:
             return f"Every run diverged.\n\n{table}\n\nBy `{command}`.\n"
         note = (
@@ -212,7 +171,7 @@ class Report:
             f"mean of {_count(seeds, 'seed')} with its 95 % interval (Student)"
             f"{'' if are_alike else ', but where other numbers stand beside it'}. "
             "The reference is "
-            f"{self.reference.label}{which}; differences from it are "
+            f"{self.reference.label}{which}{source}; differences from it are "
             "of the same seeds, pairwise, and steps are those to its last loss with "
             "the same seed. In bold: nothing has less loss for at most as many bytes."
         )
@@ -262,30 +221,6 @@ def _point(cell: Cell, column: Column) -> Point | None:
         column.loss.mean,
         column.loss.half or 0.0,
     )
-
-
-def _mean_curve(column: Column) -> list[list[float]]:
-    """Return (step, loss, bytes), means over the seeds, where all were evaluated."""
-    if not column.rows:
-        return []
-    tables = [
-        {step: (loss, sent) for step, loss, sent in r["curve"]} for r in column.rows
-    ]
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    return [
-        [
-            step,
-            *(
-                math.fsum(x) / len(x)
-                for x in zip(*(t[step] for t in tables), strict=True)
-            ),
-        ]
-        for step in steps
-    ]
-
-
-def _plain(interval: Interval | None) -> dict[str, Any] | None:
-    return interval and dataclasses.asdict(interval)
 
 
 def _interval(interval: Interval | None, form: str) -> str:

@@ -1,0 +1,154 @@
+"""What cells.json keeps of a sweep, and rows that are held against another sweep's."""
+
+import json
+import pathlib
+import re
+import tomllib
+
+import numpy as np
+import pytest
+
+from experiments import sweep
+from experiments.sweeps import cells, grid, keys, reference, report, results, rows
+from experiments.sweeps.schedule import Plan
+
+GRID = """
+seeds = [0, 1, 2]
+[base]
+preset = "smoke"
+steps = 32
+sync_interval = 16
+delay_steps = 3
+[groups.all]
+method = ["streaming_diloco", "diloco", "data_parallel"]
+"""
+STEPS = np.arange(0, 33, 8)
+LOSSES = {
+    "streaming_diloco": [2.0, 2.1, 2.4],
+    "diloco": [2.25, 2.5, 2.5],
+    "data_parallel": [1.0, 1.1, 1.0],
+}
+
+
+def table(text):
+    return grid.from_table(tomllib.loads(text))
+
+
+def train(folder, text=GRID, add=0.0):
+    """Write the rows of a grid as if they had been trained: losses on a line."""
+    for stage in Plan(table(text)).stages(dict):
+        for row in stage:
+            rows.append(folder, _row(row, add))
+    return folder
+
+
+def _row(row, add):
+    config, setting = row.config, row.setting
+    method = config.method.method
+    loss = LOSSES[method][row.seed] + add
+    curve = [[int(s), float(4 + (loss - 4) * s / 32), 10.0 * s] for s in STEPS]
+    return {
+        "row": row.row_id, "setting": setting.key, "name": setting.name,
+        "stage": row.stage, "published": setting.published, "tuned": list(row.tuned),
+        "method": method, "seed": row.seed, "steps": 32, "loss": loss, "bytes": 320,
+        "bytes_per_step": 10, "tokens": 1, "parameters": 1, "fragment_bytes": [10],
+        "curve": curve, "config": keys.completed(config.to_json()),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A results file: the cells of one sweep."""
+    (tmp_path / "first").mkdir()
+    found = cells.cells(rows.read(train(tmp_path / "first")))
+    made = report.Report(found, reference.find(found, "method=diloco"))
+    path = tmp_path / "first.json"
+    path.write_text(json.dumps(results.to_json(made)))
+    return path
+
+
+def test_cells_come_back_as_references(kept):
+    found = cells.cells(rows.read(kept.parent / "first"))
+    loaded = results.load(kept)
+    assert [cell.label for cell in loaded] == [cell.label for cell in found]
+    ours = found[0].columns["published"]
+    for held, back in zip(found, loaded, strict=True):
+        there, here = held.columns["published"], back.columns["published"]
+        assert (here.loss, here.extent) == (there.loss, there.extent)
+        assert here.bytes_per_step == there.bytes_per_step
+        assert cells.difference(ours, here) == cells.difference(ours, there)
+        assert cells.steps_to(ours, here) == cells.steps_to(ours, there)
+
+
+def test_curves_of_every_seed_are_kept(kept):
+    column = json.loads(kept.read_text())["cells"][1]["columns"]["published"]
+    steps, means, _ = np.transpose(column["curve"])
+    np.testing.assert_array_equal(steps, STEPS)
+    assert [curve[-1] for curve in column["curves"]] == LOSSES["diloco"]
+    np.testing.assert_allclose(means, np.mean(column["curves"], axis=0))
+
+
+def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
+    """By hand: lines from 4 at 0 cross the other's last losses where they should."""
+    (tmp_path / "next").mkdir()
+    train(tmp_path / "next", GRID.replace("delay_steps = 3", "delay_steps = 4"), -0.25)
+    words = [f"--workdir={tmp_path / 'next'}", "--reference=method=diloco"]
+    code, _, err = call(sweep, "--report", *words, f"--reference_from={kept}")
+    assert (code, err) == (0, "")
+    made = json.loads((tmp_path / "next" / "cells.json").read_text())
+    assert made["reference"]["from"] == str(kept)
+    column = made["cells"][0]["columns"]["published"]
+    ours = np.array(LOSSES["streaming_diloco"]) - 0.25
+    theirs = np.array(LOSSES["diloco"])
+    assert column["difference"]["mean"] == pytest.approx(np.mean(ours - theirs))
+    steps = 32 * (4 - theirs) / (4 - ours)
+    assert column["steps_to_reference"]["mean"] == pytest.approx(np.mean(steps))
+    text = (tmp_path / "next" / "report.md").read_text()
+    assert f"The reference is diloco H 16 float32, published, of {kept}; " in text
+    assert "| reference |" not in text  # It has no line of its own.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--reference_from=none.json"],
+         "error: --reference_from=none.json cannot be read (No such file"),
+        (["--reference_from={folder}/rows.jsonl"],
+         "error: --reference_from={folder}/rows.jsonl cannot be read ("),
+        (["--reference_from={kept}", "--reference=method=cocodc"],
+         "error: --reference='method=cocodc' is no cell of {kept}; they are streaming"),
+        (["--reference_from={kept}", "--reference_column=tuned"],
+         "error: --reference_column='tuned' was not run for diloco H 16 float32 of "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("before_training", [False, True])
+def test_references_that_are_refused(words, message, before_training, kept, call):
+    folder = kept.parent / "first"
+    (folder / "grid.toml").write_text(GRID)
+    words = [word.format(folder=folder, kept=kept) for word in words]
+    first = f"--grid={folder}/grid.toml" if before_training else "--report"
+    code, _, err = call(sweep, first, f"--workdir={folder}", *words)
+    assert code == 2
+    assert err.startswith(message.format(folder=folder, kept=kept))
+    assert err.count("\n") == 1
+
+
+def test_losses_of_another_model_are_no_reference(kept):
+    message = f"reference_from={kept} has num_layers=4, where these runs have 3: losses"
+    configs = [
+        row["config"] | {"model": row["config"]["model"] | {"num_layers": 3}}
+        for row in rows.read(kept.parent / "first")
+    ]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reference.read(str(kept), "method=diloco", "published", configs)
+    one_is_the_same = [*configs, rows.read(kept.parent / "first")[0]["config"]]
+    held = reference.read(str(kept), "method=diloco", "published", one_is_the_same)
+    assert held.label == "diloco H 16 float32"
+
+
+def test_the_results_that_are_here_are_references():
+    folder = pathlib.Path(__file__).parents[2] / "experiments" / "results"
+    found = results.load(folder / "one_bit.json")
+    held = reference.find(found, "method=diloco").columns["published"]
+    assert [row["seed"] for row in held.rows] == [0, 1, 2, 3, 4]
+    assert held.loss.mean == pytest.approx(1.814, abs=5e-4)
