@@ -12,7 +12,7 @@ import math
 import re
 
 from cocodc_jax.compiled.hlo import Computation, Instruction
-from cocodc_jax.models.attention import splash_share
+from cocodc_jax.models import splash
 
 _SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
 
@@ -50,8 +50,7 @@ def splash_flops(name: str, operands: list[tuple[str, tuple[int, ...]]]) -> floa
         for dtype, dims in operands
         if len(dims) >= 3 and dtype in ("bf16", "f32", "bfloat16", "float32")
     ][:2]
-    share = splash_share(length, num_own)
-    pairs = math.prod(batch) * num_own * length * share
+    pairs = math.prod(batch) * num_own * length * splash.share(length, num_own)
     return 2.0 * _SPLASH[kernel[1]] * pairs * width
 
 

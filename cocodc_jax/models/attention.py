@@ -1,6 +1,8 @@
 """Causal attention, by the kernel that a platform has for it.
 
     plain    XLA's own: scores of all pairs of positions exist, `H L^2` a sequence
+    blocks   the same for two or four blocks of queries, each with the keys that it may
+             see: 3/4 or 5/8 of the pairs
     cudnn    flash attention (arXiv 2205.14135) of NVIDIA's cuDNN
     splash   the same as a Pallas kernel for TPUs (`jax.experimental.pallas`)
 
@@ -10,23 +12,23 @@ the forward pass kept, its result and a number for each row.
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from cocodc_jax.models import splash
 from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.models.layout import own_share
 
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
 # Features of a head that cuDNN takes: a multiple, up to so many; before Hopper to half.
 HEAD_MULTIPLE, MOST_HEAD_WIDTH = 8, 256
 _AMPERE, _HOPPER = 8, 9  # first numbers of NVIDIA's compute capabilities
-# Positions of a block of splash attention, at most and at least.
-MOST_BLOCK, LEAST_BLOCK = 512, 128
+# Blocks of queries of plain attention: how many, and positions of one at least. More
+# are more products of few rows, and more to compile.
+BLOCKS, LEAST_QUERIES = (4, 2), 64
 
 
 def attend(
@@ -43,13 +45,18 @@ def attend(
       query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
       key_BLKd: of K heads, each for H / K of the query's, and of all positions.
       value_BLKd: as many.
-      kernel: plain, cudnn, splash; auto is plain, as nothing here knows the device.
+      kernel: plain, blocks, cudnn, splash; auto is plain, as nothing here knows the
+        device.
       sequence: mesh axis over which the query's positions lie, inside a
-        `jax.shard_map`; None is none. Not for cudnn.
+        `jax.shard_map`; None is none. Not for cudnn and blocks.
       interpret: whether splash is carried out as any platform can, slowly.
     """
     if kernel == "splash":
-        return _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret)
+        return splash.attend(
+            query_BLHd, key_BLKd, value_BLKd, ATTENTION, sequence, interpret
+        )
+    if kernel == "blocks":
+        return _in_blocks(query_BLHd, key_BLKd, value_BLKd)
     if kernel != "cudnn":
         num_own = query_BLHd.shape[1]
         first = jax.lax.axis_index(sequence) * num_own if sequence else 0
@@ -95,6 +102,34 @@ def _plain(
     return jnp.moveaxis(mixed_BKGLd, 3, 1).reshape(shape)
 
 
+def _in_blocks(
+    query_BLHd: jax.Array, key_BLKd: jax.Array, value_BLKd: jax.Array
+) -> jax.Array:
+    """Attend as `_plain` does, without most of the pairs that the mask hides."""
+    length = query_BLHd.shape[1]
+    size = length // num_blocks(length)
+    mixed = [
+        _plain(
+            query_BLHd[:, start : start + size],
+            key_BLKd[:, : start + size],
+            value_BLKd[:, : start + size],
+            start + jnp.arange(size),
+        )
+        for start in range(0, length, size)
+    ]
+    return jnp.concatenate(mixed, axis=1)
+
+
+def num_blocks(length: int) -> int:
+    """Return the blocks of queries that plain attention is cut into.
+
+    >>> num_blocks(1024), num_blocks(128), num_blocks(127)
+    (4, 2, 1)
+    """
+    fitting = (n for n in BLOCKS if length % n == 0 and length // n >= LEAST_QUERIES)
+    return next(fitting, 1)
+
+
 def choose(
     config: TransformerConfig,
     platform: str,
@@ -121,13 +156,25 @@ def choose(
     """
     is_gpu = platform in ("gpu", "cuda")
     against = {
+        "plain": (),
+        "blocks": (
+            (
+                f"knows no positions that lie over sequence_axis={sequence_axis}",
+                sequence_axis > 1,
+            ),
+            (
+                f"is plain attention where sequence_length={length} makes no blocks of "
+                f"{LEAST_QUERIES}",
+                num_blocks(length) == 1,
+            ),
+        ),
         "splash": (
             ("runs on TPUs only", platform != "tpu"),
             (
-                f"takes lengths that are multiples of {LEAST_BLOCK}, and "
+                f"takes lengths that are multiples of {splash.LEAST_BLOCK}, and "
                 f"sequence_length={length}"
                 + (f" over sequence_axis={sequence_axis}" * (sequence_axis > 1)),
-                length % (LEAST_BLOCK * sequence_axis) != 0,
+                length % (splash.LEAST_BLOCK * sequence_axis) != 0,
             ),
         ),
         "cudnn": (
@@ -150,15 +197,17 @@ def choose(
             ),
         ),
     }
-    of_all = (
+    of_kernels = (
         ("is not for pipelines", not is_divided),
         ("has no second derivatives, which the method takes", needs_forward_mode),
     )
+    auto = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash", "cpu": "blocks"}
     wanted = config.attention
     if wanted == "auto":
-        wanted = "cudnn" if is_gpu else "splash" if platform == "tpu" else "plain"
-    reasons = [text for text, is_so in (*against.get(wanted, ()), *of_all) if is_so]
-    if wanted == "plain" or (reasons and config.attention == "auto"):
+        wanted = auto.get(platform, "plain")
+    of_all = of_kernels if wanted in ("cudnn", "splash") else ()
+    reasons = [text for text, is_so in (*against[wanted], *of_all) if is_so]
+    if reasons and config.attention == "auto":
         return dataclasses.replace(config, attention="plain")
     if reasons:
         raise ValueError(
@@ -180,84 +229,3 @@ def head_width_of(device: Any) -> int:
     if not generation.isdecimal() or int(generation) < _AMPERE:
         return 0
     return MOST_HEAD_WIDTH // 2 if int(generation) < _HOPPER else MOST_HEAD_WIDTH
-
-
-def splash_share(length: int, num_own: int | None = None) -> float:
-    """Return the share of all pairs of positions that splash attention computes.
-
-    Args:
-      length: of the sequence.
-      num_own: positions of it on each of the devices that share it, of which the
-        average is meant; None is all.
-
-    >>> splash_share(512), splash_share(2048)
-    (1.0, 0.625)
-    """
-    num_blocks = length // _block(num_own or length)
-    return (num_blocks + 1) / (2 * num_blocks)
-
-
-def _block(length: int) -> int:
-    return next(
-        size
-        for size in (MOST_BLOCK, MOST_BLOCK // 2, LEAST_BLOCK)
-        if length % size == 0
-    )
-
-
-def _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret) -> jax.Array:
-    _, num_own, num_heads, head_width = query_BLHd.shape
-    length = key_BLKd.shape[1]
-    run = _splash_kernel(length, length // num_own, num_heads, interpret)
-    if sequence is not None:
-        run = _own_blocks(run, sequence)
-    query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
-    heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
-    mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
-    return mixed_BHLd.swapaxes(1, 2)
-
-
-def _own_blocks(kernel, sequence: str):
-    """Take, of a kernel for sequences that devices share, what one of them computes.
-
-    As its `manual_sharding_spec` would lay it out: blocks of the mask and positions by
-    those of the query; the mask of a block on the diagonal is the same for all.
-    """
-
-    def own(x, axis: int):
-        return None if x is None else own_share(jnp.asarray(x), sequence, axis)
-
-    def of(info):
-        return info and info._replace(
-            data_next=own(info.data_next, 1),
-            mask_next=own(info.mask_next, 1),
-            block_mask=own(info.block_mask, 1),
-            q_sequence=own(info.q_sequence, 0),
-        )
-
-    infos, kwargs = kernel.tree_flatten()
-    return type(kernel).tree_unflatten(kwargs, [of(info) for info in infos])
-
-
-def _splash_kernel(length: int, num_shards: int, num_heads: int, interpret: bool):
-    # Half a second to import, which only a TPU's program needs.
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
-
-    block = _block(length // num_shards)
-    names = (
-        "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
-        "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
-    )  # fmt: skip
-    return splash.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads),
-        block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
-        head_shards=1,
-        q_seq_shards=num_shards,
-        residual_checkpoint_name=ATTENTION,
-        interpret=interpret,
-    )

@@ -9,7 +9,7 @@ MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
 REMAT_POLICIES = ("none", "dots", "attention", "full", "offload")
-ATTENTIONS = ("auto", "plain", "cudnn", "splash")
+ATTENTIONS = ("auto", "plain", "blocks", "cudnn", "splash")
 BACKWARDS = ("auto", "plain", "cpu")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
@@ -49,8 +49,10 @@ class TransformerConfig:
         blocks only. "offload" keeps what "attention" does, but in the memory of the
         accelerator's host, which takes it in as backward comes to it; a flash
         kernel's forward pass is then computed again.
-      attention: "plain" holds the scores of all pairs of positions; "cudnn" (GPUs,
-        bfloat16) and "splash" (TPUs) are flash kernels; "auto" is the platform's own.
+      attention: "plain" holds the scores of all pairs of positions; "blocks" is the
+        same for a few blocks of queries, which leaves out most of the pairs that
+        are masked; "cudnn" (GPUs, bfloat16) and "splash" (TPUs) are flash kernels;
+        "auto" is the platform's own, blocks on CPUs.
       backward: gradients of products with weights, and of norms: "plain" as JAX derives
         them, "cpu" in the order in which CPUs are quick, which forward mode cannot
         differentiate; "auto" is the platform's own in a run, and plain elsewhere.

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.models import get
-from cocodc_jax.models.attention import attend, choose, head_width_of, splash_share
+from cocodc_jax.models import get, splash
+from cocodc_jax.models.attention import attend, choose, head_width_of, num_blocks
 
 
 @pytest.mark.parametrize("sequence", [None, "sequence"])
@@ -88,6 +88,37 @@ def test_plain_attention_is_that_of_jax(kv_heads, dtype, tolerance):
     )
 
 
+@pytest.mark.parametrize("length", [130, 256])
+def test_blocks_of_queries_are_plain_attention_of_fewer_pairs(length):
+    """With two query heads a key: values, gradients, and those differentiated again."""
+    rng = np.random.default_rng(2)
+    query, key, value, weight = (
+        jnp.asarray(rng.normal(size=(2, length, heads, 8)), jnp.float32)
+        for heads in (4, 2, 2, 4)
+    )
+
+    def compiled(kernel):
+        def gradient(*qkv):
+            return jax.grad(lambda *x: jnp.vdot(attend(*x, kernel), weight), (0, 1, 2))(
+                *qkv
+            )
+
+        def everything(*qkv):
+            return attend(*qkv, kernel), jax.jvp(gradient, qkv, qkv)
+
+        return jax.jit(everything).lower(query, key, value).compile()
+
+    plain, blocks = compiled("plain"), compiled("blocks")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        blocks(query, key, value),
+        plain(query, key, value),
+    )
+    flops = [program.cost_analysis()["flops"] for program in (blocks, plain)]
+    pairs = {2: 3 / 4, 4: 5 / 8}[num_blocks(length)]
+    assert flops[0] / flops[1] == pytest.approx(pairs, rel=0.03)
+
+
 def test_plain_attention_of_large_scores_is_finite():
     """The largest score of a row is taken off before the exponential."""
     x = 300 * jax.random.normal(jax.random.key(0), (1, 9, 2, 16))
@@ -103,7 +134,12 @@ FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
 @pytest.mark.parametrize(
     ("config", "platform", "length", "flags", "expected"),
     [
-        (SMALL, "cpu", 1024, {}, "plain"),
+        (SMALL, "cpu", 1024, {}, "blocks"),
+        (SMALL, "cpu", 1024, {"is_divided": False}, "blocks"),
+        (SMALL, "cpu", 1024, {"needs_forward_mode": True}, "blocks"),
+        (SMALL, "cpu", 1024, {"sequence_axis": 2}, "plain"),
+        (SMALL, "cpu", 127, {}, "plain"),
+        (SMALL, "rocm", 1024, {}, "plain"),
         (SMALL, "tpu", 1024, {}, "splash"),
         (SMALL, "tpu", 1000, {}, "plain"),
         (SMALL, "tpu", 1024, {"is_divided": False}, "plain"),
@@ -160,6 +196,14 @@ def test_the_platform_chooses(config, platform, length, flags, expected):
             "attention='cudnn' knows no positions that lie over sequence_axis=2; use",
         ),
         (
+            {"attention": "blocks"}, "cpu", 256, {"sequence_axis": 2},
+            "attention='blocks' knows no positions that lie over sequence_axis=2; use",
+        ),
+        (
+            {"attention": "blocks"}, "cpu", 100, {},
+            "'blocks' is plain attention where sequence_length=100 makes no blocks of",
+        ),
+        (
             {"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
             "attention='cudnn' is not for pipelines; use",
         ),
@@ -197,9 +241,9 @@ def test_gpus_without_a_kernel_have_plain_attention(capability):
 
 
 def test_blocks_above_the_diagonal_are_left_out():
-    assert splash_share(128) == 1
-    assert splash_share(1024) == 3 / 4
-    assert splash_share(384) == 4 / 6
+    assert splash.share(128) == 1
+    assert splash.share(1024) == 3 / 4
+    assert splash.share(384) == 4 / 6
     # Of two devices the first computes one block of four, the second two.
-    assert splash_share(1024, 512) == 3 / 4
-    assert splash_share(512, 256) == 3 / 4
+    assert splash.share(1024, 512) == 3 / 4
+    assert splash.share(512, 256) == 3 / 4

@@ -1,0 +1,111 @@
+"""Splash attention, JAX's Pallas kernel for TPUs, on the positions of a device."""
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.models.layout import own_share
+
+# Positions of a block, at most and at least.
+MOST_BLOCK, LEAST_BLOCK = 512, 128
+
+
+def share(length: int, num_own: int | None = None) -> float:
+    """Return the share of all pairs of positions that splash attention computes.
+
+    Args:
+      length: of the sequence.
+      num_own: positions of it on each of the devices that share it, of which the
+        average is meant; None is all.
+
+    >>> share(512), share(2048)
+    (1.0, 0.625)
+    """
+    num_blocks = length // _block(num_own or length)
+    return (num_blocks + 1) / (2 * num_blocks)
+
+
+def _block(length: int) -> int:
+    return next(
+        size
+        for size in (MOST_BLOCK, MOST_BLOCK // 2, LEAST_BLOCK)
+        if length % size == 0
+    )
+
+
+def attend(
+    query_BLHd: jax.Array,
+    key_BLKd: jax.Array,
+    value_BLKd: jax.Array,
+    name: str,
+    sequence: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return what each position gathers from itself and those before it.
+
+    Args:
+      query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
+      key_BLKd: of K heads, each for H / K of the query's, and of all positions.
+      value_BLKd: as many.
+      name: of what the forward pass keeps, for policies of rematerialisation.
+      sequence: mesh axis over which the query's positions lie, inside a
+        `jax.shard_map`; None is none.
+      interpret: whether it is carried out as any platform can, slowly.
+    """
+    _, num_own, num_heads, head_width = query_BLHd.shape
+    length = key_BLKd.shape[1]
+    run = _kernel(length, length // num_own, num_heads, name, interpret)
+    if sequence is not None:
+        run = _own_blocks(run, sequence)
+    query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
+    heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
+    mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
+    return mixed_BHLd.swapaxes(1, 2)
+
+
+def _own_blocks(kernel, sequence: str):
+    """Take, of a kernel for sequences that devices share, what one of them computes.
+
+    As its `manual_sharding_spec` would lay it out: blocks of the mask and positions by
+    those of the query; the mask of a block on the diagonal is the same for all.
+    """
+
+    def own(x, axis: int):
+        return None if x is None else own_share(jnp.asarray(x), sequence, axis)
+
+    def of(info):
+        return info and info._replace(
+            data_next=own(info.data_next, 1),
+            mask_next=own(info.mask_next, 1),
+            block_mask=own(info.block_mask, 1),
+            q_sequence=own(info.q_sequence, 0),
+        )
+
+    infos, kwargs = kernel.tree_flatten()
+    return type(kernel).tree_unflatten(kwargs, [of(info) for info in infos])
+
+
+def _kernel(length: int, num_shards: int, num_heads: int, name: str, interpret: bool):
+    # Half a second to import, which only a TPU's program needs.
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    block = _block(length // num_shards)
+    names = (
+        "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
+        "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
+    )  # fmt: skip
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
+        head_shards=1,
+        q_seq_shards=num_shards,
+        residual_checkpoint_name=name,
+        interpret=interpret,
+    )
