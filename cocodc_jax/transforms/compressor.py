@@ -32,9 +32,9 @@ class Compressor:
       name: how configurations and reports call it.
       init: `init(tree) -> state`, `()` for a compressor without memory.
       encode: `encode(tree, state, key=None) -> (message, state)`; leaves are float
-        arrays of any shape; `key` is needed by stochastic rounding only. A compressor
-        with memory raises ValueError for a state that is not its own, or of another
-        tree.
+        arrays of any shape, of any dtype for `identity` alone, or ValueError is
+        raised; `key` is needed by stochastic rounding only. A compressor with memory
+        raises ValueError for a state that is not its own, or of another tree.
       decode: `decode(message) -> tree`, with the structure, shapes and dtypes encoded.
       is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
     """
@@ -84,6 +84,7 @@ def per_leaf(
     name: str,
     encode_leaf: Callable[[jax.Array, jax.Array | None], Any],
     decode_leaf: Callable[[Any, tuple[int, ...]], jax.Array],
+    is_exact: bool = False,
 ) -> Compressor:
     """Lift a pair of functions on one array to a compressor of trees, without state.
 
@@ -91,9 +92,12 @@ def per_leaf(
       name: of the compressor.
       encode_leaf: `(leaf, key or None) -> arrays`.
       decode_leaf: `(arrays, shape) -> leaf`, any dtype and any shape of that size.
+      is_exact: whether nothing is lost, so that leaves may be of any dtype.
     """
 
     def encode(tree, state, key=None):
+        if not is_exact:
+            check_floats(name, tree)
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         keys = [None] * len(leaves)
         if key is not None and leaves:
@@ -121,7 +125,26 @@ def map_packed(decode_leaf: Callable[[Packed], jax.Array], message):
 
 def identity() -> Compressor:
     """Send every leaf as it is."""
-    return per_leaf("identity", lambda x, key: x, lambda arrays, shape: arrays)
+    return per_leaf("identity", lambda x, key: x, lambda arrays, shape: arrays, True)
+
+
+def check_floats(name: str, tree: Any) -> None:
+    """Refuse leaves that rounding would spoil, such as counters.
+
+    Args:
+      name: of the compressor.
+      tree: given to `encode`.
+
+    Raises:
+      ValueError: naming the leaf and its dtype.
+    """
+    for path, x in named_leaves(tree):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise ValueError(
+                f"{name} takes float arrays, but the leaf {path!r} is of dtype "
+                f"{jnp.result_type(x)}, which it would round; encode such leaves by "
+                "identity(), or leave them out"
+            )
 
 
 def check_compressor(argument: str, value: Any) -> None:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from cocodc_jax.transforms.compressor import (
     Compressor,
     Packed,
+    check_floats,
     check_state,
     map_packed,
     matrix_shape,
@@ -73,6 +74,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         return LowRankState(start(tree, rank))
 
     def encode(tree, state, key=None):
+        check_floats(name, tree)
         shapes = [_right_shape(path, x, rank) for path, x in named_leaves(tree)]
         shapes = [(0,) if shape is None else shape for shape in shapes]  # Of ().
         check_state(name, state, LowRankState, lambda s: s.right, tree, shapes)

@@ -23,6 +23,7 @@ import numpy as np
 from cocodc_jax.transforms.compressor import (
     Compressor,
     Packed,
+    check_floats,
     check_state,
     map_packed,
     stateless,
@@ -90,6 +91,7 @@ def threshold(
         return ThresholdState(jnp.zeros([], jnp.int32), zeros)
 
     def encode(tree, state, key=None):
+        check_floats(name, tree)
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         shapes = [()] * len(leaves)
         check_state(name, state, ThresholdState, lambda s: s.thresholds, tree, shapes)

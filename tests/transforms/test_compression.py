@@ -293,6 +293,22 @@ def test_a_state_that_is_not_its_own_is_refused(text, kind):
         built.encode({"w": x["w"]}, built.init(x))
 
 
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_counters_are_not_rounded(text):
+    """Integers come back as they were, or are refused by name."""
+    known = compression.parse(text)
+    tree = {"count": jnp.arange(12), "w": jnp.ones((4, 3))}
+    if text == "identity":
+        back = known.decode(known.encode(tree, known.init(tree))[0])
+        np.testing.assert_array_equal(back["count"], tree["count"])
+        return
+    message = "takes float arrays, but the leaf 'count' is of dtype int32, which it"
+    if "matrices" in text:  # Vectors go whole.
+        tree = {"count": jnp.ones((4, 3), int)}
+    with pytest.raises(ValueError, match=message):
+        known.encode(tree, known.init(tree), jax.random.key(0))
+
+
 @pytest.mark.parametrize("text", ["ef+topk:0.5", "lowrank:1"])
 def test_a_state_of_other_shapes_is_refused(text):
     """That could be broadcast, or folded otherwise."""
