@@ -155,13 +155,14 @@ def choose(
       ValueError: if that kernel cannot be had, naming what stands against it.
     """
     is_gpu = platform in ("gpu", "cuda")
+    no_sequence = (
+        f"knows no positions that lie over sequence_axis={sequence_axis}",
+        sequence_axis > 1,
+    )
     against = {
         "plain": (),
         "blocks": (
-            (
-                f"knows no positions that lie over sequence_axis={sequence_axis}",
-                sequence_axis > 1,
-            ),
+            no_sequence,
             (
                 f"is plain attention where sequence_length={length} makes no blocks of "
                 f"{LEAST_QUERIES}",
@@ -180,10 +181,7 @@ def choose(
         "cudnn": (
             ("runs on GPUs only", not is_gpu),
             ("is not made for this GPU", is_gpu and not most_head_width),
-            (
-                f"knows no positions that lie over sequence_axis={sequence_axis}",
-                sequence_axis > 1,
-            ),
+            no_sequence,
             (
                 f"computes in bfloat16, and compute_dtype={config.compute_dtype!r}",
                 config.compute_dtype != "bfloat16",

@@ -35,24 +35,10 @@ def _block(length: int) -> int:
     )
 
 
-def attend(
-    query_BLHd: jax.Array,
-    key_BLKd: jax.Array,
-    value_BLKd: jax.Array,
-    name: str,
-    sequence: str | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Return what each position gathers from itself and those before it.
+def attend(query_BLHd, key_BLKd, value_BLKd, name, sequence, interpret) -> jax.Array:
+    """Attend as `attention.attend` does.
 
-    Args:
-      query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
-      key_BLKd: of K heads, each for H / K of the query's, and of all positions.
-      value_BLKd: as many.
-      name: of what the forward pass keeps, for policies of rematerialisation.
-      sequence: mesh axis over which the query's positions lie, inside a
-        `jax.shard_map`; None is none.
-      interpret: whether it is carried out as any platform can, slowly.
+    What the forward pass keeps goes by `name`, for policies of rematerialisation.
     """
     _, num_own, num_heads, head_width = query_BLHd.shape
     length = key_BLKd.shape[1]
