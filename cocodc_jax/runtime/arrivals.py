@@ -32,11 +32,6 @@ from cocodc_jax.runtime.state import (
     RegionState,
     SyncState,
 )
-from cocodc_jax.runtime.step_and_merge import (
-    arguments,
-    make_step_and_merge,
-    step_and_merge,
-)
 from cocodc_jax.runtime.turns import AppliedSync, Turn, Turns
 from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
@@ -114,11 +109,6 @@ class Arrivals:
           batch: of the last one trained on, `[R, ...]`.
         """
         k, setting = fragment_id, self._setting
-        if setting.steps_in_merge:
-            assert isinstance(self._outer, SharedOuterModel)
-            flight = self._outer.abstract_flight(k)
-            flight = flight._replace(kept={**flight.kept, **copies})
-            return arguments(setting, k, region, sync, flight, batch, 1, 0)
         step = jax.ShapeDtypeStruct((), np.int32)
         everyone = jax.ShapeDtypeStruct(
             (setting.regions.num,), bool, sharding=setting.shardings.region.key
@@ -159,13 +149,9 @@ class Arrivals:
         turn.sync = dataclasses.replace(turn.sync, in_flight=flights)
         if done is None:
             self._remember(turn, k, flight)
-            if self._setting.steps_in_merge:
-                program = self.merges[k]
-                done = step_and_merge(self._setting, program, turn, event, flight)
-            else:
-                norm = self._receive(turn, k, flight)
-                flight = self._restore_left_out(turn, event, flight)
-                done = Finished(norm, self._merge_in(turn, event, flight))
+            norm = self._receive(turn, k, flight)
+            flight = self._restore_left_out(turn, event, flight)
+            done = Finished(norm, self._merge_in(turn, event, flight))
         norm, metrics = done
         num_bytes = 0
         if start_step > 0:  # Not a stale schedule's message of zero.
@@ -213,9 +199,6 @@ class Arrivals:
         return slot if slot > turn.step else None
 
     def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
-        if self._setting.steps_in_merge:
-            assert isinstance(self._outer, SharedOuterModel)
-            return make_step_and_merge(self._setting, self._outer, fragment_id)
         where = self._setting.shardings.region
         only = merging(self._setting, fragment_id, where)
         return jax.jit(
@@ -290,13 +273,8 @@ class Arrivals:
     def _observe(
         self, turn: Turn, event: Event, flight: InFlight, norm: jax.Array
     ) -> None:
-        """Keep what the schedule needs to know of an applied mean.
-
-        Its norm as it was told along with it, if it was: nobody waits for the merge.
-        """
-        k, norms = event.fragment_id, dict(turn.sync.norms)
-        norm = norms.pop(event.sync_id, norm)
-        turn.sync = dataclasses.replace(turn.sync, norms=norms)
+        """Keep what the schedule needs to know of an applied mean."""
+        k = event.fragment_id
         seen = {needs.NORM: norm, "times": flight.kept.get("times")}
         wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
         if self._is_seen:  # Not part of the outer step, which regions wait for.

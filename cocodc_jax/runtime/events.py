@@ -24,6 +24,7 @@ from cocodc_jax.runtime.departures import Departures
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import is_cpu
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.embedded import embeds
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.model_state import make_average
 from cocodc_jax.runtime.exchange.moments import MomentPrograms
@@ -41,6 +42,7 @@ from cocodc_jax.runtime.state import (
     SyncState,
     TrainState,
 )
+from cocodc_jax.runtime.stretches import Done, Stretches
 from cocodc_jax.runtime.turns import AppliedSync, Times, Turn, Turns
 from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
@@ -68,6 +70,7 @@ class SyncPrograms:
         route: Route,
         optimizer: optax.GradientTransformation,
         steps: InnerSteps,
+        fuse_syncs: str,
     ):
         """Wrap every program in one jit.
 
@@ -75,7 +78,8 @@ class SyncPrograms:
           setting: of the run.
           route: that messages take.
           optimizer: the inner optimizer.
-          steps: the inner steps, for windows.
+          steps: the inner steps, for windows and stretches.
+          fuse_syncs: of the transport.
 
         Raises:
           ValueError: if a part of the method needs what is not given.
@@ -113,6 +117,11 @@ class SyncPrograms:
         self._arrivals = Arrivals(
             setting, route, self._outer, self._departures, self._restore, self._turns
         )
+        self._stretches = None
+        if embeds(setting, fuse_syncs):
+            assert isinstance(self._outer, SharedOuterModel)
+            sent_bytes = self._departures.sent_bytes
+            self._stretches = Stretches(setting, self._outer, steps, sent_bytes)
         shardings = setting.shardings
         self._copy = [
             jax.jit(
@@ -176,6 +185,31 @@ class SyncPrograms:
             states = (region.model_state, self._judged(region))
             found.append(Listed("mean of model state", self._average_state, states))
         return found
+
+    @property
+    def embeds(self) -> bool:
+        """Whether events are among the inner steps, see `embedded.py`."""
+        return self._stretches is not None
+
+    def run_stretch(
+        self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
+    ) -> tuple[TrainState, Done]:
+        """Run inner steps with all their events; see `Stretches.run`."""
+        assert self._stretches is not None
+        assert state.sync is not None
+        if state.sync.observed:  # Of what has landed before.
+            state = dataclasses.replace(state, sync=self.synchronize(state.sync))
+        return self._stretches.run(state, batches, counted, num_steps)
+
+    def listed_stretch(
+        self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
+    ) -> Listed:
+        """List the program of `run_stretch`; see `Stretches.listed`."""
+        assert self._stretches is not None
+        assert state.sync is not None
+        return self._stretches.listed(
+            state.region, state.sync, batches, counted, num_steps
+        )
 
     def after_steps(
         self,
@@ -263,7 +297,6 @@ class SyncPrograms:
             turn.sync,
             schedule=self._schedule.landed(schedule),
             in_flight={},
-            norms={},
         )
         sent = state.bytes_sent + turn.bytes_sent
         landed = dataclasses.replace(
@@ -272,15 +305,11 @@ class SyncPrograms:
         return landed, dropped
 
     def synchronize(self, sync: SyncState) -> SyncState:
-        """Tell the schedule of every update applied; waits for what it needs.
-
-        Norms of what is in flight are made by the merge from here on, as they are in a
-        run that is restored here: another program may round the last bit otherwise.
-        """
+        """Tell the schedule of every update applied; waits for what it needs."""
         schedule = sync.schedule
         for applied in self.read(sync):
             schedule = self._schedule.learn(schedule, applied)
-        return dataclasses.replace(sync, schedule=schedule, observed=(), norms={})
+        return dataclasses.replace(sync, schedule=schedule, observed=())
 
     def read(self, sync: SyncState) -> list[Applied]:
         """Read what the schedule has not been told; waits for it."""

@@ -242,4 +242,5 @@ def _syncs(
         given.is_fused,
     )
     route = given.transport.route(setting, given.route)
-    return route, SyncPrograms(setting, route, given.optimizer, inner)
+    fuse_syncs = given.transport.fuse_syncs
+    return route, SyncPrograms(setting, route, given.optimizer, inner, fuse_syncs)

@@ -44,12 +44,16 @@ class Output(NamedTuple):
     Attributes:
       losses: float32, or wider where the loss is, `[T, R]`.
       aux: the loss function's aux, each `[T, R]`.
-      syncs: the syncs applied after the last step.
+      syncs: the syncs that were applied, after the last step or, where events are among
+        the inner steps, after any of them.
+      bytes_sent: bytes one region had sent by the end of each step, its events
+        included.
     """
 
     losses: jax.Array
     aux: dict[str, jax.Array]
     syncs: tuple[AppliedSync, ...]
+    bytes_sent: tuple[int, ...]
 
 
 class RegionProgram:
@@ -130,6 +134,8 @@ class RegionProgram:
         self._first, self._batches, self._read = parts.first, parts.batches, parts.read
         self._steps, self._syncs = parts.steps, parts.syncs
         self._corrects = parts.corrects
+        # The syncs, where they are among the inner steps.
+        self._embedded = parts.syncs if parts.syncs and parts.syncs.embeds else None
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
@@ -208,12 +214,15 @@ class RegionProgram:
         outer = (state.sync.outer,) if self._corrects and state.sync else ()
         steps = (state.region, batches, participating, counted, *outer)
         sent_bytes = num_steps * self.bytes_per_step
+        inner = Listed("inner steps", self._steps, steps, sent_bytes, num_steps)
+        if self._embedded is not None:
+            inner = self._embedded.listed_stretch(state, batches, counted, num_steps)
         found = [
             Listed("first state", self._first.make, (params, self._first.shapes[1])),
-            Listed("inner steps", self._steps, steps, sent_bytes, num_steps),
+            inner,
             Listed("mean of regions", self._read.mean, (state.region.params,)),
         ]
-        if self._syncs is None or state.sync is None:
+        if self._embedded or self._syncs is None or state.sync is None:
             return found
         return found + self._syncs.listed(
             state.region, state.sync, batches, participating
@@ -229,6 +238,18 @@ class RegionProgram:
         if self.method.sync is None or state.sync is None:
             return None
         return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
+
+    def steps_at_once(self, state: TrainState) -> int | None:
+        """Return the inner steps that `advance` can do at once; None is any number.
+
+        Up to the next event; where events are among the inner steps, up to the end of
+        the interval.
+        """
+        if self._embedded is not None:
+            assert self.method.schedule is not None
+            interval = self.method.schedule.sync_interval
+            return interval - state.step % interval
+        return self.steps_to_event(state)
 
     def put_batches(self, batches: PyTree) -> PyTree:
         """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
@@ -250,52 +271,81 @@ class RegionProgram:
         Args:
           state: donated.
           batches: leaves `[T, R, B, ...]`, on the mesh or on the host; T at most
-            `steps_to_event(state)`.
+            `steps_at_once(state)`.
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
           on_steps: takes the step that the inner steps lead to, and their losses, as
             soon as they are handed out: the events may wait for other jobs.
 
         Raises:
-          ValueError: if T would run past an event, `batches` does not have the regions
-            along its second axis, or `state` was donated before.
+          ValueError: if T is more than can be done at once, `batches` does not have the
+            regions along its second axis, or `state` was donated before.
         """
         checks.check_alive(state)
         num_steps = self._batches.num_steps(batches)
-        limit = self.steps_to_event(state)
+        limit = self.steps_at_once(state)
         if limit is not None and num_steps > limit:
             raise ValueError(
-                f"{num_steps} steps run past the event {limit} steps ahead; pass at "
-                "most `steps_to_event(state)`"
+                f"{num_steps} steps are more than the {limit} that can be done at "
+                "once; pass at most `steps_at_once(state)`"
             )
         batches, counted = self._batches.for_steps(batches)
-        room = len(jax.tree.leaves(batches)[0])
+        before, step = state.bytes_sent, state.step + num_steps
+        if self._embedded is not None:
+            state, done = self._embedded.run_stretch(state, batches, counted, num_steps)
+            losses, aux = self._of_steps(done.outputs, num_steps)
+            state = dataclasses.replace(state, step=step)
+            on_steps(step, losses)
+            syncs, of_events = done.syncs, done.bytes_sent
+        else:
+            state, outputs, finished = self._inner_steps(
+                state, batches, counted, num_steps
+            )
+            losses, aux = self._of_steps(outputs, num_steps)
+            state = dataclasses.replace(state, step=step)
+            on_steps(step, losses)
+            syncs, of_events = (), (0,) * num_steps
+            if self._syncs is not None:
+                state, syncs = self._syncs.after_steps(
+                    state, batches, num_steps, times, finished
+                )
+                of_events = (*of_events[1:], state.bytes_sent - before)
+        sent = tuple(
+            before + i * self.bytes_per_step + more
+            for i, more in enumerate(of_events, start=1)
+        )
+        state = dataclasses.replace(state, bytes_sent=sent[-1])
+        return state, Output(losses, aux, syncs, sent)
+
+    def _inner_steps(
+        self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
+    ) -> tuple[TrainState, tuple, dict]:
+        """Run inner steps, with what leaves before them where that is one program.
+
+        Returns:
+          The state after them but for its step, `(losses, aux)` `[room, R]`, and what a
+          window did of syncs that arrive now.
+        """
         participating = None
         if not self.regions.are_even:
+            room = len(jax.tree.leaves(batches)[0])
             participating = self.regions.participating(state.step, room)
-        step, finished = state.step + num_steps, {}
-        window = None
         if self._syncs is not None and state.sync is not None:
+            step = state.step + num_steps
             window = self._syncs.run_window(state, batches, participating, step)
-        if window is not None:
-            state, (losses, aux), finished = window
-        else:
-            outer = (state.sync.outer,) if self._corrects and state.sync else ()
-            region, (losses, aux) = self._steps(
-                state.region, batches, participating, counted, *outer
-            )
-            if room > num_steps:
-                losses, aux = self._read.first((losses, aux), num_steps)
-            state = dataclasses.replace(state, region=region)
-        on_steps(step, losses)
-        sent = state.bytes_sent + num_steps * self.bytes_per_step
-        state = dataclasses.replace(state, step=step, bytes_sent=sent)
-        syncs: tuple[AppliedSync, ...] = ()
-        if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(
-                state, batches, num_steps, times, finished
-            )
-        return state, Output(losses, aux, syncs)
+            if window is not None:
+                return window
+        outer = (state.sync.outer,) if self._corrects and state.sync else ()
+        region, outputs = self._steps(
+            state.region, batches, participating, counted, *outer
+        )
+        return dataclasses.replace(state, region=region), outputs, {}
+
+    def _of_steps(self, outputs: tuple, num_steps: int) -> tuple:
+        """Return what `[room, R]` has of steps that were done, `[T, R]`."""
+        if jax.tree.leaves(outputs)[0].shape[0] > num_steps:
+            return self._read.first(outputs, num_steps)
+        return outputs
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
         """Go on from a state of another program of the same model.

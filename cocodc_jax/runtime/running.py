@@ -41,7 +41,7 @@ def run(
         raise ValueError(f"num_steps={num_steps!r} must be a whole number")
     stream, end = _stream(batches), state.step + num_steps
     while state.step < end:
-        ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
+        ahead = program.steps_at_once(state) or MAX_SCAN_STEPS
         num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
         batches = take_batches(stream, state.step, num_steps)
         state, output = program.advance(state, batches)

@@ -16,7 +16,6 @@ from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import Supplies
-from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.numerics import wide_dtype
 
@@ -61,20 +60,6 @@ class Setting:
     def is_measured(self) -> bool:
         """Whether what regions measure goes with their messages."""
         return self.sync.schedule.is_measured
-
-    @functools.cached_property
-    def steps_in_merge(self) -> bool:
-        """Whether a fragment's outer step and its merge are one program.
-
-        That is where the outer state lies beside the regions, and nobody asks for it
-        between the two.
-        """
-        return (
-            self.shardings.is_near
-            and isinstance(self.sync.outer, SharedOuter)
-            and self.sync.robust is None
-            and not self.sync.schedule.is_by_region
-        )
 
     @functools.cached_property
     def outer_shapes(self) -> tuple[Fragment, ...]:

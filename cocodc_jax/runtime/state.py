@@ -112,8 +112,6 @@ class SyncState:
       leaving: `Departure`s of this step that wait for the inner steps after it, see
         `runtime/fused.py`; no checkpoint has any.
       observed: applied updates that the schedule has not been told of.
-      norms: of means in flight, where they were told along with them. They can be made
-        of the means: no part of the tree, so of no checkpoint.
     """
 
     outer: OuterState
@@ -123,7 +121,6 @@ class SyncState:
     in_flight: dict[SyncId, InFlight] = dataclasses.field(default_factory=dict)
     observed: tuple[Observation, ...] = ()
     leaving: tuple[Any, ...] = ()
-    norms: dict[SyncId, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def num_in_flight(self) -> int:

@@ -129,28 +129,12 @@ class TestArrays:
     def test_where_the_outer_state_lies_changes_no_number(
         self, tiny, monkeypatch, name
     ):
-        """Nor that its step is part of the merge there."""
+        """Nor that events are among the inner steps there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
         monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
         apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
         tiny.assert_near(beside, apart)
-
-    def test_a_norm_is_told_before_the_merge_on_one_device(self, tiny):
-        """So a schedule that goes by it waits for no inner steps; it is no state."""
-        program = tiny.make_program("cocodc", make_mesh(4, devices=jax.devices()[:1]))
-        first, told, seen = tiny.start(program), {}, {}
-        for state, output in run(program, first, tiny.stream(0), 12):
-            told |= {k: np.asarray(x) for k, x in state.sync.norms.items()}
-            for sync in output.syncs:
-                seen[sync.fragment_id, sync.start_step] = np.asarray(sync.norm)
-            assert set(state.sync.norms) == set(state.sync.in_flight)
-        assert seen
-        assert told.keys() >= seen.keys()
-        tiny.assert_near({k: told[k] for k in seen}, seen)
-        copied = jax.tree.map(jnp.copy, state)
-        assert not copied.sync.norms
-        assert not program.synchronize(state).sync.norms
 
     def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
         params = jax.tree.map(
@@ -295,7 +279,7 @@ class TestCuts:
             return TrainState(None, step=state.step + len(batches)), len(batches)
 
         program = types.SimpleNamespace(
-            steps_to_event=lambda state: ahead, advance=advance
+            steps_at_once=lambda state: ahead, advance=advance
         )
         steps = run(program, TrainState(None), itertools.repeat(np.zeros(1)), 201)
         assert MAX_SCAN_STEPS == 100
@@ -437,7 +421,7 @@ class TestBadInput:
         program = tiny.shared_program("diloco")
         state = tiny.start(program)
         assert program.steps_to_event(state) == 2
-        with pytest.raises(ValueError, match="3 steps run past the event 2 steps"):
+        with pytest.raises(ValueError, match="3 steps are more than the 2 that can"):
             program.advance(state, stacked(tiny, 0, 3))
 
     def test_batches_that_end(self, tiny):

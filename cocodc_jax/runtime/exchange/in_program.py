@@ -23,13 +23,12 @@ from cocodc_jax.runtime.exchange.judged import abstract_verdict
 from cocodc_jax.runtime.exchange.outgoing import (
     Departure,
     abstract_sent,
-    mean_norm,
     start_step_of,
 )
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.needs import NORM, STAGED
+from cocodc_jax.sync.needs import STAGED
 
 PyTree = Any
 
@@ -66,8 +65,7 @@ class InProgram:
 
         Returns:
           The staged copy, if anyone needs it; the mean, on its way; what is told along
-          with it, see `abstract_told`, and where the schedule would have to wait for
-          the merge to know it, its norm; the compressors' state after it.
+          with it, see `abstract_told`; the compressors' state after it.
         """
         k, rank = departure.event.fragment_id, departure.event.rank
         if (k, rank) not in self._programs:
@@ -112,14 +110,10 @@ class InProgram:
             NamedSharding(self._setting.mesh, P()),
         )
         crossing = make_crossing(self._setting, fragment_id, rank)
-        schedule = self._setting.sync.schedule
-        tells_norm = self._setting.steps_in_merge and NORM in schedule.needs
 
         def sent(*arguments):
             staged, crossed, state = crossing.leave(*arguments)
             mean, told = crossing.arrive(crossed, arguments[-1])
-            if tells_norm:
-                told = {**told, NORM: mean_norm(jax.lax.optimization_barrier(mean))}
             return staged, mean, state, told
 
         return jax.jit(sent, out_shardings=out_shardings)

@@ -38,7 +38,7 @@ from cocodc_jax.runtime.state import (
     SyncState,
 )
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.needs import NORM, STAGED, STALE
+from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.robust import LENGTH_BYTES
 from cocodc_jax.sync.schedules.base import Event, replaced
@@ -199,11 +199,8 @@ class SharedOuterModel:
         if staged is not None:
             kept[STAGED] = staged
         kept |= told
-        norms = sync.norms
-        if (norm := kept.pop(NORM, None)) is not None:
-            norms = {**norms, departure.event.sync_id: norm}
         compressors = replaced(sync.compressors, k, state)
-        sync = dataclasses.replace(sync, compressors=compressors, norms=norms)
+        sync = dataclasses.replace(sync, compressors=compressors)
         return sync, InFlight(mean, kept)
 
     def listed(

@@ -150,12 +150,13 @@ class FlightRecorder:
           state: after it.
           output: of it.
         """
+        before = state.step - len(output.bytes_sent)
         for sync in output.syncs:
-            if sync.start_step == state.step:  # Blocking: started and applied at once.
-                self.started(sync.fragment_id, state.step, output.losses, sync.norm)
+            if sync.start_step > before:  # Started and applied by one call.
+                self.started(*sync[:2], output.losses, sync.norm)
         in_flight = state.sync.in_flight if state.sync else {}
         for (fragment_id, start_step), flight in in_flight.items():
-            if start_step == state.step:
+            if start_step > before:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
         self._watch_left(in_flight, output)
         leaving = state.sync.leaving if state.sync else ()
@@ -262,7 +263,7 @@ class FlightRecorder:
             with self._lock:
                 self._stall_s += stall
             if flight is not None:  # Otherwise it began before this process did.
-                flight.apply_step, flight.stall_s = step, stall
+                flight.apply_step, flight.stall_s = sync.apply_step, stall
                 flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
             self._went_on_s = self._now()
 

@@ -19,6 +19,7 @@ Records hold only what a resumed run repeats bit for bit; what the clock says go
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -109,8 +110,6 @@ class _Turn(NamedTuple):
     """Work handed to the devices and not yet read."""
 
     first_step: int
-    bytes_before: int
-    bytes_after: int
     in_flight: int
     is_warm: bool
     output: Output
@@ -154,7 +153,7 @@ class _Loop:
     def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
         """Hands out the work up to the next cut, and reads the turn before."""
         length = self._cadence.steps_to_cut(self._program, state, num_steps)
-        first_step, before = state.step, state.bytes_sent
+        first_step = state.step
         chunk = take_batches(batches, first_step, length)
         times = (self._flights.recent_step_s, self._flights.sync_s)
         if self._is_measured:
@@ -170,8 +169,6 @@ class _Loop:
         self._unread.append(
             _Turn(
                 first_step,
-                before,
-                state.bytes_sent,
                 state.sync.num_in_flight if state.sync else 0,
                 is_warm,
                 output,
@@ -206,20 +203,20 @@ class _Loop:
         stage_bytes = turn.output.aux.get("stage_bytes")
         if stage_bytes is not None:
             stage_bytes = transfer.local_rows(stage_bytes, axis=1)
+        syncs = collections.deque(turn.output.syncs)
         for i, loss in enumerate(losses):
-            is_last = i + 1 == len(losses)
-            sent = turn.bytes_before + (i + 1) * self._program.bytes_per_step
             step = turn.first_step + i + 1
             self._records.step(
                 step,
                 loss,
-                turn.bytes_after if is_last else sent,
+                turn.output.bytes_sent[i],
                 None if stage_bytes is None else stage_bytes[i],
                 first_region,
             )
-        for sync in turn.output.syncs:
-            self._finite.check_sync(sync, state)
-            self._records.sync(sync)
+            while syncs and syncs[0].apply_step == step:
+                sync = syncs.popleft()
+                self._finite.check_sync(sync, state)
+                self._records.sync(sync)
         self._tell_clock(turn, losses)
 
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
@@ -245,7 +242,7 @@ class _Loop:
                 tokens_per_second=tokens / seconds,
                 stall_s=self._flights.stall_s,
                 in_flight=turn.in_flight,
-                bytes_sent=turn.bytes_after,
+                bytes_sent=turn.output.bytes_sent[-1],
             )
         )
 

@@ -123,14 +123,11 @@ class Adaptive(Slotted):
             observed_interval=replaced(state.observed_interval, k, state.interval[k]),
         )
 
-    def leave(self, state, step, observe, delay_steps, slot_steps):
-        """Return the start that a slot makes; it also remembers the interval."""
-        state, event = super().leave(state, step, observe, delay_steps, slot_steps)
-        if event is not None:
-            since = step - event.since_step
-            interval = replaced(state.interval, event.fragment_id, since)
-            state = dataclasses.replace(state, interval=interval)
-        return state, event
+    def departed(self, state, step, fragment_id, delay_steps):
+        """Return the start of a fragment; it also remembers the interval."""
+        state, event = super().departed(state, step, fragment_id, delay_steps)
+        interval = replaced(state.interval, fragment_id, step - event.since_step)
+        return dataclasses.replace(state, interval=interval), event
 
     def serve(self, state, step, observe: Observe, slot_steps: int):
         """Return the fragment with the earliest deadline or the highest score."""

@@ -170,6 +170,20 @@ class Slotted(Schedule):
         state, k = self.serve(state, step, observe, slot_steps)
         if k is None:
             return state, None
+        return self.departed(state, step, k, delay_steps)
+
+    def departed(
+        self, state: Any, step: int, fragment_id: int, delay_steps: int
+    ) -> tuple[Any, Event]:
+        """Return the start of a fragment at `step`, and the state after it.
+
+        Args:
+          state: after what arrives at `step`.
+          step: of the slot.
+          fragment_id: what the slot serves.
+          delay_steps: of the sync that starts.
+        """
+        k = fragment_id
         since = max(state.last_start[k], 0)
         pending = Pending(
             k,
