@@ -21,13 +21,14 @@ class Batches:
     """Puts batches where a mesh wants them: B over the data axis.
 
     Attributes:
-      counts: whether the inner steps are told how many of the host's batches there are,
-        see `counted.py`.
+      round_steps: where the inner steps are told how many of the host's batches there
+        are, see `counted.py`, the steps of whose multiple there is room; else None.
     """
 
-    def __init__(self, mesh: Mesh, num_regions: int, counts: bool):
+    def __init__(self, mesh: Mesh, num_regions: int, round_steps: int | None):
         """Lay out the regions of a program over its mesh."""
-        self._mesh, self._num_regions, self.counts = mesh, num_regions, counts
+        self._mesh, self._num_regions = mesh, num_regions
+        self.round_steps = round_steps
         self._everywhere = NamedSharding(mesh, P())
         self._numbers: dict[int, jax.Array] = {}  # On the mesh; there are few.
 
@@ -77,19 +78,21 @@ class Batches:
         """
         leaves, num_steps = jax.tree.leaves(batches), None
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
-        if self.counts and is_host and counted.takes(batches):
+        if is_host and self._takes(batches):
             num_steps = self._number(len(leaves[0]))
-            batches = counted.padded(batches, len(leaves[0]))
+            batches = counted.padded(batches, len(leaves[0]), self.round_steps or 1)
         if self._mesh.size == 1 and is_host and not _is_guarded():
             return batches, num_steps
         return self.put(batches), num_steps
 
     def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
         """Return what `for_steps` gives, as shapes and dtypes with shardings."""
-        counts = self.counts and counted.takes(batches)
+        counts = self._takes(batches)
 
         def like(x):
-            room = counted.room_for(x.shape[0]) if counts else x.shape[0]
+            room = x.shape[0]
+            if counts:
+                room = counted.room_for(room, self.round_steps or 1)
             where = self._where(x.ndim)
             return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
 
@@ -97,6 +100,11 @@ class Batches:
         if counts:
             num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
         return jax.tree.map(like, batches), num_steps
+
+    def _takes(self, batches: PyTree) -> bool:
+        """Tell whether batches are given room, and the steps their number."""
+        steps = self.round_steps
+        return steps is not None and counted.takes(batches, steps)
 
     def _number(self, value: int) -> jax.Array:
         if value not in self._numbers:

@@ -22,8 +22,9 @@ import numpy as np
 
 PyTree = Any
 
-# Steps; most intervals are multiples of it.
-ROUND = 10
+# Steps; most intervals are multiples of it. Where events are among the steps what a
+# call costs besides them is felt, and is shared by twice as many.
+ROUND, ROUND_EMBEDDED = 10, 20
 
 # Zeros behind the last step that are worth a program less.
 _MOST_BYTES = 1 << 24
@@ -64,30 +65,32 @@ def scan(
     return jax.lax.fori_loop(0, num_steps, body, (state, outs))
 
 
-def room_for(num_steps: int) -> int:
+def room_for(num_steps: int, round_steps: int = ROUND) -> int:
     """Return the steps that inputs of so many are laid out for.
 
     >>> [room_for(num_steps) for num_steps in (1, 10, 11)]
     [10, 10, 20]
     """
-    return -(-num_steps // ROUND) * ROUND
+    return -(-num_steps // round_steps) * round_steps
 
 
-def takes(xs: PyTree) -> bool:
+def takes(xs: PyTree, round_steps: int = ROUND) -> bool:
     """Tell whether inputs `[num_steps, ...]` are small enough to be given room.
 
     Args:
       xs: arrays, or their shapes and dtypes.
+      round_steps: of which room is a multiple.
     """
     leaves = jax.tree.leaves(xs)
     num_steps = leaves[0].shape[0]
     size = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
-    return size * (room_for(num_steps) - num_steps) <= _MOST_BYTES * num_steps
+    missing = room_for(num_steps, round_steps) - num_steps
+    return size * missing <= _MOST_BYTES * num_steps
 
 
-def padded(xs: PyTree, num_steps: int) -> PyTree:
+def padded(xs: PyTree, num_steps: int, round_steps: int = ROUND) -> PyTree:
     """Return host arrays `[num_steps, ...]` with room, zeros behind."""
-    missing = room_for(num_steps) - num_steps
+    missing = room_for(num_steps, round_steps) - num_steps
     if not missing:
         return xs
     return jax.tree.map(

@@ -229,9 +229,12 @@ class RegionProgram:
         )
 
     @property
-    def counts_steps(self) -> bool:
-        """Whether inner steps of any number, of host batches, are one program."""
-        return self._batches.counts
+    def round_steps(self) -> int | None:
+        """The inner steps that one program has room for, whatever their number.
+
+        None where every number of steps is a program of its own.
+        """
+        return self._batches.round_steps
 
     def steps_to_event(self, state: TrainState) -> int | None:
         """Return the inner steps until the next event; None where there are none."""

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from cocodc_jax.runtime.counted import ROUND
 from cocodc_jax.runtime.program import Output, RegionProgram
 from cocodc_jax.runtime.state import TrainState
 
@@ -77,7 +76,7 @@ def scan_steps(program: RegionProgram, ahead: int) -> int:
       program: of the steps.
       ahead: steps up to which nothing is due, at least 1.
     """
-    return min(ahead, ROUND if program.counts_steps else MAX_SCAN_STEPS)
+    return min(ahead, program.round_steps or MAX_SCAN_STEPS)
 
 
 def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:

@@ -248,6 +248,7 @@ def test_large_models_run_plainly_unless_told_otherwise(tiny, monkeypatch):
     monkeypatch.setattr(
         "cocodc_jax.runtime.devices.local_regions._MAX_BATCHED_PARAMS", 1
     )
-    for fuse_syncs, ahead in (("auto", 3), ("yes", 6)):
+    for fuse_syncs, ahead, room in (("auto", 3, 10), ("yes", 6, 20)):
         own = make(tiny, "streaming", fuse_syncs)
         assert own.steps_at_once(tiny.start(own)) == ahead
+        assert own.round_steps == room

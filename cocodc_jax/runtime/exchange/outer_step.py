@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
-from cocodc_jax.runtime.exchange.outgoing import mean_norm
 from cocodc_jax.sync.fragments import Fragment
 
 PyTree = Any
@@ -108,5 +107,5 @@ def outer_step(
     updates, opt_state = optax.with_extra_args_support(optimizer).update(
         mean_pseudo_gradient, opt_state, params, **extra
     )
-    norm = mean_norm(mean_pseudo_gradient)
+    norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
     return optax.apply_updates(params, updates), opt_state, norm

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -182,11 +181,6 @@ def make_restore(setting: Setting, fragment_id: int) -> Callable:
         return setting.sync.message.average.after(mean, like, key)
 
     return restore
-
-
-def mean_norm(mean_pseudo_gradient: PyTree) -> jax.Array:
-    """Return the L2 norm of a fragment's mean, float32 scalar."""
-    return optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
 
 
 def sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:

@@ -57,7 +57,7 @@ class Cadence:
         ahead.extend(n - state.step % n for n in every if n)
         schedule = program.method.schedule
         num_steps = scan_steps(program, min(ahead))
-        if program.counts_steps or schedule is None or not schedule.is_measured:
+        if program.round_steps or schedule is None or not schedule.is_measured:
             return num_steps
         # Its events may be any number of steps apart, and every length of a scan is
         # compiled: powers of two are few.

@@ -278,7 +278,7 @@ class TestCadence:
         assert scans(12, 24, rarely) == [10, 2] * 2
 
     def test_elsewhere_stretches_are_one_scan(self, monkeypatch):
-        monkeypatch.setattr(FakeProgram, "counts_steps", False)
+        monkeypatch.setattr(FakeProgram, "round_steps", None)
         rarely = Cadence(log_every=1000)
         assert scans(40, 80, rarely) == [40, 40]
         assert scans(None, MAX_SCAN_STEPS + 7, rarely) == [MAX_SCAN_STEPS, 7]
@@ -293,7 +293,7 @@ class TestCadence:
     def test_lengths_are_few_where_events_may_come_at_any_step(self, counts, lengths):
         measured = types.SimpleNamespace(is_measured=True, warm_up_steps=27)
         program = FakeProgram(13)
-        program.counts_steps = counts
+        program.round_steps = 10 if counts else None
         program.method = types.SimpleNamespace(schedule=measured, can_restore=False)
         train_fake(program, 26, Cadence())
         assert program.lengths == lengths * 2
@@ -326,7 +326,7 @@ class TestCadence:
 class FakeProgram:
     """Takes its time over steps of a length it has not seen, as a compiler does."""
 
-    counts_steps = True
+    round_steps = 10
     model_state = None
     bytes_per_step = 0
     method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
