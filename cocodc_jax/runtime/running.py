@@ -21,7 +21,10 @@ MAX_SCAN_STEPS = 100
 def run(
     program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
 ) -> Iterator[tuple[TrainState, Output]]:
-    """Run `num_steps` inner steps and yields after every scan, so at every event.
+    """Run `num_steps` inner steps and yield after every scan.
+
+    So at every event; where all regions are one device's and events are among the inner
+    steps (`runtime/embedded.py`), at the end of every interval at the latest.
 
     Args:
       program: the compiled method.

@@ -100,18 +100,6 @@ def told(output):
     return exact, [float(s.norm) for s in output.syncs]
 
 
-def assert_alike(tiny, one, other):
-    """Bitwise, but for what a schedule makes of norms."""
-    (arrays, memory, *counts), (others, memories, *same) = map(
-        tiny.numbers, (one, other)
-    )
-    tiny.assert_same(arrays, others)
-    assert counts == same
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), memory, memories
-    )
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES],
@@ -120,7 +108,7 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
     (plain, before), (fused, after) = (
         trained(tiny, program(case, fuse)) for fuse in ("no", "yes")
     )
-    assert_alike(tiny, plain, fused)
+    tiny.assert_alike(plain, fused)
     for pair in zip(before, after, strict=True):
         (one, norms), (other, others) = map(told, pair)
         tiny.assert_same(one, other)
@@ -143,7 +131,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, cas
         with Checkpoints(tmp_path) as checkpoints:
             restored, _ = checkpoints.restore(program(case, other))
         again, _ = tiny.finish(program(case, other), restored, NUM_STEPS - cut)
-        assert_alike(tiny, program(case, other).synchronize(again), expected)
+        tiny.assert_alike(program(case, other).synchronize(again), expected)
 
 
 def test_windows_are_few_and_traced_once(tiny, monkeypatch):
