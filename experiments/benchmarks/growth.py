@@ -17,6 +17,7 @@ from .turns import take_turns
 GROWTHS = {
     "regions": (1, 4, 16, 64),
     "fragments": (1, 4, 8, 16, 32),
+    "fragments_on_one": (1, 4, 8, 16, 32),  # Device.
     "layers": (1, 2, 4, 8),
 }
 LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave at.
@@ -72,10 +73,12 @@ def show(name: str, interval: int, rounds: int, console: Console) -> None:
 
 def _what_grows(name: str, interval: int) -> str:
     over = f"4 regions on {_devices()} devices" if _devices() > 1 else "4 regions"
+    longer = f"H {max(interval, LEAST_INTERVAL)}"
     return {
         "regions": f"cocodc of smoke: all regions on one device, H {interval}",
-        "fragments": f"cocodc of smoke with 32 layers: {over}, "
-        f"H {max(interval, LEAST_INTERVAL)}",
+        "fragments": f"cocodc of smoke with 32 layers: {over}, {longer}",
+        "fragments_on_one": "cocodc of smoke with 32 layers: 4 regions on one device, "
+        + longer,
         "layers": f"diloco of gpt: {over}, H {interval}",
     }[name]
 
@@ -90,8 +93,9 @@ def _maker(name: str, size: int, interval: int):
     if name == "regions":  # All on one device: what is to grow is linear.
         case = make_case("smoke", size, interval)
         return contenders.region_program(case, "cocodc", 1, num_fragments=4)
-    if name == "fragments":
+    if name in ("fragments", "fragments_on_one"):
+        devices = _devices() if name == "fragments" else 1
         case = make_case("smoke", 4, max(interval, LEAST_INTERVAL), num_layers=32)
-        return contenders.region_program(case, "cocodc", _devices(), num_fragments=size)
+        return contenders.region_program(case, "cocodc", devices, num_fragments=size)
     case = make_case("gpt", 4, interval, num_layers=size)
     return contenders.region_program(case, "diloco", _devices())
