@@ -261,7 +261,7 @@ def _why_not(setting: Setting) -> str | None:
     if sync.robust is not None:
         return "regions are looked at before each merge"
     if not can_trace(sync.schedule):
-        return "what its schedule goes by is not known inside a program"
+        return "its schedule's order or choices cannot be had inside a program"
     if sync.message.is_ranked or sync.moments or needs.STALE in sync.copies:
         return "more belongs to its syncs than a message of one size"
     state = setting.model_state

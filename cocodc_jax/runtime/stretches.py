@@ -178,11 +178,8 @@ class Stretches:
         def stretch(region, outer, compressors, flights, memory, *rest):
             carried = Carried(region, outer, compressors, flights, memory)
             carried, (outputs, seen) = self._stretch(carried, *rest)
-            return (
-                carried[:-1],
-                outputs,
-                seen,
-            )  # The host goes by what was seen.
+            # Not what the schedule remembers: the host makes that of what was seen.
+            return carried[:-1], outputs, seen
 
         return jax.jit(stretch, donate_argnums=(0, 1, 2), out_shardings=where)
 
@@ -307,9 +304,15 @@ class Stretches:
     def _applied(
         self, event: Event, step: int, finished: Finished, i: int
     ) -> AppliedSync:
-        metrics = {name: rows[i] for name, rows in finished.metrics.items()}
-        sizes = (self._sent_bytes(event), finished.norm[i], metrics)
-        return AppliedSync(event.fragment_id, event.start_step, step, *sizes)
+        """Return what was done at an event of a stretch's step number `i`."""
+        return AppliedSync(
+            event.fragment_id,
+            event.start_step,
+            step,
+            self._sent_bytes(event),
+            finished.norm[i],
+            {name: rows[i] for name, rows in finished.metrics.items()},
+        )
 
 
 def _nothing(name: str) -> list:

@@ -187,13 +187,13 @@ def test_the_program_is_listed_as_it_is_called(tiny):
             "co2",
             dict(sync_interval=3),
             {},
-            "what its schedule goes by is not known inside a program",
+            "its schedule's order or choices cannot be had inside a program",
         ),
         (
             "cocodc",
             SHORT | dict(transmission_score="drift"),
             {},
-            "what its schedule goes by is not known inside a program",
+            "its schedule's order or choices cannot be had inside a program",
         ),
         (
             "streaming_diloco",
