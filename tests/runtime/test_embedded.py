@@ -91,7 +91,8 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
     (plain, before), (embedded, after) = (
         trained(tiny, program(case, fuse)) for fuse in ("no", "auto")
     )
-    assert len(after) < len(before)  # Several events in one call.
+    if case != "diloco":  # Whose events are an interval apart.
+        assert len(after) < len(before)  # Several events in one call.
     assert_alike(tiny, plain, embedded)
     (one, norms), (other, others) = map(told, (before, after))
     tiny.assert_near(one, other)
