@@ -30,7 +30,6 @@ from cocodc_jax.runtime.state import (
     InFlight,
     Observation,
     RegionState,
-    SyncState,
 )
 from cocodc_jax.runtime.turns import AppliedSync, Turn, Turns
 from cocodc_jax.runtime.window import Finished
@@ -95,7 +94,6 @@ class Arrivals:
         self,
         fragment_id: int,
         region: RegionState,
-        sync: SyncState,
         copies: dict[str, PyTree],
         batch: PyTree,
     ) -> tuple:
@@ -104,7 +102,6 @@ class Arrivals:
         Args:
           fragment_id: which fragment.
           region: abstract, as the others are.
-          sync: of a message without a rank.
           copies: of the regions' own that merges need, by name.
           batch: of the last one trained on, `[R, ...]`.
         """

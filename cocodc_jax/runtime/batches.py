@@ -78,33 +78,34 @@ class Batches:
         """
         leaves, num_steps = jax.tree.leaves(batches), None
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
-        if is_host and self._takes(batches):
+        round_steps = self._round_of(batches) if is_host else None
+        if round_steps is not None:
             num_steps = self._number(len(leaves[0]))
-            batches = counted.padded(batches, len(leaves[0]), self.round_steps or 1)
+            batches = counted.padded(batches, len(leaves[0]), round_steps)
         if self._mesh.size == 1 and is_host and not _is_guarded():
             return batches, num_steps
         return self.put(batches), num_steps
 
     def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
         """Return what `for_steps` gives, as shapes and dtypes with shardings."""
-        counts = self._takes(batches)
+        round_steps = self._round_of(batches)
 
         def like(x):
             room = x.shape[0]
-            if counts:
-                room = counted.room_for(room, self.round_steps or 1)
+            if round_steps is not None:
+                room = counted.room_for(room, round_steps)
             where = self._where(x.ndim)
             return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
 
         num_steps = None
-        if counts:
+        if round_steps is not None:
             num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
         return jax.tree.map(like, batches), num_steps
 
-    def _takes(self, batches: PyTree) -> bool:
-        """Tell whether batches are given room, and the steps their number."""
+    def _round_of(self, batches: PyTree) -> int | None:
+        """Return the steps of whose multiple these are given room, None for no room."""
         steps = self.round_steps
-        return steps is not None and counted.takes(batches, steps)
+        return steps if steps is not None and counted.takes(batches, steps) else None
 
     def _number(self, value: int) -> jax.Array:
         if value not in self._numbers:

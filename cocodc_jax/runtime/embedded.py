@@ -34,7 +34,6 @@ from cocodc_jax.runtime.devices.mesh import is_one_cpu
 from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
 from cocodc_jax.runtime.merge import merging
-from cocodc_jax.runtime.merge_feedback import make_remember
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import InFlight, RegionState
 from cocodc_jax.runtime.window import Finished, Told, make_finish
@@ -120,7 +119,7 @@ def make_stretch(place: OuterPlace, steps: Callable, chooses: bool) -> Callable:
     assert isinstance(schedule, Slotted)
     each = range(len(setting.fragments))
     begins = [make_begin(place, k) for k in each]
-    ends = [make_end(place, k) for k in each]
+    ends = [make_finish(place, k) for k in each]
 
     def start(carried: Carried, step, given: Given, weights):
         which = given.start
@@ -209,27 +208,6 @@ def make_begin(place: OuterPlace, fragment_id: int) -> Callable:
         return compressor, InFlight(mean, {} if staged is None else {STAGED: staged})
 
     return begin
-
-
-def make_end(place: OuterPlace, fragment_id: int) -> Callable:
-    """Make the outer step and the merge of a fragment.
-
-    Returns:
-      `end(region, own, compressor, flight, batch, told) -> (params, own, compressor,
-      finished)`; see `window.make_finish`.
-    """
-    setting, finish = place.setting, make_finish(place, fragment_id)
-    remember = None
-    if setting.sync.merge.told_later:
-        remember = make_remember(setting, fragment_id)
-
-    def end(region: RegionState, own, compressor, flight: InFlight, batch, told: Told):
-        if remember is not None:
-            compressor = remember(region.params, flight.kept[STAGED], compressor)
-        params, own, done = finish(region, own, flight.mean, flight.kept, batch, told)
-        return params, own, compressor, done
-
-    return end
 
 
 def embeds(setting: Setting, fuse_syncs: str) -> bool:

@@ -117,11 +117,6 @@ class SyncPrograms:
         self._arrivals = Arrivals(
             setting, route, self._outer, self._departures, self._restore, self._turns
         )
-        self._stretches = None
-        if embeds(setting, fuse_syncs):
-            assert isinstance(self._outer, SharedOuterModel)
-            sent_bytes = self._departures.sent_bytes
-            self._stretches = Stretches(setting, self._outer, steps, sent_bytes)
         shardings = setting.shardings
         self._copy = [
             jax.jit(
@@ -133,6 +128,16 @@ class SyncPrograms:
         self._gaps = {n: jax.jit(make_gap(setting, n)) for n in needs.MEASURED_NOW}
         beginning = Beginning(setting, self._outer, self._copy)
         self.init, self.abstract = beginning.init, beginning.abstract
+        self._stretches = None
+        if embeds(setting, fuse_syncs):
+            assert isinstance(self._outer, SharedOuterModel)
+            self._stretches = Stretches(
+                setting,
+                self._outer,
+                steps,
+                self._departures.sent_bytes,
+                self.abstract,
+            )
         self._do = {
             START: self._departures.start,
             MIDWAY: self._look_midway,
@@ -172,7 +177,7 @@ class SyncPrograms:
             copies = {
                 n: copy for n in needs.REGIONAL_COPIES if n in setting.sync.copies
             }
-            arguments = self._arrivals.abstract(k, region, sync, copies, batch)
+            arguments = self._arrivals.abstract(k, region, copies, batch)
             of_fragment = self._outer.listed(k, region, sync)
             of_fragment.append(Listed(f"merge fragment {k}", merge, arguments))
             if k in windows:

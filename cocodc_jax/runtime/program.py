@@ -294,25 +294,25 @@ class RegionProgram:
             )
         batches, counted = self._batches.for_steps(batches)
         before, step = state.bytes_sent, state.step + num_steps
+        syncs, of_events, finished = (), (0,) * num_steps, {}
         if self._embedded is not None:
-            state, done = self._embedded.run_stretch(state, batches, counted, num_steps)
-            losses, aux = self._of_steps(done.outputs, num_steps)
-            state = dataclasses.replace(state, step=step)
-            on_steps(step, losses)
-            syncs, of_events = done.syncs, done.bytes_sent
+            state, (outputs, syncs, of_events) = self._embedded.run_stretch(
+                state, batches, counted, num_steps
+            )
         else:
             state, outputs, finished = self._inner_steps(
                 state, batches, counted, num_steps
             )
-            losses, aux = self._of_steps(outputs, num_steps)
-            state = dataclasses.replace(state, step=step)
-            on_steps(step, losses)
-            syncs, of_events = (), (0,) * num_steps
-            if self._syncs is not None:
-                state, syncs = self._syncs.after_steps(
-                    state, batches, num_steps, times, finished
-                )
-                of_events = (*of_events[1:], state.bytes_sent - before)
+        if jax.tree.leaves(outputs)[0].shape[0] > num_steps:
+            outputs = self._read.first(outputs, num_steps)
+        losses, aux = outputs
+        state = dataclasses.replace(state, step=step)
+        on_steps(step, losses)
+        if self._syncs is not None and self._embedded is None:
+            state, syncs = self._syncs.after_steps(
+                state, batches, num_steps, times, finished
+            )
+            of_events = (*of_events[1:], state.bytes_sent - before)
         sent = tuple(
             before + i * self.bytes_per_step + more
             for i, more in enumerate(of_events, start=1)
@@ -343,12 +343,6 @@ class RegionProgram:
             state.region, batches, participating, counted, *outer
         )
         return dataclasses.replace(state, region=region), outputs, {}
-
-    def _of_steps(self, outputs: tuple, num_steps: int) -> tuple:
-        """Return what `[room, R]` has of steps that were done, `[T, R]`."""
-        if jax.tree.leaves(outputs)[0].shape[0] > num_steps:
-            return self._read.first(outputs, num_steps)
-        return outputs
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
         """Go on from a state of another program of the same model.

@@ -15,21 +15,27 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
 from cocodc_jax.runtime.devices.mesh import regional
-from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.embedded import Carried, Given, Seen, make_stretch
 from cocodc_jax.runtime.exchange.shared import SharedOuterModel
 from cocodc_jax.runtime.fused import InnerSteps
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting
-from cocodc_jax.runtime.state import InFlight, OuterState, SyncState, TrainState
+from cocodc_jax.runtime.state import (
+    InFlight,
+    OuterState,
+    RegionState,
+    SyncState,
+    TrainState,
+)
 from cocodc_jax.runtime.turns import AppliedSync
 from cocodc_jax.runtime.window import Finished
-from cocodc_jax.sync.needs import NORM, STAGED
+from cocodc_jax.sync.needs import NORM
 from cocodc_jax.sync.schedules.base import (
     FINISH,
     START,
     Applied,
     Event,
+    Pending,
     ScheduleState,
     events_at,
 )
@@ -63,6 +69,7 @@ class Stretches:
         outer: SharedOuterModel,
         steps: InnerSteps,
         sent_bytes: Callable[[Event], int],
+        abstract: Callable[[ScheduleState, RegionState], SyncState],
     ):
         """Compile nothing yet.
 
@@ -71,8 +78,10 @@ class Stretches:
           outer: the outer model.
           steps: the inner steps.
           sent_bytes: what one region sends for a sync.
+          abstract: of `Beginning`.
         """
         self._setting, self._outer, self._sent_bytes = setting, outer, sent_bytes
+        self._abstract = abstract
         schedule = setting.sync.schedule
         assert isinstance(schedule, Slotted)
         self._schedule = schedule
@@ -105,13 +114,11 @@ class Stretches:
         sync, first = state.sync, state.step
         assert sync is not None
         schedule, each = sync.schedule, range(first + 1, first + num_steps + 1)
-        room = jax.tree.leaves(batches)[0].shape[0]
-        events = starts = None
+        events = None
         if not self._chooses:
             schedule, events = self._plan(schedule, each)
-            starts = self._starts(events, room)
         arguments = self._arguments(
-            state.region, sync, batches, first, starts, self._idle
+            state.region, sync, batches, first, events, self._idle
         )
         carried, outputs, seen = self._program(*arguments, counted)
         region, outer, compressors, flights = carried
@@ -152,9 +159,8 @@ class Stretches:
         """
         _, events = self._plan(sync.schedule, range(1, num_steps + 1))
         starting = [e for of_step in events for e in of_step if e.kind == START]
-        room = jax.tree.leaves(batches)[0].shape[0]
-        starts = self._starts(events, room)
-        arguments = self._arguments(region, sync, batches, 0, starts, self._shapes)
+        plan = None if self._chooses else events
+        arguments = self._arguments(region, sync, batches, 0, plan, self._shapes)
         sent_bytes = sum(map(self._sent_bytes, starting))
         return Listed(
             "inner steps and syncs",
@@ -166,10 +172,8 @@ class Stretches:
 
     @functools.cached_property
     def _program(self) -> Callable:
-        setting, outer = self._setting, self._outer
-        each = range(len(setting.fragments))
-        compressors = outer.abstract(self._schedule.init()).compressors
-        kept = (compressors, self._shapes)
+        outer, each = self._outer, range(self._schedule.num_fragments)
+        kept = (self._flying.compressors, self._shapes)
         kept = jax.tree.map(lambda x: x.sharding, kept)
         region, entries = self._steps.region, tuple(map(outer.where.entry, each))
         losses, one = self._steps.losses, self._everywhere
@@ -184,23 +188,21 @@ class Stretches:
         return jax.jit(stretch, donate_argnums=(0, 1, 2), out_shardings=where)
 
     @functools.cached_property
+    def _flying(self) -> SyncState:
+        """A state with each fragment in flight: shapes, dtypes and shardings."""
+        num_regions = self._setting.regions.num
+        params = jax.eval_shape(
+            lambda x: for_all_regions(x, num_regions), self._setting.params
+        )
+        each = range(self._schedule.num_fragments)
+        flying = tuple(Pending(k, 0, self._schedule.delay_steps) for k in each)
+        schedule = dataclasses.replace(self._schedule.init(), in_flight=flying)
+        return self._abstract(schedule, self._steps.region._replace(params=params))
+
+    @property
     def _shapes(self) -> tuple[InFlight, ...]:
         """What is in flight of each fragment: shapes, dtypes and shardings."""
-        setting = self._setting
-        params = jax.eval_shape(
-            lambda x: for_all_regions(x, setting.regions.num), setting.params
-        )
-        found = []
-        for k, where in enumerate(setting.shardings.staged):
-            mean, kept = self._outer.abstract_flight(k).mean, {}
-            if STAGED in setting.sync.copies:
-                copy = jax.eval_shape(
-                    functools.partial(setting.fragments.take, fragment_id=k, lead=1),
-                    params,
-                )
-                kept[STAGED] = with_shardings(copy, where)
-            found.append(InFlight(mean, kept))
-        return tuple(found)
+        return tuple(self._flying.in_flight.values())
 
     @functools.cached_property
     def _idle(self) -> tuple[InFlight, ...]:
@@ -217,7 +219,7 @@ class Stretches:
         sync: SyncState,
         batches: PyTree,
         first: int,
-        starts: Any,
+        events: Sequence[Sequence[Event]] | None,
         idle: tuple[InFlight, ...],
     ) -> tuple:
         """Return what the program is given, but for the number of steps.
@@ -227,13 +229,15 @@ class Stretches:
           sync: before the steps.
           batches: `[room, R, ...]`.
           first: steps done before.
-          starts: of `_starts`.
+          events: of each step; None has the program choose.
           idle: what stands for fragments that are not in flight.
         """
         flying = {p.fragment_id: p.sync_id for p in sync.schedule.in_flight}
-        each, rates = range(len(sync.compressors)), None
+        each, room = range(len(sync.compressors)), jax.tree.leaves(batches)[0].shape[0]
+        starts = None if events is None else self._starts(events, room)
+        rates = None
         if "learning_rate" in self._setting.sync.merge.needs:
-            steps = range(first + 1, first + 1 + jax.tree.leaves(batches)[0].shape[0])
+            steps = range(first + 1, first + 1 + room)
             rates = np.stack([self._setting.supplies.rate(step) for step in steps])
         flights = tuple(
             sync.in_flight[flying[k]] if k in flying else idle[k] for k in each
@@ -255,10 +259,8 @@ class Stretches:
             self._weights,
         )
 
-    def _starts(self, events: Sequence[Sequence[Event]], room: int) -> Any:
-        """Return what starts after each step, None where the program chooses."""
-        if self._chooses:
-            return None
+    def _starts(self, events: Sequence[Sequence[Event]], room: int) -> np.ndarray:
+        """Return what starts after each step, int32 `[room]`; K for nothing."""
         starts = np.full(room, self._schedule.num_fragments, np.int32)
         for i, of_step in enumerate(events):
             for event in of_step:
@@ -269,7 +271,7 @@ class Stretches:
     def _plan(
         self, schedule: ScheduleState, steps: range
     ) -> tuple[ScheduleState, list[list[Event]]]:
-        """Go through steps with a schedule that has to know nothing of them.
+        """Go through steps with a schedule that is told nothing of them.
 
         Returns:
           Its state after them, and the events of each step.
@@ -277,7 +279,7 @@ class Stretches:
         events = []
         for step in steps:
             events.append([])
-            for after, event in events_at(self._schedule, schedule, step, _nothing):
+            for after, event in events_at(self._schedule, schedule, step):
                 schedule = after
                 if event is not None:
                     events[-1].append(event)
@@ -313,9 +315,3 @@ class Stretches:
             finished.norm[i],
             {name: rows[i] for name, rows in finished.metrics.items()},
         )
-
-
-def _nothing(name: str) -> list:
-    """Observe nothing, of schedules that choose by norms either."""
-    del name
-    return []

@@ -14,9 +14,9 @@ from cocodc_jax.runtime.exchange.outer_step import outer_step
 from cocodc_jax.runtime.merge import make_merge, merge_arguments
 from cocodc_jax.runtime.merge_feedback import make_remember
 from cocodc_jax.runtime.setting import Setting
-from cocodc_jax.runtime.state import RegionState
+from cocodc_jax.runtime.state import InFlight, RegionState
 from cocodc_jax.sync.fragments import Fragment
-from cocodc_jax.sync.needs import REGIONAL_COPIES, STAGED, STALE
+from cocodc_jax.sync.needs import STAGED
 
 PyTree = Any
 
@@ -110,11 +110,7 @@ def make_window(
     """
     setting = place.setting
     crossings = [make_crossing(setting, k, rank) for k, rank in leaving]
-    finish = remember = None
-    if last is not None:
-        finish = make_finish(place, last)
-        if setting.sync.merge.told_later:
-            remember = make_remember(setting, last)
+    finish = None if last is None else make_finish(place, last)
 
     def window(region, batches, participating, starts, own, told):
         left = []
@@ -141,11 +137,11 @@ def make_window(
             mean, told_along = crossing.arrive(each, start.start_step)
             if k == last:
                 assert finish is not None
-                if remember is not None:
-                    state = remember(region.params, staged, state)
-                kept = {} if staged is None else {STAGED: staged}
+                flight = InFlight(mean, {} if staged is None else {STAGED: staged})
                 batch = jax.tree.map(lambda x: x[-1], batches)
-                merged, own, finished = finish(region, own, mean, kept, batch, told)
+                merged, own, state, finished = finish(
+                    region, own, state, flight, batch, told
+                )
                 region = region._replace(params=merged)
                 staged, mean = None, mean if is_seen else None
             sent.append(Sent(staged, mean, told_along, state))
@@ -158,24 +154,30 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
     """Make what happens to a fragment that arrives: outer step, and merge.
 
     Returns:
-      `finish(region, own, mean, kept, batch, told) -> (params, own, finished)`; see
-      `make_window`. `region` may lack what the merge does not need; `kept` are the
-      copies that merge and outer step need, `batch` the last one, `[R, ...]`.
+      `finish(region, own, compressor, flight, batch, told) -> (params, own, compressor,
+      finished)`; see `make_window`. `region` may lack what the merge does not need;
+      `compressor` is the regions' state, which remembers what the merge drops where it
+      is told later; `batch` is the last one, `[R, ...]`.
     """
     setting = place.setting
     merge, rule = make_merge(setting, fragment_id), setting.sync.merge.needs
+    remember = None
+    if setting.sync.merge.told_later:
+        remember = make_remember(setting, fragment_id)
 
-    def finish(region: RegionState, own, mean, kept, batch, told: Told):
-        stale = kept.get(STALE)
-        taken = (place.taken(fragment_id, tree) for tree in (*own, mean, stale))
-        params, opt_state, mean, stale = taken
+    def finish(region: RegionState, own, compressor, flight: InFlight, batch, told):
+        if remember is not None:
+            compressor = remember(region.params, flight.kept[STAGED], compressor)
+        params, opt_state, mean = (
+            place.taken(fragment_id, tree) for tree in (*own, flight.mean)
+        )
         params, opt_state, norm = outer_step(
-            place.outer.optimizer, params, opt_state, mean, stale
+            place.outer.optimizer, params, opt_state, mean, None
         )
         arguments = merge_arguments(
             rule,
             region,
-            {name: kept[name] for name in REGIONAL_COPIES if name in kept},
+            flight.kept,
             place.near(fragment_id, params, opt_state),
             batch,
             told.learning_rate,
@@ -185,6 +187,6 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
         )
         merged, metrics = merge(*arguments)
         own = tuple(place.returned(fragment_id, tree) for tree in (params, opt_state))
-        return merged, own, Finished(norm, metrics)
+        return merged, own, compressor, Finished(norm, metrics)
 
     return finish

@@ -91,8 +91,12 @@ def stream(first_step=0):
 
 
 def make_program(name, mesh=None, loss=loss_fn, **options):
+    """A program of one of `METHODS`."""
+    return program_of(METHODS[name], mesh, loss, **options)
+
+
+def program_of(method, mesh=None, loss=loss_fn, **options):
     """Adam where the merge asks for its second moment, else what compiles faster."""
-    method = METHODS[name]
     has_adam = "second_moment" in method.needs
     return RegionProgram(
         loss,
@@ -133,6 +137,12 @@ def finish(program, state, num_steps):
         state = new
         outputs.append(output)
     return state, outputs
+
+
+def trained(program, num_steps):
+    """Runs `num_steps` from the start; the schedule knows of all that was applied."""
+    state, outputs = finish(program, start(program), num_steps)
+    return program.synchronize(state), outputs
 
 
 def host(tree):

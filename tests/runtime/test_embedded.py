@@ -41,20 +41,12 @@ CASES = {
 SLOW = ("cocodc, no delay", "cocodc, round robin", "cocodc, Hessian", "diloco")
 
 
-def make(tiny, case, fuse_syncs="auto", **arguments):
+def make(tiny, case, fuse_syncs="auto"):
     name, options = CASES[case]
-    method = methods.get(name, **options)
-    has_adam = "second_moment" in method.needs
-    return RegionProgram(
-        tiny.loss_fn,
-        optax.adam(0.05) if has_adam else optax.sgd(0.05, 0.9),
-        method,
-        tiny.make_params(),
-        arguments.pop("regions", tiny.NUM_REGIONS),
-        mesh=make_mesh(tiny.NUM_REGIONS, devices=jax.devices()[:1]),
-        supplies=tiny.SUPPLIES,
+    return tiny.program_of(
+        methods.get(name, **options),
+        make_mesh(tiny.NUM_REGIONS, devices=jax.devices()[:1]),
         transport=Transport(fuse_syncs=fuse_syncs),
-        **arguments,
     )
 
 
@@ -74,11 +66,6 @@ def told(outputs):
     return (losses, draws, sum((o.bytes_sent for o in outputs), ()), syncs), norms
 
 
-def trained(tiny, program, num_steps=NUM_STEPS):
-    state, outputs = tiny.finish(program, tiny.start(program), num_steps)
-    return program.synchronize(state), outputs
-
-
 def assert_alike(tiny, one, other):
     tiny.assert_alike(one, other, tiny.assert_near, 1e-5)
 
@@ -89,7 +76,7 @@ def assert_alike(tiny, one, other):
 )
 def test_both_forms_give_the_same_numbers(tiny, program, case):
     (plain, before), (embedded, after) = (
-        trained(tiny, program(case, fuse)) for fuse in ("no", "auto")
+        tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "auto")
     )
     if case != "diloco":  # Whose events are an interval apart.
         assert len(after) < len(before)  # Several events in one call.
@@ -104,7 +91,7 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
 def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, case, cut):
     """Either form goes on from it, with what is in flight."""
     own = program(case)
-    expected, _ = trained(tiny, own)
+    expected, _ = tiny.trained(own, NUM_STEPS)
     state, _ = tiny.finish(own, tiny.start(own), cut)
     with Checkpoints(tmp_path) as checkpoints:
         state = checkpoints.save(own, state, {})
@@ -118,7 +105,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, cas
 
 def test_where_stretches_are_cut_changes_no_bit(tiny, program):
     own = program("cocodc")
-    expected, _ = trained(tiny, own)
+    expected, _ = tiny.trained(own, NUM_STEPS)
     for cuts in ([1] * NUM_STEPS, [5, 6, 2, 6, 1]):
         state = tiny.start(own)
         for cut in cuts:
@@ -160,9 +147,9 @@ def test_one_program_is_traced_once(tiny, monkeypatch):
 
 def test_batches_too_large_for_room_are_steps_of_one_length(tiny, program, monkeypatch):
     """Then the number of steps is compiled in."""
-    expected, _ = trained(tiny, program("streaming"))
+    expected, _ = tiny.trained(program("streaming"), NUM_STEPS)
     monkeypatch.setattr("cocodc_jax.runtime.counted._MOST_BYTES", 1)
-    state, _ = trained(tiny, make(tiny, "streaming"))
+    state, _ = tiny.trained(make(tiny, "streaming"), NUM_STEPS)
     assert_alike(tiny, state, expected)
 
 
@@ -177,7 +164,7 @@ def test_the_program_is_listed_as_it_is_called(tiny):
     assert found.num_steps == 6
     assert found.sent_bytes == sum(own.fragments.num_bytes) * 3
     found.program.lower(*found.arguments).compile()
-    trained(tiny, own)
+    tiny.trained(own, NUM_STEPS)
     assert found.program._cache_size() == 1
 
 

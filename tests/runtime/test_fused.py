@@ -65,17 +65,10 @@ def make(tiny, case, fuse_syncs):
     """Regions of two devices each in the first case, of one in the others."""
     name, options = CASES[case]
     devices = 8 if case == "streaming" else 4
-    method = methods.get(name, **options)
-    has_adam = "second_moment" in method.needs
-    return RegionProgram(
-        tiny.loss_fn,
-        optax.adam(0.05) if has_adam else optax.sgd(0.05, 0.9),
-        method,
-        tiny.make_params(),
-        tiny.NUM_REGIONS,
-        mesh=make_mesh(tiny.NUM_REGIONS, devices // 4, devices=jax.devices()[:devices]),
+    return tiny.program_of(
+        methods.get(name, **options),
+        make_mesh(tiny.NUM_REGIONS, devices // 4, devices=jax.devices()[:devices]),
         param_specs=tiny.SPECS if devices == 8 else None,
-        supplies=tiny.SUPPLIES,
         transport=Transport("program", fuse_syncs=fuse_syncs),
     )
 
@@ -83,11 +76,6 @@ def make(tiny, case, fuse_syncs):
 @pytest.fixture(scope="module")
 def program(tiny):
     return functools.cache(functools.partial(make, tiny))
-
-
-def trained(tiny, program, num_steps=NUM_STEPS):
-    state, outputs = tiny.finish(program, tiny.start(program), num_steps)
-    return program.synchronize(state), outputs
 
 
 def told(output):
@@ -106,7 +94,7 @@ def told(output):
 )
 def test_both_forms_give_the_same_numbers(tiny, program, case):
     (plain, before), (fused, after) = (
-        trained(tiny, program(case, fuse)) for fuse in ("no", "yes")
+        tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
     )
     tiny.assert_alike(plain, fused)
     for pair in zip(before, after, strict=True):
@@ -120,7 +108,7 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
 def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, case, cut):
     """At the step of a start, which then leaves by itself; and with it in flight."""
     own = program(case, "yes")
-    expected, _ = trained(tiny, own)
+    expected, _ = tiny.trained(own, NUM_STEPS)
     state, _ = tiny.finish(own, tiny.start(own), cut)
     assert len(state.sync.leaving) == (cut == 6)
     with Checkpoints(tmp_path) as checkpoints:
@@ -161,7 +149,7 @@ def test_windows_are_few_and_traced_once(tiny, monkeypatch):
         ),
     ):
         made.clear()
-        trained(tiny, make(tiny, case, "yes"), 18)
+        tiny.trained(make(tiny, case, "yes"), 18)
         assert sorted(made) == expected
 
 

@@ -1,5 +1,6 @@
 """Schedules inside a program choose as those of the host do, step by step."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +19,6 @@ from cocodc_jax.sync.schedules import (
     one_step_stale,
     staggered,
 )
-from cocodc_jax.sync.schedules.base import events_at
 from cocodc_jax.sync.schedules.traced import (
     applied,
     arrival,
@@ -28,34 +28,21 @@ from cocodc_jax.sync.schedules.traced import (
     memory_of,
     started,
 )
+from tests.sync.schedules.walks import walk
 
 SCORES = ("pseudo_gradient", "aged", "rms")
 
 
 def on_host(schedule, sizes, norms, end):
-    """Walk through every step; returns events and the state after each."""
-    state, untold, found = schedule.init(), [], []
+    """Walk to `end`; returns the events of every step, and the state after them."""
 
-    def observe(name):
-        assert name == "applied"
-        told, untold[:] = [*untold], []
-        return told
+    def see(step, event):
+        return sizes[event.fragment_id], {"norm": float(norms[step])}
 
-    for step in range(1, end + 1):
-        events = []
-        for after, event in events_at(schedule, state, step, observe):
-            state = after
-            if event is None:
-                break
-            events.append(event)
-            if event.kind == FINISH:
-                k = event.fragment_id
-                norm = {"norm": float(norms[step])}
-                untold.append(Applied(k, sizes[k], norm))
-        found.append(events)
-    for each in observe("applied"):
-        state = schedule.learn(state, each)
-    return found, state
+    found, state = [[] for _ in range(end)], schedule.init()
+    for step, after, events in walk(schedule, state, end, see, learns=True):
+        found[step - 1], state = events, after
+    return found, dataclasses.replace(state, step=end)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 4))
