@@ -54,9 +54,7 @@ class RunConfig:
         one program, so that its message crosses meanwhile where regions share a fabric;
         the outer state is then kept in the memory of the accelerators' hosts. no has
         them follow one another; auto is yes where regions lie on several accelerators
-        and messages cross in the program. Where all regions are one CPU device's, yes
-        has all syncs of some twenty steps in the program of these; auto does so for
-        small models whose methods allow it.
+        and messages cross in the program.
       all_reduce: how messages cross between processes: direct, every region with every
         other at once, or ring, the backend's own.
       outer_channels: outer meshes side by side, so many fragments can be on their way

@@ -184,7 +184,7 @@ def rehearse(
     batch = next(stream)
     end = schedule.sync_interval + schedule.delay_steps + 1
     while state.step < end:
-        ahead = program.steps_at_once(state) or MAX_SCAN_STEPS
+        ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
         batches = np.stack([batch] * scan_steps(program, ahead))
         state, _ = program.advance(state, batches)
     jax.block_until_ready(state.region)

@@ -22,9 +22,8 @@ import numpy as np
 
 PyTree = Any
 
-# Steps; most intervals are multiples of it. Where events are among the steps what a
-# call costs besides them is felt, and is shared by twice as many.
-ROUND, ROUND_EMBEDDED = 10, 20
+# Steps; most intervals are multiples of it.
+ROUND = 10
 
 # Zeros behind the last step that are worth a program less.
 _MOST_BYTES = 1 << 24

@@ -24,7 +24,6 @@ from cocodc_jax.runtime.departures import Departures
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import is_cpu
 from cocodc_jax.runtime.devices.shardings import with_shardings
-from cocodc_jax.runtime.embedded import embeds
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.model_state import make_average
 from cocodc_jax.runtime.exchange.moments import MomentPrograms
@@ -42,7 +41,6 @@ from cocodc_jax.runtime.state import (
     SyncState,
     TrainState,
 )
-from cocodc_jax.runtime.stretches import Done, Stretches
 from cocodc_jax.runtime.turns import AppliedSync, Times, Turn, Turns
 from cocodc_jax.runtime.window import Finished
 from cocodc_jax.sync import needs
@@ -70,7 +68,6 @@ class SyncPrograms:
         route: Route,
         optimizer: optax.GradientTransformation,
         steps: InnerSteps,
-        fuse_syncs: str,
     ):
         """Wrap every program in one jit.
 
@@ -78,8 +75,7 @@ class SyncPrograms:
           setting: of the run.
           route: that messages take.
           optimizer: the inner optimizer.
-          steps: the inner steps, for windows and stretches.
-          fuse_syncs: of the transport.
+          steps: the inner steps, for windows.
 
         Raises:
           ValueError: if a part of the method needs what is not given.
@@ -128,16 +124,6 @@ class SyncPrograms:
         self._gaps = {n: jax.jit(make_gap(setting, n)) for n in needs.MEASURED_NOW}
         beginning = Beginning(setting, self._outer, self._copy)
         self.init, self.abstract = beginning.init, beginning.abstract
-        self._stretches = None
-        if embeds(setting, fuse_syncs):
-            assert isinstance(self._outer, SharedOuterModel)
-            self._stretches = Stretches(
-                setting,
-                self._outer,
-                steps,
-                self._departures.sent_bytes,
-                self.abstract,
-            )
         self._do = {
             START: self._departures.start,
             MIDWAY: self._look_midway,
@@ -190,31 +176,6 @@ class SyncPrograms:
             states = (region.model_state, self._judged(region))
             found.append(Listed("mean of model state", self._average_state, states))
         return found
-
-    @property
-    def embeds(self) -> bool:
-        """Whether events are among the inner steps, see `embedded.py`."""
-        return self._stretches is not None
-
-    def run_stretch(
-        self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
-    ) -> tuple[TrainState, Done]:
-        """Run inner steps with all their events; see `Stretches.run`."""
-        assert self._stretches is not None
-        assert state.sync is not None
-        if state.sync.observed:  # Of what has landed before.
-            state = dataclasses.replace(state, sync=self.synchronize(state.sync))
-        return self._stretches.run(state, batches, counted, num_steps)
-
-    def listed_stretch(
-        self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
-    ) -> Listed:
-        """List the program of `run_stretch`; see `Stretches.listed`."""
-        assert self._stretches is not None
-        assert state.sync is not None
-        return self._stretches.listed(
-            state.region, state.sync, batches, counted, num_steps
-        )
 
     def after_steps(
         self,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.runtime import checks, merge_feedback, step
 from cocodc_jax.runtime.batches import Batches
-from cocodc_jax.runtime.counted import ROUND, ROUND_EMBEDDED
+from cocodc_jax.runtime.counted import ROUND
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
@@ -213,9 +213,7 @@ def assemble(
     # Losses are whole inside each region: every process reads those of its own.
     inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
     route, syncs = _syncs(given, shardings, local, inner)
-    round_steps = None
-    if is_cpu(mesh) and not given.is_fused:
-        round_steps = ROUND_EMBEDDED if syncs and syncs.embeds else ROUND
+    round_steps = ROUND if is_cpu(mesh) and not given.is_fused else None
     return Parts(
         shardings,
         first,
@@ -246,5 +244,4 @@ def _syncs(
         given.is_fused,
     )
     route = given.transport.route(setting, given.route)
-    fuse_syncs = given.transport.fuse_syncs
-    return route, SyncPrograms(setting, route, given.optimizer, inner, fuse_syncs)
+    return route, SyncPrograms(setting, route, given.optimizer, inner)

@@ -44,8 +44,7 @@ class Output(NamedTuple):
     Attributes:
       losses: float32, or wider where the loss is, `[T, R]`.
       aux: the loss function's aux, each `[T, R]`.
-      syncs: the syncs that were applied, after the last step or, where events are among
-        the inner steps, after any of them.
+      syncs: the syncs that were applied after the last step.
       bytes_sent: bytes one region had sent by the end of each step, its events
         included.
     """
@@ -134,8 +133,6 @@ class RegionProgram:
         self._first, self._batches, self._read = parts.first, parts.batches, parts.read
         self._steps, self._syncs = parts.steps, parts.syncs
         self._corrects = parts.corrects
-        # The syncs, where they are among the inner steps.
-        self._embedded = parts.syncs if parts.syncs and parts.syncs.embeds else None
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
@@ -215,14 +212,12 @@ class RegionProgram:
         steps = (state.region, batches, participating, counted, *outer)
         sent_bytes = num_steps * self.bytes_per_step
         inner = Listed("inner steps", self._steps, steps, sent_bytes, num_steps)
-        if self._embedded is not None:
-            inner = self._embedded.listed_stretch(state, batches, counted, num_steps)
         found = [
             Listed("first state", self._first.make, (params, self._first.shapes[1])),
             inner,
             Listed("mean of regions", self._read.mean, (state.region.params,)),
         ]
-        if self._embedded or self._syncs is None or state.sync is None:
+        if self._syncs is None or state.sync is None:
             return found
         return found + self._syncs.listed(
             state.region, state.sync, batches, participating
@@ -241,18 +236,6 @@ class RegionProgram:
         if self.method.sync is None or state.sync is None:
             return None
         return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
-
-    def steps_at_once(self, state: TrainState) -> int | None:
-        """Return the inner steps that `advance` can do at once; None is any number.
-
-        Up to the next event; where events are among the inner steps, up to the end of
-        the interval.
-        """
-        if self._embedded is not None:
-            assert self.method.schedule is not None
-            interval = self.method.schedule.sync_interval
-            return interval - state.step % interval
-        return self.steps_to_event(state)
 
     def put_batches(self, batches: PyTree) -> PyTree:
         """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
@@ -274,51 +257,42 @@ class RegionProgram:
         Args:
           state: donated.
           batches: leaves `[T, R, B, ...]`, on the mesh or on the host; T at most
-            `steps_at_once(state)`.
+            `steps_to_event(state)`.
           times: seconds of an inner step and of a sync as this process has measured
             them, 0 for not yet; for schedules that go by them.
           on_steps: takes the step that the inner steps lead to, and their losses, as
             soon as they are handed out: the events may wait for other jobs.
 
         Raises:
-          ValueError: if T is more than can be done at once, `batches` does not have the
+          ValueError: if T leads past the next event, `batches` does not have the
             regions along its second axis, or `state` was donated before.
         """
         checks.check_alive(state)
         num_steps = self._batches.num_steps(batches)
-        limit = self.steps_at_once(state)
+        limit = self.steps_to_event(state)
         if limit is not None and num_steps > limit:
             raise ValueError(
-                f"{num_steps} steps are more than the {limit} that can be done at "
-                "once; pass at most `steps_at_once(state)`"
+                f"{num_steps} steps lead past the next event, which is {limit} steps "
+                "ahead; pass at most `steps_to_event(state)`"
             )
         batches, counted = self._batches.for_steps(batches)
         before, step = state.bytes_sent, state.step + num_steps
-        syncs, of_events, finished = (), (0,) * num_steps, {}
-        if self._embedded is not None:
-            state, (outputs, syncs, of_events) = self._embedded.run_stretch(
-                state, batches, counted, num_steps
-            )
-        else:
-            state, outputs, finished = self._inner_steps(
-                state, batches, counted, num_steps
-            )
+        state, outputs, finished = self._inner_steps(state, batches, counted, num_steps)
         if jax.tree.leaves(outputs)[0].shape[0] > num_steps:
             outputs = self._read.first(outputs, num_steps)
         losses, aux = outputs
         state = dataclasses.replace(state, step=step)
         on_steps(step, losses)
-        if self._syncs is not None and self._embedded is None:
+        syncs = ()
+        if self._syncs is not None:
             state, syncs = self._syncs.after_steps(
                 state, batches, num_steps, times, finished
             )
-            of_events = (*of_events[1:], state.bytes_sent - before)
-        sent = tuple(
-            before + i * self.bytes_per_step + more
-            for i, more in enumerate(of_events, start=1)
-        )
+        of_events = state.bytes_sent - before
+        sent = [before + i * self.bytes_per_step for i in range(1, num_steps + 1)]
+        sent[-1] += of_events
         state = dataclasses.replace(state, bytes_sent=sent[-1])
-        return state, Output(losses, aux, syncs, sent)
+        return state, Output(losses, aux, syncs, tuple(sent))
 
     def _inner_steps(
         self, state: TrainState, batches: PyTree, counted: Any, num_steps: int

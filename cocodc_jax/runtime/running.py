@@ -23,8 +23,7 @@ def run(
 ) -> Iterator[tuple[TrainState, Output]]:
     """Run `num_steps` inner steps and yield after every scan.
 
-    So at every event; where all regions are one device's and events are among the inner
-    steps (`runtime/embedded.py`), at the end of every interval at the latest.
+    So at every event at the latest.
 
     Args:
       program: the compiled method.
@@ -43,7 +42,7 @@ def run(
         raise ValueError(f"num_steps={num_steps!r} must be a whole number")
     stream, end = _stream(batches), state.step + num_steps
     while state.step < end:
-        ahead = program.steps_at_once(state) or MAX_SCAN_STEPS
+        ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
         num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
         batches = take_batches(stream, state.step, num_steps)
         state, output = program.advance(state, batches)

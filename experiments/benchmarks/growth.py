@@ -17,7 +17,6 @@ from .turns import take_turns
 GROWTHS = {
     "regions": (1, 4, 16, 64),
     "fragments": (1, 4, 8, 16, 32),
-    "fragments_on_one": (1, 4, 8, 16, 32),  # Device.
     "layers": (1, 2, 4, 8),
 }
 LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave at.
@@ -77,8 +76,6 @@ def _what_grows(name: str, interval: int) -> str:
     return {
         "regions": f"cocodc of smoke: all regions on one device, H {interval}",
         "fragments": f"cocodc of smoke with 32 layers: {over}, {longer}",
-        "fragments_on_one": "cocodc of smoke with 32 layers: 4 regions on one device, "
-        + longer,
         "layers": f"diloco of gpt: {over}, H {interval}",
     }[name]
 
@@ -93,9 +90,8 @@ def _maker(name: str, size: int, interval: int):
     if name == "regions":  # All on one device: what is to grow is linear.
         case = make_case("smoke", size, interval)
         return contenders.region_program(case, "cocodc", 1, num_fragments=4)
-    if name in ("fragments", "fragments_on_one"):
-        devices = _devices() if name == "fragments" else 1
+    if name == "fragments":
         case = make_case("smoke", 4, max(interval, LEAST_INTERVAL), num_layers=32)
-        return contenders.region_program(case, "cocodc", devices, num_fragments=size)
+        return contenders.region_program(case, "cocodc", _devices(), num_fragments=size)
     case = make_case("gpt", 4, interval, num_layers=size)
     return contenders.region_program(case, "diloco", _devices())

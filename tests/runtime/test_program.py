@@ -279,7 +279,7 @@ class TestCuts:
             return TrainState(None, step=state.step + len(batches)), len(batches)
 
         program = types.SimpleNamespace(
-            steps_at_once=lambda state: ahead, advance=advance
+            steps_to_event=lambda state: ahead, advance=advance
         )
         steps = run(program, TrainState(None), itertools.repeat(np.zeros(1)), 201)
         assert MAX_SCAN_STEPS == 100
@@ -421,7 +421,7 @@ class TestBadInput:
         program = tiny.shared_program("diloco")
         state = tiny.start(program)
         assert program.steps_to_event(state) == 2
-        with pytest.raises(ValueError, match="3 steps are more than the 2 that can"):
+        with pytest.raises(ValueError, match="3 steps lead past the next event, which is 2"):
             program.advance(state, stacked(tiny, 0, 3))
 
     def test_batches_that_end(self, tiny):

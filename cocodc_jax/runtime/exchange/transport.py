@@ -16,7 +16,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu
+from cocodc_jax.runtime.devices.mesh import REGION, is_cpu
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
@@ -51,10 +51,7 @@ class Transport:
       place: of this process's region among the jobs, for "jobs".
       fuse_syncs: whether syncs and the inner steps are one program, so that messages
         cross while it computes, see `runtime/fused.py`: "yes", "no", or "auto", where
-        regions lie on several accelerators and messages cross in the program. Where all
-        regions are one CPU's nothing crosses, and events cost only what handing out
-        programs costs: there they are among the inner steps, see `runtime/embedded.py`,
-        with "auto" if the model is small.
+        regions lie on several accelerators and messages cross in the program.
     """
 
     exchange: str = "auto"
@@ -208,8 +205,6 @@ class Transport:
             why = f"method={method.name!r} has no outer model that regions share"
         elif kind != "program":
             why = f"messages cross by exchange={kind!r}; use 'program'"
-        elif is_one_cpu(mesh):
-            return False  # See `embedded.embeds`.
         elif mesh.shape[REGION] == 1:
             why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
         if self.fuse_syncs == "yes" and why:

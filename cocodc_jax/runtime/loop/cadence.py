@@ -48,7 +48,7 @@ class Cadence:
           num_steps: the step that the run ends at.
         """
         ahead = [num_steps - state.step]
-        event = program.steps_at_once(state)
+        event = program.steps_to_event(state)
         if event is not None:
             ahead.append(event)
         every = (self.eval_every, self.checkpoint_every)
