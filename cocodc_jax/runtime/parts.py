@@ -14,6 +14,7 @@ from cocodc_jax import methods
 from cocodc_jax.runtime import checks, merge_feedback, step
 from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.counted import ROUND
+from cocodc_jax.runtime.devices.ambient import trace_without_mesh_if_needed
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
@@ -136,8 +137,11 @@ def checked(
     is_fused = transport.fuses(method, mesh, route)
     fragments = checks.checked_fragments(method, params, fragments)
     merge_feedback.check(method, fragments, params)
+    if supplies.outputs is not None:
+        outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
+        supplies = dataclasses.replace(supplies, outputs=outputs)
     return Given(
-        loss_fn,
+        trace_without_mesh_if_needed(loss_fn),
         optimizer,
         method,
         jax.eval_shape(lambda x: x, params),

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime import checks
 from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.ambient import methods_in_own_context
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.listed import Listed
@@ -55,6 +56,7 @@ class Output(NamedTuple):
     bytes_sent: tuple[int, ...]
 
 
+@methods_in_own_context
 class RegionProgram:
     """Compiled programs of one method for one model on one mesh.
 

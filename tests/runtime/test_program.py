@@ -421,7 +421,9 @@ class TestBadInput:
         program = tiny.shared_program("diloco")
         state = tiny.start(program)
         assert program.steps_to_event(state) == 2
-        with pytest.raises(ValueError, match="3 steps lead past the next event, which is 2"):
+        with pytest.raises(
+            ValueError, match="3 steps lead past the next event, which is 2"
+        ):
             program.advance(state, stacked(tiny, 0, 3))
 
     def test_batches_that_end(self, tiny):

@@ -262,3 +262,13 @@ def test_orbax_restores_every_state(tmp_path):
         restored = checkpointer.restore(tmp_path / "states", shapes)
     assert jax.tree.structure(restored) == jax.tree.structure(states)
     assert_close(restored, states, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["outer_product", "dc_asgd", "muon", "co2"])
+def test_a_callers_mesh_changes_nothing(name):
+    """With explicit axes, as `jax.make_mesh` makes them."""
+    with jax.set_mesh(jax.make_mesh((4,), ("data",))):
+        found = jax.jit(lambda *trees: run(build(CASES[name]), *trees))(
+            tree(0), tree(10), tree(20)
+        )
+    assert_close(jax.device_get(found), expected(name)[0])

@@ -22,6 +22,7 @@ import jax
 
 from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
+from cocodc_jax.runtime.devices.ambient import methods_in_own_context
 from cocodc_jax.runtime.loop import checksums
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.state import TrainState
@@ -58,6 +59,7 @@ def has_checkpoint(directory: Any) -> bool:
     return directory.is_dir() and any(x.name.isdecimal() for x in directory.iterdir())
 
 
+@methods_in_own_context
 class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager."""
 

@@ -16,6 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.devices.ambient import (
+    in_own_context,
+    trace_without_mesh_if_needed,
+)
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.devices.region_map import pmean_over_regions, region_shard_map
 from cocodc_jax.runtime.listed import Listed
@@ -24,6 +28,7 @@ from cocodc_jax.sync.model_state import AnyLossFn
 PyTree = Any
 
 
+@in_own_context
 def make_evaluate(
     loss_fn: AnyLossFn, mesh: Mesh, batches: PyTree
 ) -> Callable[..., jax.Array]:
@@ -48,7 +53,7 @@ def make_evaluate(
         )
     batches = transfer.put(batches, NamedSharding(mesh, P(REGION, DATA)))
     compiled = _jit_evaluate(loss_fn, mesh)
-    return lambda *judged: compiled(judged, batches)
+    return in_own_context(lambda *judged: compiled(judged, batches))
 
 
 def list_evaluate(
@@ -71,6 +76,7 @@ def list_evaluate(
 
 def _jit_evaluate(loss_fn: AnyLossFn, mesh: Mesh) -> Callable:
     """Make `evaluate(judged, batches)`, compiled."""
+    loss_fn = trace_without_mesh_if_needed(loss_fn)
 
     def evaluate(judged: tuple[PyTree, ...], batches: PyTree) -> jax.Array:
         judged = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), judged)

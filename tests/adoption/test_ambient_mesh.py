@@ -1,0 +1,72 @@
+"""A caller's mesh in context, as trainers keep one around their whole loop."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.runtime import make_evaluate
+
+PARAMS = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
+METHODS = {
+    "cocodc": dict(sync_interval=4, num_fragments=2, delay_steps=2),
+    "diloco": dict(sync_interval=4),
+}
+BATCH = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+
+
+def loss_fn(params, batch, key):
+    return jnp.square(batch @ params["w"] + params["b"][None]).mean(), {}
+
+
+def make(method="cocodc"):
+    method = cc.methods.get(method, **METHODS[method])
+    mesh = cc.make_mesh(2, devices=jax.devices()[:2])
+    return cc.RegionProgram(loss_fn, optax.adam(0.1), method, PARAMS, 2, mesh=mesh)
+
+
+def everything(program, folder):
+    """Everything public, in a run's order."""
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = program.init(params, jax.random.key(0))
+    steps = cc.run_steps(program, state, itertools.repeat(BATCH), 6)
+    for state, output in steps:  # noqa: B007
+        losses = output.losses
+    evaluate = make_evaluate(loss_fn, program.mesh, BATCH)
+    mean = program.mean_params(state)
+    outer = program.outer_params(state)
+    found = [losses, mean, outer, evaluate(mean), program.region_drift(state)]
+    with cc.Checkpoints(folder) as checkpoints:
+        checkpoints.save(program, program.synchronize(state), {})
+    with cc.Checkpoints(folder) as checkpoints:
+        state, _ = checkpoints.restore(program)
+    state, _ = program.land(state)
+    other = make("diloco")
+    adopted = other.adopt(state, program)
+    _, output = other.advance(adopted.state, BATCH[None])
+    return jax.tree.map(np.asarray, [*found, output.losses])
+
+
+def contexts():
+    program_mesh = cc.make_mesh(2, devices=jax.devices()[:2])
+    others = jax.devices()[4:8]
+    explicit = jax.make_mesh((4,), ("data",), devices=others)
+    return {
+        "the program's": jax.set_mesh(program_mesh),
+        "another, explicit": jax.set_mesh(explicit),
+    }
+
+
+@pytest.mark.parametrize("name", ["the program's", "another, explicit"])
+def test_a_callers_mesh_changes_nothing(tmp_path, name):
+    expected = everything(make(), tmp_path / "plain")
+    program = make()
+    with contexts()[name]:
+        found = everything(program, tmp_path / "in context")
+        made_inside = everything(make(), tmp_path / "made inside")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, made_inside, expected)
