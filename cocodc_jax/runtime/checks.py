@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -55,6 +56,38 @@ def check_functions(loss_fn: Any, optimizer: Any) -> None:
             "aux)"
         )
     check_transform("optimizer", optimizer, "optax.adam(1e-3)")
+
+
+def check_accumulation(optimizer: Any, method: Method) -> None:
+    """Refuse syncs in the middle of an accumulation by `optax.MultiSteps`.
+
+    Where it takes a number of steps, that is; of a schedule nothing is known before.
+
+    Raises:
+      ValueError: naming the interval, delay or slot that is no multiple of the number.
+    """
+    if not isinstance(optimizer, optax.MultiSteps):  # What its transformation is of.
+        optimizer = getattr(optimizer.update, "__self__", None)
+    if not isinstance(optimizer, optax.MultiSteps) or method.schedule is None:
+        return
+    every_k = optimizer._every_k_schedule(np.int32(0))
+    if not isinstance(every_k, int) or every_k == 1:
+        return
+    if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
+        raise ValueError(
+            f"optax.MultiSteps of {every_k} steps needs events at multiples of them, "
+            f"but those of method={method.name!r} follow what is measured; use numbers "
+            "for delay_steps, syncs_per_interval and the interval"
+        )
+    for name in ("sync_interval", "slot_steps", "delay_steps", "phase_steps"):
+        value = getattr(method.schedule, name, 0)
+        if value % every_k:
+            below = value // every_k * every_k
+            raise ValueError(
+                f"{name}={value} is not a multiple of the {every_k} steps that "
+                "optax.MultiSteps accumulates, so that fragments would leave or arrive "
+                f"in the middle of it; use {below} or {below + every_k}"
+            )
 
 
 def check_mesh(mesh: Mesh, num_regions: int) -> None:

@@ -107,6 +107,7 @@ def checked(
       ValueError: see `RegionProgram`.
     """
     checks.check_functions(loss_fn, optimizer)
+    accumulates = optimizer
     if not isinstance(regions, Regions):
         regions = Regions.alike(regions)
     if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
@@ -130,6 +131,7 @@ def checked(
     checks.check_params(params)
     needs.check(method.needs, supplies, f"method={method.name!r}")
     method = method.bind(regions)
+    checks.check_accumulation(accumulates, method)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)

@@ -89,7 +89,9 @@ class RegionProgram:
             -> (loss, (aux, new_model_state))`.
           optimizer: the inner optimizer, the same for every region. One that takes
             `value=` is given the region's loss, or the mean of all regions' where they
-            exchange something at every step.
+            exchange something at every step. A step is one of its updates: under
+            `optax.MultiSteps(inner, k)` one of the k that make up one of `inner`'s, and
+            the method's interval, delay and slots must be multiples of k.
           method: from `cocodc_jax.methods`, or the name of one, for its defaults.
           params: one region's parameters, or their shapes.
           regions: M, or how fast each of them is.

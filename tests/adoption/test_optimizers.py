@@ -133,3 +133,37 @@ def test_a_loss_that_is_wrong_says_so_itself():
 def test_a_method_has_a_name_that_is_known():
     with pytest.raises(ValueError, match="method='dilco' is unknown; use one of"):
         run(optax.sgd(0.1), "dilco")
+
+
+@pytest.mark.parametrize("is_object", [True, False])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(sync_interval=30),
+            "sync_interval=30 is not a multiple of the 4 .* use 28",
+        ),
+        (dict(sync_interval=16), "delay_steps=5 is not a multiple of the 4 .* 4 or 8"),
+        (dict(sync_interval=12, delay_steps=4, syncs_per_interval=6), "slot_steps=2 "),
+        (dict(sync_interval=16, delay_steps="auto"), "needs events at multiples of"),
+        (dict(sync_interval=16, delay_steps=4), None),
+    ],
+)
+def test_no_fragment_leaves_in_the_middle_of_an_accumulation(
+    options, message, is_object
+):
+    optimizer = optax.MultiSteps(optax.adam(0.1), 4)
+    optimizer = optimizer if is_object else optimizer.gradient_transformation()
+    method = cc.methods.get("cocodc", num_fragments=1, **options)
+    if message is None:
+        run(optimizer, method)
+        return
+    with pytest.raises(ValueError, match=message):
+        run(optimizer, method)
+
+
+def test_where_accumulation_is_a_schedule_nothing_is_known_before():
+    optimizer = optax.MultiSteps(
+        optax.adam(0.1), lambda step: jnp.where(step > 9, 4, 2)
+    )
+    run(optimizer, cc.methods.get("diloco", sync_interval=5))
