@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core.sync import merge as merge_fragment
+from cocodc_jax.core.sync import merge_key
 from cocodc_jax.runtime.devices.local_regions import where_participating
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.optimizer_place import taken
@@ -58,10 +60,6 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
         learning_rate, delay_steps, start_step = told
-        key = None
-        if key_data is not None:
-            # A key of its own: 0 and 1 would give the two that the next step splits.
-            key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)
         steps = delay_steps if fixed_delay is None else fixed_delay
         loss_fn, supplies = setting.loss_fn, setting.supplies
         if batch is not None:
@@ -76,15 +74,13 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
             regional=moments,
             learning_rate=learning_rate,
             batch=batch,
-            key=key,
+            key=None if key_data is None else merge_key(key_data),
             whole=functools.partial(fragments.put, params, fragment_id),
             loss_fn=loss_fn,
             supplies=supplies,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
         )
-        staged = kept.get(needs.STAGED)
-        extra = needs.arguments(rule.needs, seen)
-        return rule.apply(local, staged, outer, delay_steps=steps, **extra)
+        return merge_fragment(sync, seen)
 
     def merge(
         params,

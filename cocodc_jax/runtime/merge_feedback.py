@@ -1,14 +1,6 @@
 """Error feedback of the merge: what it leaves out goes into the next message.
 
-During the delay a region makes the progress p = local - staged. A merge that keeps the
-share s of it (alpha of the mix) drops (1 - s) p, which no message has told. It is put
-into the residual e of the region's error feedback, as a pseudo-gradient is, old minus
-new:
-
-    e <- e - (1 - s) p
-
-so that the region's next message, of theta^g - theta^m + e, has it: averaged over
-regions, where it was too noisy to be kept whole by each. Ours; no published source.
+See `core.sync.remember`.
 """
 
 from __future__ import annotations
@@ -19,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core import sync as core
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.exchange.compressors import Compressors
@@ -71,13 +64,7 @@ def make_remember(setting: Setting, fragment_id: int) -> Callable:
 
     def remember(params, staged, state):
         local = setting.fragments.take(params, fragment_id, lead=1)
-        residual = jax.tree.map(
-            lambda e, x, s: e - share * (x.astype(e.dtype) - s.astype(e.dtype)),
-            state.residual,
-            local,
-            staged,
-        )
-        return state._replace(residual=residual)
+        return core.remember(share, local, staged, state)
 
     regions = P(REGION)
     return region_shard_map(

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from cocodc_jax.core.sync import outer_step
 from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
-from cocodc_jax.runtime.exchange.outer_step import outer_step
 from cocodc_jax.runtime.merge import make_merge, merge_arguments
 from cocodc_jax.runtime.merge_feedback import make_remember
 from cocodc_jax.runtime.setting import Setting

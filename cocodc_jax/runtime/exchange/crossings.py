@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core.sync import Measured
 from cocodc_jax.runtime.devices.mesh import INSIDE, REGION, regional
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.runtime.exchange import flat_buffer
-from cocodc_jax.runtime.exchange.judged import Measured, judge_block, judged_mean
+from cocodc_jax.runtime.exchange.judged import judge_block, judged_mean
 from cocodc_jax.runtime.exchange.outgoing import (
     in_specs,
     make_outgoing,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from cocodc_jax.core.sync import Measured
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.region_map import psum_over_regions
 from cocodc_jax.runtime.exchange.combine import make_combine
@@ -24,18 +25,6 @@ from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.robust import VERDICT, without
 
 PyTree = Any
-
-
-class Measured(NamedTuple):
-    """A message and how long it is.
-
-    Attributes:
-      message: what the mean is taken of, encoded where the method compresses.
-      length: see `sync.robust.length`.
-    """
-
-    message: PyTree
-    length: Any
 
 
 def abstract_verdict(

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from cocodc_jax.core.sync import outer_step
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
 from cocodc_jax.sync.fragments import Fragment
 
@@ -81,31 +81,3 @@ def step_at(
     )
     returned = (place.returned(fragment_id, tree) for tree in (params, opt_state))
     return *returned, norm
-
-
-def outer_step(
-    optimizer: optax.GradientTransformation,
-    params: Fragment,
-    opt_state: PyTree,
-    mean_pseudo_gradient: Fragment,
-    stale_params: Fragment | None,
-) -> tuple[PyTree, PyTree, jax.Array]:
-    """Step the outer optimizer on one fragment.
-
-    Args:
-      optimizer: given `stale_params` where there are any.
-      params: the outer fragment.
-      opt_state: its state.
-      mean_pseudo_gradient: old minus new; the optimizer's gradient.
-      stale_params: the outer fragment that it was measured from, or None.
-
-    Returns:
-      New outer fragment, new optimizer state, and the mean pseudo-gradient's norm
-      (float32 scalar).
-    """
-    extra = {} if stale_params is None else {"stale_params": stale_params}
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        mean_pseudo_gradient, opt_state, params, **extra
-    )
-    norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
-    return optax.apply_updates(params, updates), opt_state, norm

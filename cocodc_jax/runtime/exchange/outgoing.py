@@ -16,15 +16,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core.sync import encode
 from cocodc_jax.runtime.devices.mesh import REGION, regional
 from cocodc_jax.runtime.devices.region_map import region_shard_map
-from cocodc_jax.runtime.exchange.judged import Measured
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.needs import STAGED
-from cocodc_jax.sync.robust import length
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
 
@@ -44,11 +42,6 @@ class Departure(NamedTuple):
     times: tuple[float, float]
 
 
-def message_key(key_data: jax.Array) -> jax.Array:
-    """Make one region's key for rounding a message: its own fold of its key."""
-    return jax.random.fold_in(jax.random.wrap_key_data(key_data), 4)
-
-
 def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
     """Make what each shard does as a fragment leaves, for `region_shard_map`.
 
@@ -65,36 +58,24 @@ def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:
       regions may be left out. A region of weight 0 keeps its compressor's state.
       `start_step` is as of `start_step_of`.
     """
-    sync, average = setting.sync, setting.sync.message.average
-    compressor = sync.message.compressor(rank)
-    is_by_region, keeps = sync.schedule.is_by_region, STAGED in sync.copies
-
-    def encode(delta, state, weight, key_data):
-        assert compressor is not None
-        message, new = compressor.encode(delta, state, message_key(key_data))
-        new = jax.tree.map(lambda x, y: jnp.where(weight > 0, x, y), new, state)
-        return message, vary_like(new, state)
+    sync, is_by_region = setting.sync, setting.sync.schedule.is_by_region
+    keeps = STAGED in sync.copies
 
     def outgoing(params, stale_params, state, weights, keys, start_step):
         staged = setting.fragments.take(params, fragment_id, lead=1)
-        deltas = jax.tree.map(
-            lambda o, x: (o if is_by_region else o[None]) - x.astype(o.dtype),
-            stale_params,
-            staged,
-        )
         key = None if start_step is None else sync_key(fragment_id, start_step)
-        message = setting.local.map(lambda delta: average.before(delta, key))(deltas)
-        lengths = None
-        if sync.robust:
-            # Of the deltas: what is made of them may be directions, all of one length.
-            lengths = setting.local.map(length)(params, deltas)
-            # What is summed has one dtype.
-            dtype = jnp.float32 if compressor else jax.tree.leaves(message)[0].dtype
-            lengths = lengths.astype(dtype)
-        if compressor is not None:
-            message, state = setting.local.map(encode)(message, state, weights, keys)
-        if lengths is not None:
-            message = Measured(message, lengths)
+
+        def one_region(anchor, whole, part, memory, weight, key_data):
+            return encode(
+                sync, whole, part, anchor, memory, key_data, weight, key, rank
+            )
+
+        axes = (0 if is_by_region else None, 0, 0, 0, 0, 0)
+        message, new = setting.local.map(one_region, axes)(
+            stale_params, params, staged, state, weights, keys
+        )
+        if sync.message.compressor(rank) is not None:
+            state = new
         return staged if keeps else None, message, state
 
     return outgoing

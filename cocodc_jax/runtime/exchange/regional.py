@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core.sync import message_key
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
 from cocodc_jax.runtime.devices.mesh import REGION
@@ -24,7 +25,7 @@ from cocodc_jax.runtime.devices.region_map import (
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.crossings import everywhere
 from cocodc_jax.runtime.exchange.others import from_neighbour, from_partner
-from cocodc_jax.runtime.exchange.outgoing import Departure, message_key
+from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
 from cocodc_jax.runtime.state import InFlight, OuterState, RegionState, SyncState

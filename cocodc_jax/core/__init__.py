@@ -1,0 +1,4 @@
+"""The algorithm, pure and traceable: no jit, no device, no host state.
+
+`sync` is the file to read first: `start` and `finish`, the life of a fragment.
+"""

@@ -1,0 +1,250 @@
+"""The life of a fragment: `start` sends it, `finish` takes in what comes back.
+
+Regions train alone. Now and then a fragment p of region m leaves, crosses to the other
+regions while the inner steps go on, and comes back as a mean:
+
+    start    staged = theta^m_p;  Delta^m = theta^g_p - staged
+             message^m, memory^m = encode(Delta^m, memory^m)
+             mean = reduce(message^m)                             the only collective
+    finish   theta^g_p, state = outer optimizer(theta^g_p, mean)
+             theta^m_p = merge(theta^m_p, staged, theta^g_p)
+
+Everything here is of one region and of one fragment, a flat dict of arrays. Pseudo-
+gradients Delta are old minus new, so that descent is minus. `theta^g_p` and the outer
+state are equal in all regions. How `reduce` crosses is somebody else's: a collective
+over a mesh axis (`reduce.py`), a mean between hosts, or a name of `jax.vmap`.
+
+A program that places arrays on devices maps `encode`, `outer_step` and `merge` over the
+regions by itself, each where its arrays are. Where all are in one place, as in an Optax
+transform, `start` and `finish` are all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.method import Sync
+from cocodc_jax.sync.outer import SharedOuter, pseudo_gradient
+from cocodc_jax.sync.robust import length
+from cocodc_jax.transforms.numerics import vary_like
+
+PyTree = Any
+
+
+class Measured(NamedTuple):
+    """A message and its length, where regions may be left out of a mean.
+
+    Attributes:
+      message: what the mean is taken of, encoded where the method compresses.
+      length: see `sync.robust.length`.
+    """
+
+    message: PyTree
+    length: Any
+
+
+class Started(NamedTuple):
+    """One region's fragment on its way.
+
+    Attributes:
+      mean: the mean pseudo-gradient that arrives, equal in all regions.
+      staged: the region's fragment when it left.
+    """
+
+    mean: Fragment
+    staged: Fragment
+
+
+def start(
+    sync: Sync,
+    part: Fragment,
+    anchor: Fragment,
+    memory: PyTree,
+    key_data: jax.Array,
+    reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    sync_key: jax.Array | None = None,
+) -> tuple[Started, PyTree]:
+    """Send one region's fragment.
+
+    Args:
+      sync: of the method.
+      part: the region's own fragment.
+      anchor: the outer fragment as regions were given it.
+      memory: of the region's compressor.
+      key_data: of the region's PRNG key.
+      reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
+      sync_key: see `sync.averages.sync_key`; None unless the average draws.
+
+    Returns:
+      What is on its way, and the compressor's memory after it.
+    """
+    message, memory = encode(
+        sync, None, part, anchor, memory, key_data, sync_key=sync_key
+    )
+    mean, memory = reduce(message, memory)
+    mean = sync.message.average.after(mean, anchor, sync_key)
+    return Started(mean, part), memory
+
+
+def finish(
+    sync: Sync,
+    part: Fragment,
+    outer: Fragment,
+    opt_state: PyTree,
+    memory: PyTree,
+    started: Started,
+    seen: needs.Seen,
+) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
+    """Take in a mean: outer step, and merge.
+
+    Args:
+      sync: of the method, with a shared outer model.
+      part: the region's own fragment now.
+      outer: the outer fragment.
+      opt_state: of the outer optimizer.
+      memory: of the region's compressor.
+      started: what `start` gave.
+      seen: what the merge rule may ask for; `local` and `outer` are filled in here.
+
+    Returns:
+      The region's fragment, the outer fragment, its optimizer's state, the memory, the
+      mean's norm (float32 scalar), and the merge's metrics.
+    """
+    assert isinstance(sync.outer, SharedOuter)
+    if sync.merge.told_later:
+        memory = remember(sync.merge.told_later, part, started.staged, memory)
+    stale = seen.kept.get(needs.STALE)
+    outer, opt_state, norm = outer_step(
+        sync.outer.optimizer, outer, opt_state, started.mean, stale
+    )
+    given = sync.outer.start(outer, opt_state) if sync.outer.start else outer
+    merged, metrics = merge(sync, seen._replace(local=part, outer=given))
+    return merged, outer, opt_state, memory, norm, metrics
+
+
+def encode(
+    sync: Sync,
+    params: PyTree,
+    part: Fragment,
+    anchor: Fragment,
+    memory: PyTree,
+    key_data: jax.Array,
+    weight: jax.Array | None = None,
+    sync_key: jax.Array | None = None,
+    rank: int = 0,
+) -> tuple[PyTree, PyTree]:
+    """Make one region's message.
+
+    Args:
+      sync: of the method.
+      params: all the region's parameters, by which it is checked where regions may be
+        left out of a mean; else unused.
+      part: the region's own fragment.
+      anchor: what the pseudo-gradient is measured from.
+      memory: of the region's compressor.
+      key_data: of the region's PRNG key.
+      weight: of the region in the mean; one of weight 0 keeps its memory.
+      sync_key: see `sync.averages.sync_key`; None unless the average draws.
+      rank: of the message, where the schedule sets one.
+
+    Returns:
+      The message, `Measured` where regions may be left out; the memory after it.
+    """
+    delta = pseudo_gradient(anchor, part)
+    message = sync.message.average.before(delta, sync_key)
+    dtype = jax.tree.leaves(message)[0].dtype  # What is summed has one dtype.
+    compressor = sync.message.compressor(rank)
+    if compressor is not None:
+        dtype = jnp.float32
+        message, new = compressor.encode(message, memory, message_key(key_data))
+        if weight is not None:
+            new = jax.tree.map(lambda x, y: jnp.where(weight > 0, x, y), new, memory)
+        memory = vary_like(new, memory)
+    if sync.robust:
+        # Of the pseudo-gradient: the message may be directions, all of one length.
+        message = Measured(message, length(params, delta).astype(dtype))
+    return message, memory
+
+
+def outer_step(
+    optimizer: optax.GradientTransformation,
+    params: Fragment,
+    opt_state: PyTree,
+    mean_pseudo_gradient: Fragment,
+    stale_params: Fragment | None,
+) -> tuple[PyTree, PyTree, jax.Array]:
+    """Step the outer optimizer on one fragment.
+
+    Args:
+      optimizer: given `stale_params` where there are any.
+      params: the outer fragment.
+      opt_state: its state.
+      mean_pseudo_gradient: old minus new; the optimizer's gradient.
+      stale_params: the outer fragment that it was measured from, or None.
+
+    Returns:
+      New outer fragment, new optimizer state, and the mean pseudo-gradient's norm
+      (float32 scalar).
+    """
+    extra = {} if stale_params is None else {"stale_params": stale_params}
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+        mean_pseudo_gradient, opt_state, params, **extra
+    )
+    norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
+    return optax.apply_updates(params, updates), opt_state, norm
+
+
+def merge(sync: Sync, seen: needs.Seen) -> tuple[Fragment, dict[str, jax.Array]]:
+    """Merge an arriving outer fragment into a region's own, by the method's rule.
+
+    Returns:
+      The merged fragment, and the rule's metrics, float32 scalars.
+    """
+    rule = sync.merge
+    return rule.apply(
+        seen.local,
+        seen.kept.get(needs.STAGED),
+        seen.outer,
+        delay_steps=seen.delay_steps,
+        **needs.arguments(rule.needs, seen),
+    )
+
+
+def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any:
+    """Keep for the next message what a merge drops of the progress since the start.
+
+    A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,
+    which no message has carried. As a pseudo-gradient, old minus new, it goes into the
+    residual of the region's error feedback: `e <- e - s (part - staged)`. Averaged over
+    regions it arrives later, where each alone was too noisy. Ours; no source.
+
+    Args:
+      share: s.
+      part: the region's fragment before the merge.
+      staged: when its sync started.
+      memory: an `ErrorFeedbackState`.
+    """
+    residual = jax.tree.map(
+        lambda e, x, s: e - share * (x.astype(e.dtype) - s.astype(e.dtype)),
+        memory.residual,
+        part,
+        staged,
+    )
+    return memory._replace(residual=residual)
+
+
+def message_key(key_data: jax.Array) -> jax.Array:
+    """Make one region's key for rounding a message: its own fold of its key."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key_data), 4)
+
+
+def merge_key(key_data: jax.Array) -> jax.Array:
+    """Make one region's key for its merge: 0 and 1 are those the next step splits."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)
