@@ -47,10 +47,8 @@ if TYPE_CHECKING:
     )
     from cocodc_jax.runtime.running import run as run_steps
     from cocodc_jax.runtime.state import (
-        TrainState,
-    )
-    from cocodc_jax.runtime.turns import (
         AppliedSync,
+        TrainState,
     )
 
 __all__ = [
@@ -74,7 +72,7 @@ __all__ = [
 
 # Where each is: MODULE, or MODULE:NAME.
 _PLACES = {
-    "AppliedSync": "turns:AppliedSync",
+    "AppliedSync": "state:AppliedSync",
     "Cadence": "loop.cadence:Cadence",
     "CheckpointError": "loop.checkpoint:CheckpointError",
     "Checkpoints": "loop.checkpoint:Checkpoints",

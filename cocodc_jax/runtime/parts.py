@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.runtime import checks, merge_feedback, step
+from cocodc_jax.runtime import checks, step
 from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.counted import ROUND
 from cocodc_jax.runtime.devices.ambient import trace_without_mesh_if_needed
@@ -19,12 +19,14 @@ from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
 from cocodc_jax.runtime.devices.shardings import Shardings
-from cocodc_jax.runtime.events import SyncPrograms
+from cocodc_jax.runtime.exchange.base import Exchange
 from cocodc_jax.runtime.exchange.regional import make_correct
-from cocodc_jax.runtime.exchange.transport import Route, Transport
+from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.executor import Executor
 from cocodc_jax.runtime.first_region import FirstRegion
-from cocodc_jax.runtime.fused import InnerSteps
+from cocodc_jax.runtime.merge import check_feedback
 from cocodc_jax.runtime.readings import Readings
+from cocodc_jax.runtime.segment import InnerSteps
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
@@ -85,8 +87,8 @@ class Parts(NamedTuple):
     read: Readings
     corrects: bool
     steps: Any
-    route: Route | None
-    syncs: SyncPrograms | None
+    route: Exchange | None
+    syncs: Executor | None
 
 
 def checked(
@@ -138,7 +140,7 @@ def checked(
     route = transport.resolve(method, jax.process_count())
     is_fused = transport.fuses(method, mesh, route)
     fragments = checks.checked_fragments(method, params, fragments)
-    merge_feedback.check(method, fragments, params)
+    check_feedback(method, fragments, params)
     if supplies.outputs is not None:
         outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
         supplies = dataclasses.replace(supplies, outputs=outputs)
@@ -226,7 +228,7 @@ def assemble(
         Batches(mesh, given.own.num, round_steps),
         Readings(mesh),
         correct is not None,
-        jax.jit(steps, donate_argnums=0, out_shardings=(inner.region, inner.losses)),
+        inner.compiled(),
         route,
         syncs,
     )
@@ -234,7 +236,7 @@ def assemble(
 
 def _syncs(
     given: Given, shardings: Shardings, local: LocalRegions, inner: InnerSteps
-) -> tuple[Route | None, SyncPrograms | None]:
+) -> tuple[Exchange | None, Executor | None]:
     if given.method.sync is None:
         return None, None
     setting = Setting(
@@ -249,5 +251,5 @@ def _syncs(
         given.model_state,
         given.is_fused,
     )
-    route = given.transport.route(setting, given.route)
-    return route, SyncPrograms(setting, route, given.optimizer, inner)
+    route = given.transport.exchange_of(setting, given.route)
+    return route, Executor(setting, route, given.optimizer, inner)

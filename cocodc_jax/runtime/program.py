@@ -22,11 +22,11 @@ from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.ambient import methods_in_own_context
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.base import Times
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.parts import assemble, checked
-from cocodc_jax.runtime.state import TrainState
-from cocodc_jax.runtime.turns import AppliedSync, Times
+from cocodc_jax.runtime.state import AppliedSync, TrainState
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
@@ -281,7 +281,7 @@ class RegionProgram:
             )
         batches, counted = self._batches.for_steps(batches)
         before, step = state.bytes_sent, state.step + num_steps
-        state, outputs, finished = self._inner_steps(state, batches, counted, num_steps)
+        state, outputs, merged = self._inner_steps(state, batches, counted, num_steps)
         if jax.tree.leaves(outputs)[0].shape[0] > num_steps:
             outputs = self._read.first(outputs, num_steps)
         losses, aux = outputs
@@ -289,8 +289,8 @@ class RegionProgram:
         on_steps(step, losses)
         syncs = ()
         if self._syncs is not None:
-            state, syncs = self._syncs.after_steps(
-                state, batches, num_steps, times, finished
+            state, syncs = self._syncs.run_events(
+                state, batches, num_steps, times, merged
             )
         of_events = state.bytes_sent - before
         sent = [before + i * self.bytes_per_step for i in range(1, num_steps + 1)]
@@ -305,7 +305,7 @@ class RegionProgram:
 
         Returns:
           The state after them but for its step, `(losses, aux)` `[room, R]`, and what a
-          window did of syncs that arrive now.
+          segment merged.
         """
         participating = None
         if not self.regions.are_even:
@@ -313,9 +313,9 @@ class RegionProgram:
             participating = self.regions.participating(state.step, room)
         if self._syncs is not None and state.sync is not None:
             step = state.step + num_steps
-            window = self._syncs.run_window(state, batches, participating, step)
-            if window is not None:
-                return window
+            ran = self._syncs.run_segment(state, batches, participating, step)
+            if ran is not None:
+                return ran
         outer = (state.sync.outer,) if self._corrects and state.sync else ()
         region, outputs = self._steps(
             state.region, batches, participating, counted, *outer
@@ -348,7 +348,7 @@ class RegionProgram:
         return self._params
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
-        """Apply all that is in flight now; see `SyncPrograms.land`.
+        """Apply all that is in flight now; see `Executor.land`.
 
         Returns:
           The state after it, and what could not be applied.
@@ -365,9 +365,7 @@ class RegionProgram:
         checks.check_alive(state)
         if self._syncs is None or state.sync is None:
             return state
-        state = self._syncs.settle(state)
-        assert state.sync is not None
-        return dataclasses.replace(state, sync=self._syncs.synchronize(state.sync))
+        return self._syncs.synchronize(state)
 
     def finite_regions(self, state: TrainState) -> jax.Array:
         """Tell whether all parameters of a region are finite, bool `[R]`."""

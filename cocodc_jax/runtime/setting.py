@@ -37,7 +37,7 @@ class Setting:
       supplies: what only the user knows.
       local: the regions that a device holds.
       model_state: of the model, None if it has none.
-      is_fused: whether syncs and inner steps are one program, see `runtime/fused.py`.
+      is_fused: whether syncs and inner steps are one program, see `runtime/segment.py`.
     """
 
     sync: Sync

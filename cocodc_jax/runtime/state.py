@@ -11,7 +11,7 @@ import jax
 
 from cocodc_jax.runtime.arriving import arrived
 from cocodc_jax.sync.needs import Fragment
-from cocodc_jax.sync.schedules.base import replaced
+from cocodc_jax.sync.schedules.base import Event, replaced
 
 PyTree = Any
 SyncId = tuple[int, int]
@@ -82,18 +82,27 @@ class InFlight(NamedTuple):
         return self._replace(kept={**self.kept, name: value})
 
 
-class Observation(NamedTuple):
-    """What a schedule needs to know of an applied update.
-
-    Still on its devices, so that reading it can wait until the schedule has to choose.
+class AppliedSync(NamedTuple):
+    """One applied sync.
 
     Attributes:
-      fragment_id: whose.
-      seen: by the name of a need, see `sync.needs`.
+      fragment_id: which fragment.
+      start_step: step it started at.
+      apply_step: step it was merged at.
+      num_bytes: bytes one region sent for it.
+      norm: L2 norm of the mean pseudo-gradient, float32 scalar on its device.
+      metrics: the merge's metrics, float32 `[R]` on their devices.
+      verdict: who was left out of the mean, int32 `[R]` on its device, see
+        `sync.robust`; None where nobody is.
     """
 
     fragment_id: int
-    seen: dict[str, jax.Array]
+    start_step: int
+    apply_step: int
+    num_bytes: int
+    norm: jax.Array
+    metrics: dict[str, jax.Array]
+    verdict: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +118,11 @@ class SyncState:
       stale_params: the outer fragment that each region last took and measures its
         pseudo-gradient from, `[R, ...]`; none unless regions take it one by one.
       in_flight: syncs started and not yet applied, by fragment and start.
-      leaving: `Departure`s of this step that wait for the inner steps after it, see
-        `runtime/fused.py`; no checkpoint has any.
-      observed: applied updates that the schedule has not been told of.
+      observed: fragment, and what was seen by the name of a need, of applied updates
+        that the schedule does not know of yet: still on their devices, so that reading
+        them can wait until it has to choose.
+      leaving: starts of this step that wait for the inner steps after it, see
+        `runtime/segment.py`; no checkpoint has any.
     """
 
     outer: OuterState
@@ -119,8 +130,8 @@ class SyncState:
     compressors: tuple[PyTree, ...] = ()
     stale_params: tuple[Fragment, ...] = ()
     in_flight: dict[SyncId, InFlight] = dataclasses.field(default_factory=dict)
-    observed: tuple[Observation, ...] = ()
-    leaving: tuple[Any, ...] = ()
+    observed: tuple[tuple[int, dict[str, jax.Array]], ...] = ()
+    leaving: tuple[Event, ...] = ()
 
     @property
     def num_in_flight(self) -> int:
@@ -160,15 +171,15 @@ def _sync_children(sync: SyncState) -> tuple[tuple, tuple]:
     key = jax.tree_util.GetAttrKey
     names = ("outer", "compressors", "stale_params", "in_flight")
     children = [(key(name), getattr(sync, name)) for name in names]
-    seen = tuple(observation.seen for observation in sync.observed)
-    ids = tuple(observation.fragment_id for observation in sync.observed)
+    ids = tuple(fragment_id for fragment_id, _ in sync.observed)
+    seen = tuple(each for _, each in sync.observed)
     return (*children, (key("observed"), seen)), (sync.schedule, ids, sync.leaving)
 
 
 def _sync_of_children(static: tuple, children: Iterable[Any]) -> SyncState:
     *arrays, seen = children
     schedule, ids, leaving = static
-    observed = tuple(map(Observation, ids, seen))
+    observed = tuple(zip(ids, seen, strict=True))
     outer, compressors, stale_params, in_flight = arrays
     return SyncState(
         outer, schedule, compressors, stale_params, in_flight, observed, leaving

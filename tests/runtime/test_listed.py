@@ -49,13 +49,13 @@ def record(program):
     program._steps = Recorder(program._steps)
     if program._syncs is None:
         return
-    arrivals = program._syncs._arrivals
-    arrivals.merges = [Recorder(each) for each in arrivals.merges]
-    outer, windows = program._syncs._outer, program._syncs._windows
-    if windows is not None:
-        make_window, of_starts = windows._make, {}
-        windows._make = lambda leaving, last, sync: of_starts.setdefault(
-            leaving, Recorder(make_window(leaving, last, sync))
+    executor = program._syncs
+    executor.merges = [Recorder(each) for each in executor.merges]
+    outer, segments = executor._outer, executor._segments
+    if segments is not None:
+        make_segment, of_starts = segments._make, {}
+        segments._make = lambda segment, sync: of_starts.setdefault(
+            segment.before, Recorder(make_segment(segment, sync))
         )
     if hasattr(outer, "_route"):
         make = outer._route._make

@@ -113,9 +113,7 @@ def test_the_bytes_of_the_times_are_counted(make):
         method = methods.get(
             "streaming_diloco", **SHAPE, delay_steps=delay, compress=compress
         )
-        return make(
-            method, transport=Transport("outer")
-        )._syncs._departures.message_bytes(0)
+        return make(method, transport=Transport("outer"))._syncs.message_bytes(0)
 
     assert one("auto") - one(2) == 4 * 8  # Room for four regions in the sum.
     assert one("auto", "int8") - one(2, "int8") == 8
@@ -148,7 +146,7 @@ def test_one_program_serves_every_delay(tiny, make):
     )
     for sync_time in (0.4, 1.4, 1.9):
         train(tiny, program, (0.5, sync_time))
-    assert [merge._cache_size() for merge in program._syncs._arrivals.merges] == [1, 1]
+    assert [merge._cache_size() for merge in program._syncs.merges] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 That whole runs are those of another implementation is in
 `tests/experiments/test_ablate.py`; that routes agree in `exchange/test_outer_mesh.py`,
-windows with the plain form in `test_fused.py`.
+windows with the plain form in `test_segment.py`.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ where activations are what fills it; each inner step takes in what a device has 
 and puts it back, 16 bytes a parameter over the link to the host, beside the products
 where the compiler finds room. What is no array like a parameter stays on the devices.
 
-In a window (`runtime/fused.py`) a TPU's compiler (libtpu 0.0.42) then takes the last
+In a window (`runtime/segment.py`) a TPU's compiler (libtpu 0.0.42) then takes the last
 step out of the scan, and has a message arrive before that.
 """
 

@@ -2,7 +2,7 @@
 
 `leave` encodes a fragment and has it cross; `arrive` makes the mean pseudo-gradient of
 what has crossed. Between the two stands nothing, or a scan of inner steps that hides
-the crossing (`runtime/fused.py`).
+the crossing (`runtime/segment.py`).
 
 Pseudo-gradients as they are become an all-reduce, or rings (`rings.py`), or two
 all-reduces of their factors. A compressed message stays compressed on its way: what the

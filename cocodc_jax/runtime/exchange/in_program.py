@@ -1,7 +1,7 @@
 """The route through one compiled program: it sends, and takes the mean.
 
 How messages cross is told in `crossings.py`. Where regions share a fabric the same two
-halves, leaving and arriving, stand around the inner steps (`runtime/fused.py`).
+halves, leaving and arriving, stand around the inner steps (`runtime/segment.py`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.mesh import regional
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.base import Exchange, Times
 from cocodc_jax.runtime.exchange.crossings import make_crossing
 from cocodc_jax.runtime.exchange.judged import abstract_verdict
-from cocodc_jax.runtime.exchange.outgoing import (
-    Departure,
-    abstract_sent,
-    start_step_of,
-)
+from cocodc_jax.runtime.exchange.outgoing import abstract_sent, start_step_of
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
 
 
-class InProgram:
+class InProgram(Exchange):
     """The compiled programs that send fragments and average them."""
 
     shares_mesh = True
@@ -50,33 +48,25 @@ class InProgram:
 
     def send(
         self,
-        departure: Departure,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
         region: RegionState,
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
-        """Send a fragment.
-
-        Args:
-          departure: what starts.
-          region: read only.
-          stale_params: the outer fragment on the mesh, or what each region last took.
-          compressor_state: of the regions, of the message's rank.
-
-        Returns:
-          The staged copy, if anyone needs it; the mean, on its way; what is told along
-          with it, see `abstract_told`; the compressors' state after it.
-        """
-        k, rank = departure.event.fragment_id, departure.event.rank
+        """Send a fragment; see `Exchange.send`."""
+        del times  # What is measured crosses on the outer mesh.
+        k, rank = event.fragment_id, event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
         staged, mean, state, told = self._programs[k, rank](
             region.params,
             stale_params,
             compressor_state,
-            self.weights(departure.weights),
+            self.weights(weights),
             region.key,
-            start_step_of(self._setting, departure.event),
+            start_step_of(self._setting, event),
         )
         return staged, mean, told, state
 
@@ -87,14 +77,7 @@ class InProgram:
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Callable, tuple]:
-        """Return the program that sends a fragment, and its abstract arguments.
-
-        Args:
-          fragment_id: which.
-          region: abstract, as the others are.
-          stale_params: as of `send`.
-          compressor_state: of the regions, of a message without a rank.
-        """
+        """Return the program that sends a fragment; see `Exchange.listed`."""
         program = self._make(fragment_id, 0, compressor_state)
         return program, abstract_sent(
             self._setting, region, stale_params, compressor_state
@@ -118,9 +101,12 @@ class InProgram:
 
         return jax.jit(sent, out_shardings=out_shardings)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def weights(self, weights: tuple[float, ...]) -> jax.Array:
         """Place the regions' weights with them."""
+        return self._placed(weights)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
+    def _placed(self, weights: tuple[float, ...]) -> jax.Array:
         return transfer.put(np.array(weights, float), regional(self._setting.mesh))
 
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:

@@ -25,8 +25,8 @@ import numpy as np
 
 from cocodc_jax.runtime.arriving import Arriving, Landed
 from cocodc_jax.runtime.devices import transfer
+from cocodc_jax.runtime.exchange.base import Exchange, Times
 from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
-from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.membership.inside import Listener, Speaker
 from cocodc_jax.runtime.membership.link import Link
 from cocodc_jax.runtime.membership.messages import Decision, SyncId
@@ -35,13 +35,14 @@ from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.robust import VERDICT
+from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
 
 _REMEMBERED = 256  # Syncs of which is known who was in the mean, if nobody asks.
 
 
-class BetweenJobs:
+class BetweenJobs(Exchange):
     """The programs of the outer mesh, and the threads between them.
 
     Attributes:
@@ -49,8 +50,6 @@ class BetweenJobs:
       in_mean: regions in the mean of the syncs that arrived, by sync; whoever reads an
         entry takes it away.
     """
-
-    shares_mesh = False
 
     def __init__(self, setting: Setting, place: Place):
         """Compile nothing yet.
@@ -60,6 +59,7 @@ class BetweenJobs:
           place: of this region among all.
         """
         self._setting, self._place = setting, place
+        self.goes_on = place.late_mean == "merge"
         self._programs = OnOuterMesh(setting, "direct", is_alone=True)
         self.link: Link | Speaker | Listener | None = None
         self.in_mean: dict[SyncId, tuple[int, ...]] = {}
@@ -74,29 +74,30 @@ class BetweenJobs:
         """Which of them this is."""
         return self._place.region
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether inner steps go on where a mean is late."""
-        return self._place.late_mean == "merge"
+    def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
+        """Return of a verdict on all regions that on this one, `[1]`."""
+        return verdict[self.region, None]
 
     def send(
         self,
-        departure: Departure,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
         region: RegionState,
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Fragment | None, Arriving, dict[str, jax.Array], PyTree]:
-        """Send a fragment; arguments and results as of `InProgram.send`."""
+        """Send a fragment; see `Exchange.send`."""
         staged, buffer, state, arriving = self._programs.encoded(
-            departure, region, stale_params, compressor_state
+            event, weights, times, region, stale_params, compressor_state
         )
-        sync, link = departure.event.sync_id, self.link
+        sync, link = event.sync_id, self.link
 
         def decide() -> tuple[bytes | None, Decision]:
             row = transfer.local_rows(buffer)[0].tobytes()  # Waits for the steps.
             if link is None:
                 return row, Decision(0, sync, {self.region: row})
-            return row, link.send(sync, row, departure.times[0]).result()
+            return row, link.send(sync, row, times[0]).result()
 
         mean = self._in_thread(sync, decide, arriving, buffer)
         return staged, mean, {}, state
@@ -108,7 +109,7 @@ class BetweenJobs:
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Callable, tuple]:
-        """Return the program that encodes a fragment; see `InProgram.listed`."""
+        """Return the program that encodes a fragment; see `Exchange.listed`."""
         return self._programs.listed(
             fragment_id, region, stale_params, compressor_state
         )

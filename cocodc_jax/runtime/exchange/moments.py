@@ -27,10 +27,10 @@ from cocodc_jax.runtime.devices.region_map import (
     region_shard_map,
 )
 from cocodc_jax.runtime.exchange import flat_buffer
+from cocodc_jax.runtime.exchange.base import Exchange
 from cocodc_jax.runtime.exchange.combine import make_combine
 from cocodc_jax.runtime.exchange.outer_mesh import OnOuterMesh
 from cocodc_jax.runtime.exchange.outgoing import sum_of_block
-from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync import moments
@@ -43,7 +43,7 @@ PyTree = Any
 class MomentPrograms:
     """The compiled programs that average moments."""
 
-    def __init__(self, setting: Setting, route: Route, opt_state: PyTree):
+    def __init__(self, setting: Setting, route: Exchange, opt_state: PyTree):
         """Compile nothing yet.
 
         Args:
@@ -91,11 +91,11 @@ class MomentPrograms:
           all of it is.
         """
         if due not in self._programs:
-            on_outer_mesh = isinstance(self._route, OnOuterMesh)
-            make = self._make_outside if on_outer_mesh else self._make_inside
+            inside = self._route.shares_mesh
+            make = self._make_inside if inside else self._make_outside
             self._programs[due] = make(due)
         host = np.array(weights, float)
-        if not isinstance(self._route, OnOuterMesh):
+        if self._route.shares_mesh:
             host = transfer.put(host, regional(self._setting.mesh))
         return self._programs[due](opt_state, host)
 
@@ -107,7 +107,7 @@ class MomentPrograms:
         """
         sync = self._setting.sync
         assert sync.moments is not None
-        if isinstance(self._route, OnOuterMesh):
+        if not self._route.shares_mesh:
             return []
         every = math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
         found = {sync.moments.due(n): None for n in range(1, every + 1)}

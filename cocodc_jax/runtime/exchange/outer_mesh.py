@@ -24,6 +24,7 @@ from cocodc_jax.runtime.devices.mesh import REGION, regional
 from cocodc_jax.runtime.devices.outer import outer_device, process_grid
 from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange import flat_buffer
+from cocodc_jax.runtime.exchange.base import Exchange, Times
 from cocodc_jax.runtime.exchange.combine import make_buffer, sent_shapes
 from cocodc_jax.runtime.exchange.judged import (
     abstract_verdict,
@@ -31,7 +32,6 @@ from cocodc_jax.runtime.exchange.judged import (
     with_length,
 )
 from cocodc_jax.runtime.exchange.outgoing import (
-    Departure,
     abstract_sent,
     jit_outgoing,
     make_restore,
@@ -41,14 +41,13 @@ from cocodc_jax.runtime.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
 
 
-class OnOuterMesh:
+class OnOuterMesh(Exchange):
     """The compiled programs that encode fragments, and those that cross."""
-
-    shares_mesh = False
 
     @property
     def num_regions(self) -> int:
@@ -72,24 +71,28 @@ class OnOuterMesh:
 
     def send(
         self,
-        departure: Departure,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
         region: RegionState,
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
-        """Send a fragment; arguments and results as of `InProgram.send`."""
+        """Send a fragment; see `Exchange.send`."""
         staged, buffer, state, arriving = self.encoded(
-            departure, region, stale_params, compressor_state
+            event, weights, times, region, stale_params, compressor_state
         )
-        channel = self._setting.shardings.channel(departure.event.fragment_id)
+        channel = self._setting.shardings.channel(event.fragment_id)
         rows = transfer.gather_rows(buffer, channel.rows)
-        mean, times, told = arriving(rows, departure.weights)
-        told = told if times is None else {**told, "times": times}
+        mean, measured, told = arriving(rows, weights)
+        told = told if measured is None else {**told, "times": measured}
         return staged, mean, told, state
 
     def encoded(
         self,
-        departure: Departure,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
         region: RegionState,
         stale_params: Fragment,
         compressor_state: PyTree,
@@ -101,14 +104,14 @@ class OnOuterMesh:
           and what makes `(mean, times, verdicts)` of all regions' rows on the outer
           device, and of their weights.
         """
-        k, rank = departure.event.fragment_id, departure.event.rank
+        k, rank = event.fragment_id, event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
         encode, combine = self._programs[k, rank]
         host = self.places(k)[0]
-        told = self._of_own_regions(departure.times) if self._num_times else None
-        inside = self._weights(departure.weights, regional(self._setting.mesh))
-        start_step = start_step_of(self._setting, departure.event)
+        told = self._of_own_regions(times) if self._num_times else None
+        inside = self._weights(weights, regional(self._setting.mesh))
+        start_step = start_step_of(self._setting, event)
         staged, buffer, state = encode(
             region.params,
             stale_params,
@@ -128,7 +131,7 @@ class OnOuterMesh:
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Callable, tuple]:
-        """Return the program that encodes a fragment; see `InProgram.listed`.
+        """Return the program that encodes a fragment; see `Exchange.listed`.
 
         The one that crosses is of the host's CPU.
         """

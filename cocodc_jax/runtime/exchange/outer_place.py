@@ -4,9 +4,9 @@
   own, beside the accelerators. So it is where messages cross between hosts.
 - Divided over the devices of each region, in their memory (ZeRO, stage 1).
 - Divided likewise, but in the memory of the devices' hosts ("pinned"): where syncs and
-  inner steps are one program of accelerators (`runtime/fused.py`). Of P parameters of 4
-  bytes with Nesterov's momentum a host then keeps 8 P / (hosts of a region) bytes, and
-  an accelerator none. A program takes in what it steps, a fragment at a time, each
+  inner steps are one program of accelerators (`runtime/segment.py`). Of P parameters of
+  4 bytes with Nesterov's momentum a host then keeps 8 P / (hosts of a region) bytes,
+  and an accelerator none. A program takes in what it steps, a fragment at a time, each
   device its own part of it, and puts it back: no device ever holds a fragment whole
   that regions do not hold whole themselves.
 

@@ -8,7 +8,7 @@ what each last took of it, where regions come one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +25,6 @@ from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
-
-
-class Departure(NamedTuple):
-    """A sync that starts.
-
-    Attributes:
-      event: which.
-      weights: of the regions in the mean, of sum 1. One of weight 0 does not send.
-      times: seconds of an inner step and of a sync as this process has measured them,
-        0 for not yet; they go with the message where the schedule is measured.
-    """
-
-    event: Event
-    weights: tuple[float, ...]
-    times: tuple[float, float]
 
 
 def make_outgoing(setting: Setting, fragment_id: int, rank: int) -> Callable:

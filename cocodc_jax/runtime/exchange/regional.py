@@ -23,9 +23,9 @@ from cocodc_jax.runtime.devices.region_map import (
     region_shard_map,
 )
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.base import Times
 from cocodc_jax.runtime.exchange.crossings import everywhere
 from cocodc_jax.runtime.exchange.others import from_neighbour, from_partner
-from cocodc_jax.runtime.exchange.outgoing import Departure
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
 from cocodc_jax.runtime.state import InFlight, OuterState, RegionState, SyncState
@@ -131,10 +131,16 @@ class RegionalOuterModels:
         return message_bytes(message)
 
     def send(
-        self, departure: Departure, region: RegionState, sync: SyncState
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
         """Start a sync; see `SharedOuterModel.send`."""
-        k, step = departure.event.fragment_id, departure.event.start_step
+        del weights, times  # It can neither weigh regions nor measure them.
+        k, step = event.fragment_id, event.start_step
         # The same draw on every region, and after a restart.
         rng = np.random.default_rng((self._outer.seed, step, k))
         matching = transfer.put(
@@ -148,6 +154,11 @@ class RegionalOuterModels:
         outer = outer.updated(k, outer.params[k], kept)
         copies = {} if staged is None else {STAGED: staged}
         return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states: none, the outer optimizers have them."""
+        del rank
+        return sync.compressors
 
     def listed(
         self, fragment_id: int, region: RegionState, sync: SyncState

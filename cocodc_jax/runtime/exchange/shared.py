@@ -18,6 +18,7 @@ from cocodc_jax.runtime.devices.local_regions import (
     where_participating,
 )
 from cocodc_jax.runtime.devices.shardings import with_shardings
+from cocodc_jax.runtime.exchange.base import Exchange, Times
 from cocodc_jax.runtime.exchange.combine import times_bytes
 from cocodc_jax.runtime.exchange.compressors import Compressors
 from cocodc_jax.runtime.exchange.outer_place import OuterPlace
@@ -27,8 +28,6 @@ from cocodc_jax.runtime.exchange.outer_step import (
     make_near,
     make_steps,
 )
-from cocodc_jax.runtime.exchange.outgoing import Departure
-from cocodc_jax.runtime.exchange.transport import Route
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.setting import Setting, outer_parts
 from cocodc_jax.runtime.state import (
@@ -55,7 +54,7 @@ class SharedOuterModel:
       compressors: what the regions' remember.
     """
 
-    def __init__(self, setting: Setting, outer: SharedOuter, route: Route):
+    def __init__(self, setting: Setting, outer: SharedOuter, route: Exchange):
         """Wrap every program in one jit.
 
         Args:
@@ -173,28 +172,40 @@ class SharedOuterModel:
         return size + times_bytes(message.compressor(rank), told)
 
     def send(
-        self, departure: Departure, region: RegionState, sync: SyncState
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
         """Start a sync.
 
         Args:
-          departure: what starts.
+          event: the start.
+          weights: of the regions in the mean; see `Exchange.send`.
+          times: likewise.
           region: read only.
           sync: its compressors' states are replaced.
 
         Returns:
           The state after it, and what is on its way.
         """
-        k, rank = departure.event.fragment_id, departure.event.rank
+        k, rank = event.fragment_id, event.rank
         if rank != sync.schedule.rank:  # That of the messages before.
-            states = self.compressors.resized(sync, rank)
+            states = self.resized(sync, rank)
             sync = dataclasses.replace(sync, compressors=states)
         kept = {}
         if STALE in self._setting.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
         stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
         staged, mean, told, state = self._route.send(
-            departure, self._sending(k, region), stale, sync.compressors[k]
+            event,
+            weights,
+            times,
+            self._sending(k, region),
+            stale,
+            sync.compressors[k],
         )
         if staged is not None:
             kept[STAGED] = staged
@@ -202,6 +213,10 @@ class SharedOuterModel:
         compressors = replaced(sync.compressors, k, state)
         sync = dataclasses.replace(sync, compressors=compressors)
         return sync, InFlight(mean, kept)
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states fitted to messages of `rank`."""
+        return self.compressors.resized(sync, rank)
 
     def listed(
         self, fragment_id: int, region: RegionState, sync: SyncState

@@ -1,7 +1,4 @@
-"""Which way messages take between regions: resolved once to a route.
-
-A route is an object with `send`, which hands a fragment's message out and never waits,
-and with the shapes of what will arrive:
+"""How messages cross between regions: resolved once to an `Exchange`.
 
 - `in_program.InProgram`: the program that sends takes the mean as well;
 - `outer_mesh.OnOuterMesh`: a second program crosses between hosts, beside the steps;
@@ -17,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from cocodc_jax.runtime.devices.mesh import REGION, is_cpu
+from cocodc_jax.runtime.exchange.base import Exchange
 from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
 from cocodc_jax.runtime.exchange.in_program import InProgram
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
@@ -31,8 +29,6 @@ from cocodc_jax.sync.regions import Regions
 
 EXCHANGES = ("auto", "program", "outer", "jobs")
 FUSES = ("auto", "yes", "no")
-
-Route = InProgram | OnOuterMesh | BetweenJobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Transport:
         k mod outer_channels, so that as many can be on their way at once.
       place: of this process's region among the jobs, for "jobs".
       fuse_syncs: whether syncs and the inner steps are one program, so that messages
-        cross while it computes, see `runtime/fused.py`: "yes", "no", or "auto", where
+        cross while it computes, see `runtime/segment.py`: "yes", "no", or "auto", where
         regions lie on several accelerators and messages cross in the program.
     """
 
@@ -213,8 +209,8 @@ class Transport:
             not is_cpu(mesh) if self.fuse_syncs == "auto" else self.fuse_syncs == "yes"
         )
 
-    def route(self, setting: Setting, kind: str) -> Route:
-        """Make the route that `resolve` named."""
+    def exchange_of(self, setting: Setting, kind: str) -> Exchange:
+        """Make the exchange that `resolve` named."""
         if kind == "program":
             return InProgram(setting)
         if kind == "jobs":

@@ -21,8 +21,7 @@ import jax
 
 from cocodc_jax.runtime.arriving import Arriving
 from cocodc_jax.runtime.program import Output
-from cocodc_jax.runtime.state import SyncId, TrainState
-from cocodc_jax.runtime.turns import AppliedSync
+from cocodc_jax.runtime.state import AppliedSync, SyncId, TrainState
 
 PyTree = Any
 
@@ -160,7 +159,7 @@ class FlightRecorder:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
         self._watch_left(in_flight, output)
         leaving = state.sync.leaving if state.sync else ()
-        self._leaving = {each.event.sync_id: output.losses for each in leaving}
+        self._leaving = {each.sync_id: output.losses for each in leaving}
         self.stepped(state.step, output.losses, output.syncs)
 
     def _watch_left(self, in_flight: dict, output: Output) -> None:

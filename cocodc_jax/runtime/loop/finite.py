@@ -14,8 +14,7 @@ import numpy as np
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.loop.checkpoint import CheckpointError, Checkpoints
 from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.state import TrainState
-from cocodc_jax.runtime.turns import AppliedSync
+from cocodc_jax.runtime.state import AppliedSync, TrainState
 from cocodc_jax.sync.robust import told
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.loop.spikes import Spike, Spikes
-from cocodc_jax.runtime.turns import AppliedSync
+from cocodc_jax.runtime.state import AppliedSync
 from cocodc_jax.sync.robust import RESTORED, told
 
 Record = dict[str, Any]

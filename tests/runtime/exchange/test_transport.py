@@ -105,7 +105,9 @@ def test_a_route_is_what_was_resolved(tiny):
         tiny.loss_fn, optax.sgd(0.1), methods.get("diloco"), tiny.make_params(), 4
     )
     setting = program._syncs._setting
-    inside, outside = (Transport().route(setting, k) for k in ("program", "outer"))
+    inside, outside = (
+        Transport().exchange_of(setting, k) for k in ("program", "outer")
+    )
     assert isinstance(inside, InProgram)
     assert isinstance(outside, OnOuterMesh)
     # A message on the outer mesh has a device, and so its threads, to itself.

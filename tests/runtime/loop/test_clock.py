@@ -9,7 +9,7 @@ import pytest
 
 from cocodc_jax.runtime import arriving
 from cocodc_jax.runtime.loop.clock import FlightRecorder
-from cocodc_jax.runtime.turns import AppliedSync
+from cocodc_jax.runtime.state import AppliedSync
 
 
 class Arriving:

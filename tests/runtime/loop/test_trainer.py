@@ -86,7 +86,7 @@ def evaluate(tiny):
 def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
     """Evaluations and checkpoints cut the steps, some of them where a fragment starts.
 
-    Norms to rounding, see `test_fused.py`.
+    Norms to rounding, see `test_segment.py`.
     """
     mesh = make_mesh(tiny.NUM_REGIONS, devices=jax.devices()[:4])
     evaluate = make_evaluate(tiny.loss_fn, mesh, tiny.make_batch(99))

@@ -1,4 +1,4 @@
-"""Windows: start, inner steps and merge as one program, with the plain form's numbers.
+"""Segments: start, inner steps and merge as one program, with the plain form's numbers.
 
 On the CPU both forms are bitwise equal: the same operations in the same order, and sums
 over regions in the order of the regions. Norms are so to rounding only: outer state is
@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime import fused
+from cocodc_jax.runtime import segment
 from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.devices.transfer import PINNED
 from cocodc_jax.runtime.exchange.transport import Transport
@@ -129,18 +129,18 @@ def test_windows_are_few_and_traced_once(tiny, monkeypatch):
     and arrives at 11 at the merge of the other, at 8; only before the first merge it is
     another start.
     """
-    made, make_window = [], fused.make_window
+    made, make_segment = [], segment.make_segment
 
-    def counted(place, steps, leaving, last, is_seen):
-        function = make_window(place, steps, leaving, last, is_seen)
+    def counted(place, steps, key):
+        function = make_segment(place, steps, key)
 
         def traced(*arguments):
-            made.append((leaving, last, arguments[1]["x"].shape[0]))
+            made.append((*key, arguments[1]["x"].shape[0]))
             return function(*arguments)
 
         return traced
 
-    monkeypatch.setattr(fused, "make_window", counted)
+    monkeypatch.setattr(segment, "make_segment", counted)
     for case, expected in (
         ("streaming", [(((k, 0),), k, 2) for k in (0, 1)]),
         (
