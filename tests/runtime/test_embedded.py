@@ -18,6 +18,7 @@ from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync.regions import Regions
+from tests.numerics import assert_within_ulps
 
 NUM_STEPS = 20
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
@@ -59,15 +60,12 @@ def told(outputs):
     """All steps' losses, aux and bytes, and what is told of each sync."""
     losses = np.concatenate([np.asarray(o.losses) for o in outputs])
     draws = np.concatenate([np.asarray(o.aux["draw"]) for o in outputs])
-    syncs = [
-        (s[:4], jax.tree.map(np.asarray, s.metrics)) for o in outputs for s in o.syncs
-    ]
-    norms = [float(s.norm) for o in outputs for s in o.syncs]
-    return (losses, draws, sum((o.bytes_sent for o in outputs), ()), syncs), norms
+    syncs = [(s[:4], s.norm, s.metrics) for o in outputs for s in o.syncs]
+    return losses, draws, sum((o.bytes_sent for o in outputs), ()), syncs
 
 
 def assert_alike(tiny, one, other):
-    tiny.assert_alike(one, other, tiny.assert_near, 1e-5)
+    assert_within_ulps(*map(tiny.numbers, (one, other)))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +79,7 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
     if case != "diloco":  # Whose events are an interval apart.
         assert len(after) < len(before)  # Several events in one call.
     assert_alike(tiny, plain, embedded)
-    (one, norms), (other, others) = map(told, (before, after))
-    tiny.assert_near(one, other)
-    np.testing.assert_allclose(norms, others, rtol=1e-5)
+    assert_within_ulps(*map(told, (after, before)))
 
 
 @pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
