@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import shutil
 import sys
 import tempfile
@@ -80,6 +81,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def pytest_collection_modifyitems(items):
+    """Expect tests of float16 to fail on x86 without F16C, for which XLA has none."""
+    found = [item for item in items if re.search("(?<!b)float16", item.name)]
+    try:
+        if found:
+            jax.jit(lambda x: x.astype("float16"))(1.0)
+    except jax.errors.JaxRuntimeError as error:
+        for item in found:
+            item.add_marker(pytest.mark.xfail(raises=type(error), reason="XLA #6787"))
 
 
 def pytest_collection_finish():

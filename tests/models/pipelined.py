@@ -31,16 +31,6 @@ UNTIED = dataclasses.replace(CONFIG, qk_norm=True, tie_embeddings=False, remat="
 BFLOAT16 = dataclasses.replace(CONFIG, compute_dtype="bfloat16", remat="dots")
 KEY = jax.random.key(0)
 
-# Operation by operation, so that the same operations give the same bits, whatever
-# stands around them.
-exact_jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_cpu_use_fusion_emitters": True,
-        "xla_disable_hlo_passes": "fusion",
-    },
-)
-
 
 @functools.cache
 def _shapes(config):

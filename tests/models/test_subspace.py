@@ -30,10 +30,10 @@ from tests.models.pipelined import (
     assert_close,
     draw,
     equations,
-    exact_jit,
     step,
     tokens,
 )
+from tests.numerics import assert_within_ulps
 
 NARROW = Subspace(width=16, rank=3)
 WRITERS = (("attention", "output"), ("mlp", "down"))
@@ -92,20 +92,18 @@ def test_a_token_and_a_direction_by_hand():
 
 
 @pytest.mark.slow
-def test_the_whole_space_is_the_plain_pipeline_exactly():
+def test_the_whole_space_is_the_plain_pipeline():
     config = dataclasses.replace(CONFIG, num_layers=2)
     arguments = (draw(config), tokens(), KEY)
 
     def result(subspace):
         loss_fn = make_pipelined_loss_fn(config, 2, 2, subspace=subspace)
-        return jax.device_get(exact_jit(step(loss_fn))(*arguments))
+        return jax.device_get(jax.jit(step(loss_fn))(*arguments))
 
     with jax.set_mesh(make_mesh(1, stage=2)):
         (loss, aux), grads = result(Subspace(16, 16))
         (plain_loss, plain_aux), plain_grads = result(None)
-    jax.tree.map(
-        np.testing.assert_array_equal, (loss, grads), (plain_loss, plain_grads)
-    )
+    assert_within_ulps((loss, grads), (plain_loss, plain_grads))
     aux.pop("stage_bytes")
     assert aux == plain_aux
     optimizer = optax.adam(1e-2)

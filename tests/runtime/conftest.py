@@ -163,30 +163,6 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def assert_near(one, other, rtol=2e-6, atol=1e-7):
-    """As `assert_same`, but for the last bits of a float, which programs may round."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-
-    def near(x, y):
-        x, y = np.asarray(x), np.asarray(y)
-        if x.dtype.kind == "f":
-            np.testing.assert_allclose(x, y, rtol, atol)
-        else:
-            np.testing.assert_array_equal(x, y)
-
-    jax.tree.map(near, one, other)
-
-
-def assert_alike(one, other, arrays_are=assert_same, rtol=1e-6):
-    """All that two states are made of; norms, which schedules keep, to rounding."""
-    (arrays, memory, *counts), (others, memories, *same) = map(numbers, (one, other))
-    arrays_are(arrays, others)
-    assert counts == same
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol), memory, memories
-    )
-
-
 @pytest.fixture(scope="session")
 def tiny():
     """The names above, for tests, which cannot import a conftest."""

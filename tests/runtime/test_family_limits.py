@@ -1,6 +1,6 @@
 """The ladder of the family: each method collapses to a simpler one at a limit.
 
-Bitwise where the arithmetic is the same, else to a few roundings of float32.
+To a few roundings of float32: two methods are two programs.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from cocodc_jax.runtime.devices.mesh import make_mesh
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
+from tests.numerics import assert_within_ulps
 
 LR, NUM_STEPS = 0.1, 12
 SHAPES = {"a": (2, 2), "b": (3,), "c": (2,)}
@@ -69,20 +70,9 @@ def diloco(num_regions=4, **options):
     return trained("diloco", num_regions, sync_interval=4, **(OUTER | options))
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def assert_close(a, b, tolerance=2e-6):
-    """To some ten roundings of float32, on numbers of order 1."""
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), a, b
-    )
-
-
 def test_the_comparison_can_fail():
     with pytest.raises(AssertionError):
-        assert_close(diloco(), diloco(outer_lr=1.0, outer_momentum=0.0))
+        assert_within_ulps(diloco(), diloco(outer_lr=1.0, outer_momentum=0.0))
 
 
 # --- One region ---------------------------------------------------------------
@@ -100,7 +90,7 @@ def test_the_comparison_can_fail():
 def test_of_one_region_it_is_diloco(name, options):
     """Nesterov's step by its own pseudo-gradient: nothing is stale, or left out."""
     method = methods.get(name, sync_interval=4, **OUTER, **options)
-    assert_close(train(method, 1), diloco(1))
+    assert_within_ulps(train(method, 1), diloco(1))
 
 
 UNEQUAL = Regions((1.0, 1.5, 1.0, 2.0), (1,) * 4)
@@ -109,7 +99,7 @@ UNEQUAL = Regions((1.0, 1.5, 1.0, 2.0), (1,) * 4)
 def test_heloco_that_keeps_what_comes_is_look_ahead():
     options = {"sync_interval": 3, "outer_lr": 0.3, "outer_momentum": 0.8}
     method = methods.get("heloco", keep_cosine=-1.0, **options)
-    assert_same(
+    assert_within_ulps(
         train(method, regions=UNEQUAL),
         train(methods.get("mla", **options), regions=UNEQUAL),
     )
@@ -118,7 +108,7 @@ def test_heloco_that_keeps_what_comes_is_look_ahead():
 def test_look_ahead_without_momentum_is_plain_asynchronous_sgd():
     options = {"sync_interval": 3, "outer_lr": 0.3, "outer_momentum": 0.0}
     plain = methods.get("delayed_nesterov", arrivals_per_momentum=1, **options)
-    assert_close(
+    assert_within_ulps(
         train(methods.get("mla", **options), regions=UNEQUAL),
         train(plain, regions=UNEQUAL),
     )
@@ -128,11 +118,11 @@ def test_lion_of_one_region_is_lion():
     """No gradient is exactly zero, which Lion does not move by and one bit cannot."""
     sent = train(methods.get("distributed_lion"), 1)
     lion = optax.lion(LR, 0.9, 0.99, weight_decay=0.0)
-    assert_close(sent, train(methods.get("data_parallel"), 1, lion))
+    assert_within_ulps(sent, train(methods.get("data_parallel"), 1, lion))
 
 
 def test_admm_of_one_region_is_training():
-    assert_same(trained("lt_admm", 1)[0], trained("apart", 1)[0])
+    assert_within_ulps(trained("lt_admm", 1)[0], trained("apart", 1)[0])
 
 
 # --- No compression -----------------------------------------------------------
@@ -142,10 +132,10 @@ def test_admm_of_one_region_is_training():
 def test_uncompressed_local_training_is_averaging(name):
     method = methods.get(name, sync_interval=4, outer_lr=1.0, compress="none")
     expected = diloco(outer_lr=1.0, outer_momentum=0.0)
-    assert_close(train(method), expected)
+    assert_within_ulps(train(method), expected)
     # All are equal after a sync, so also: their mean is what they came to.
     local, outer = expected
-    assert_close(local, jax.tree.map(lambda x: np.stack([x] * 4), outer))
+    assert_within_ulps(local, jax.tree.map(lambda x: np.stack([x] * 4), outer))
 
 
 def test_senders_of_everything_are_all():
@@ -155,24 +145,24 @@ def test_senders_of_everything_are_all():
         trained("sparseloco", sparse_mean=mean, **options)
         for mean in ("senders", "all")
     )
-    assert_close(senders, everyone)
+    assert_within_ulps(senders, everyone)
     options["compress"] = "ef:0.9+topk:0.3+stat2"
     senders, everyone = (
         trained("sparseloco", 1, sparse_mean=mean, **options)
         for mean in ("senders", "all")
     )
-    assert_close(senders, everyone)
+    assert_within_ulps(senders, everyone)
 
 
 def test_uncompressed_muloco_is_diloco():
     method = methods.get("muloco", sync_interval=4, compress="none", **OUTER)
-    assert_close(train(method), diloco())
+    assert_within_ulps(train(method), diloco())
 
 
 def test_masks_of_everything_are_plain_averaging():
     """Whatever the core: what it leaves is all sent."""
     method = methods.get("masked_core", sync_interval=4, mask_density=1.0, rank=1)
-    assert_close(train(method), diloco(outer_lr=1.0, outer_momentum=0.0))
+    assert_within_ulps(train(method), diloco(outer_lr=1.0, outer_momentum=0.0))
 
 
 def test_plain_averaging_by_hand():
@@ -185,11 +175,11 @@ def test_plain_averaging_by_hand():
             ]
         x = np.mean(each, axis=0)
     _, outer = diloco(outer_lr=1.0, outer_momentum=0.0)
-    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), x)
+    assert_within_ulps(np.concatenate([outer[n].ravel() for n in SHAPES]), x)
 
 
 def test_compressed_with_nothing_is_the_method():
-    assert_close(diloco(compress="none"), diloco())
+    assert_within_ulps(diloco(compress="none"), diloco())
 
 
 @pytest.mark.parametrize(
@@ -198,7 +188,7 @@ def test_compressed_with_nothing_is_the_method():
 def test_gradients_compressed_with_nothing_are_data_parallel(compress):
     """Also where everything is sent by other means: all values, all coefficients."""
     sent = trained("data_parallel", compress=compress)
-    assert_close(sent, trained("data_parallel"))
+    assert_within_ulps(sent, trained("data_parallel"))
 
 
 def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
@@ -207,7 +197,7 @@ def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
     x = np.concatenate([PARAMS[n].ravel() for n in SHAPES]).astype(float)
     for targets in TARGETS:
         x = x - LR * np.sign(HESSIAN @ (x - targets.mean(0)))
-    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), x)
+    assert_within_ulps(np.concatenate([outer[n].ravel() for n in SHAPES]), x)
 
 
 # --- No delay, nobody late ----------------------------------------------------
@@ -218,16 +208,16 @@ def test_nobody_late_decoupled_is_streaming():
     expected = trained("streaming_diloco", delay_steps=1, **options)
     options |= {"averaging": "mean", "fragment_strategy": "strided"}
     decoupled = trained("decoupled_diloco", delay_steps=1, **options)
-    assert_close(decoupled, expected)
+    assert_within_ulps(decoupled, expected)
     answers = {"answer_steps": "1,0,1,1", "quorum": 4}
-    assert_close(trained("decoupled_diloco", **answers, **options), expected)
+    assert_within_ulps(trained("decoupled_diloco", **answers, **options), expected)
 
 
 def test_lengths_and_directions_of_one_region_are_its_own():
     options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 1, **OUTER}
     method = methods.get("decoupled_diloco", fragment_strategy="strided", **options)
     expected = train(methods.get("streaming_diloco", **options), 1)
-    assert_close(train(method, 1), expected)
+    assert_within_ulps(train(method, 1), expected)
 
 
 def test_loscar_of_every_coordinate_is_plain_averaging_replayed():
@@ -235,20 +225,22 @@ def test_loscar_of_every_coordinate_is_plain_averaging_replayed():
     options = {"sync_interval": 4, "delay_steps": 3}
     plain = {"num_fragments": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     expected = trained("streaming_diloco", merge_rule="replay", **plain, **options)
-    assert_close(trained("loscar", mask_density=1.0, **options), expected)
+    assert_within_ulps(trained("loscar", mask_density=1.0, **options), expected)
 
 
 def test_the_replay_without_delay_is_diloco_by_fragments():
     options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 0, **OUTER}
     expected = trained("streaming_diloco", mixing_alpha=0.0, **options)
-    assert_same(trained("streaming_diloco", merge_rule="replay", **options), expected)
+    assert_within_ulps(
+        trained("streaming_diloco", merge_rule="replay", **options), expected
+    )
 
 
 def test_apart_is_diloco_before_its_first_sync():
     local, mean = trained("apart")
     expected, _ = trained("diloco", sync_interval=NUM_STEPS + 1)
-    assert_same(local, expected)
-    assert_close(mean, jax.tree.map(lambda x: x.mean(0), expected))
+    assert_within_ulps(local, expected)
+    assert_within_ulps(mean, jax.tree.map(lambda x: x.mean(0), expected))
 
 
 def test_co2_without_momentum_is_averaging_one_round_late():
@@ -258,12 +250,14 @@ def test_co2_without_momentum_is_averaging_one_round_late():
     _, outer = train(method, loss=slope, targets=slopes)
     moved = 2 * 4 * LR * TARGETS[0].mean(0)
     start = np.concatenate([PARAMS[n].ravel() for n in SHAPES])
-    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), start - moved)
+    assert_within_ulps(
+        np.concatenate([outer[n].ravel() for n in SHAPES]), start - moved
+    )
 
 
 def test_moments_that_are_never_averaged_are_plain_averaging():
     method = methods.get("des_loc", sync_interval=4, sync_moments="0,0")
-    assert_same(train(method), diloco(outer_lr=1.0, outer_momentum=0.0))
+    assert_within_ulps(train(method), diloco(outer_lr=1.0, outer_momentum=0.0))
 
 
 @pytest.mark.parametrize("name", ["des_loc", "mt_dao"])
@@ -277,7 +271,7 @@ def test_moments_of_regions_that_see_the_same_are_one_region_s(name):
     method = methods.get(name, sync_interval=2, sync_moments="1,2")
     local, outer = train(method, optimizer=inner[name], targets=same)
     alone, _ = train(methods.get("apart"), 1, inner["des_loc"])
-    assert_close(outer, jax.tree.map(lambda x: x[0], alone), 1e-5)
+    assert_within_ulps(outer, jax.tree.map(lambda x: x[0], alone), 100)
 
 
 # --- Two that are everyone ----------------------------------------------------
@@ -287,7 +281,7 @@ def test_a_pair_that_is_everyone_needs_no_pairs():
     noloco = methods.get("noloco", sync_interval=4)
     everyone = dataclasses.replace(noloco.sync.outer, group="all")
     expected = train(noloco.with_sync(outer=everyone), 2)
-    assert_close(train(noloco, 2), expected)
+    assert_within_ulps(train(noloco, 2), expected)
     # Two that begin alike and get the same mean stay alike.
     local, _ = expected
     assert max(np.ptp(x, axis=0).max() for x in local.values()) < 1e-6
@@ -298,17 +292,17 @@ def test_a_ring_of_three_is_complete():
         trained("lt_admm", 3, sync_interval=2, admm_penalty=0.5, graph=graph)
         for graph in ("ring", "complete")
     )
-    assert_close(ring, complete)
+    assert_within_ulps(ring, complete)
     apart, _ = trained("apart", 3)
     with pytest.raises(AssertionError):
-        assert_close(ring[0], apart, 1e-2)
+        assert_within_ulps(ring[0], apart, 1e5)
 
 
 # --- How much regions count ---------------------------------------------------
 
 
 def test_alike_regions_weigh_alike():
-    assert_close(diloco(region_weights="tokens"), diloco())
+    assert_within_ulps(diloco(region_weights="tokens"), diloco())
 
 
 def test_a_region_of_twice_the_batch_counts_twice():
@@ -325,4 +319,6 @@ def test_a_region_of_twice_the_batch_counts_twice():
         TARGETS[0] * [[12], [6], [12], [12]], axis=0, weights=[24, 12, 12, 12]
     )
     start = np.concatenate([PARAMS[n].ravel() for n in SHAPES])
-    assert_close(np.concatenate([outer[n].ravel() for n in SHAPES]), start - moved)
+    assert_within_ulps(
+        np.concatenate([outer[n].ravel() for n in SHAPES]), start - moved
+    )

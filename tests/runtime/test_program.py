@@ -21,6 +21,7 @@ from cocodc_jax.runtime.state import TrainState
 from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.transforms.second_moment import adam_second_moment
+from tests.numerics import assert_within_ulps
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -134,7 +135,7 @@ class TestArrays:
         beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
         monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
         apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
-        tiny.assert_near(beside, apart)
+        assert_within_ulps(beside, apart)
 
     def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
         params = jax.tree.map(

@@ -1,9 +1,7 @@
 """Segments: start, inner steps and merge as one program, with the plain form's numbers.
 
-On the CPU both forms are bitwise equal: the same operations in the same order, and sums
-over regions in the order of the regions. Norms are so to rounding only: outer state is
-whole on the host in the one form and divided in the other, and sums of its parts are
-added.
+To rounding: XLA may fuse otherwise where more is in one program, and sums the norm of
+an outer state that is divided part by part.
 """
 
 import functools
@@ -20,6 +18,7 @@ from cocodc_jax.runtime.devices.transfer import PINNED
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.loop.checkpoint import Checkpoints
 from cocodc_jax.runtime.program import RegionProgram
+from tests.numerics import assert_within_ulps
 
 NUM_STEPS = 12
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
@@ -79,13 +78,12 @@ def program(tiny):
 
 
 def told(output):
-    """What a record is made of, but for the norms; those by themselves."""
+    """What a record is made of."""
     syncs = [
-        (s.fragment_id, s.start_step, s.apply_step, s.num_bytes, s.metrics)
+        (s.fragment_id, s.start_step, s.apply_step, s.num_bytes, s.norm, s.metrics)
         for s in output.syncs
     ]
-    exact = jax.tree.map(np.asarray, (output.losses, output.aux, syncs))
-    return exact, [float(s.norm) for s in output.syncs]
+    return output.losses, output.aux, syncs
 
 
 @pytest.mark.parametrize(
@@ -96,11 +94,8 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
     (plain, before), (fused, after) = (
         tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
     )
-    tiny.assert_alike(plain, fused)
-    for pair in zip(before, after, strict=True):
-        (one, norms), (other, others) = map(told, pair)
-        tiny.assert_same(one, other)
-        np.testing.assert_allclose(norms, others, rtol=1e-6)
+    assert_within_ulps(tiny.numbers(fused), tiny.numbers(plain))
+    assert_within_ulps(*([told(x) for x in outputs] for outputs in (after, before)))
 
 
 @pytest.mark.parametrize("case", ["streaming, int8", "streaming, feedback", "cocodc"])
@@ -119,7 +114,8 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, cas
         with Checkpoints(tmp_path) as checkpoints:
             restored, _ = checkpoints.restore(program(case, other))
         again, _ = tiny.finish(program(case, other), restored, NUM_STEPS - cut)
-        tiny.assert_alike(program(case, other).synchronize(again), expected)
+        again = program(case, other).synchronize(again)
+        assert_within_ulps(tiny.numbers(again), tiny.numbers(expected))
 
 
 def test_windows_are_few_and_traced_once(tiny, monkeypatch):

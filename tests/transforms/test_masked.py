@@ -11,6 +11,7 @@ from cocodc_jax.transforms.compressor import identity, message_bytes, per_leaf
 from cocodc_jax.transforms.low_rank import low_rank
 from cocodc_jax.transforms.masked import masked, weigh_owned
 from cocodc_jax.transforms.sparsify import top_k
+from tests.numerics import assert_within_ulps
 
 NUM_REGIONS = 4
 RNG = np.random.default_rng(0)
@@ -78,7 +79,7 @@ def test_the_order_is_the_same_as_a_constant_and_drawn_in_the_program(
     monkeypatch.setattr(masked_file, "_MOST_CONSTANT", 29)
     assert sorts()
     again = jax.jit(jax.vmap(lambda message: compressor.decode(message)))
-    np.testing.assert_array_equal(again(messages(compressor)), found)
+    assert_within_ulps(again(messages(compressor)), found)
 
 
 def test_equal_weights_change_nothing():

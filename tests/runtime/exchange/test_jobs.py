@@ -25,6 +25,7 @@ from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import RESTORED
+from tests.numerics import assert_within_ulps
 
 # Four threads compile the same programs into one cache, which is made for processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
@@ -32,9 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 KEY = bytes(range(32))
 # A machine that is busy is not to be taken for a dead one.
 TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
-
-# Of sums in another order, over steps: parameters are of about 1.
-SUMS = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def places(num, **options):
@@ -107,12 +105,12 @@ def test_the_numbers_are_those_of_one_process(tiny, name, options):
     (region, together), memory, step, sent = tiny.numbers(state)
     for m, job in enumerate(as_jobs(tiny, method, num, 10)):
         (own, sync), *rest = job
-        assert rest == [memory, step, sent]
-        tiny.assert_same(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
-        tiny.assert_same(sync["outer"], together["outer"])
+        assert_within_ulps(rest, [memory, step, sent])
+        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
+        assert_within_ulps(sync["outer"], together["outer"])
         for k in together["in_flight"]:
             mean = sync["in_flight"][k].mean
-            tiny.assert_same(mean, together["in_flight"][k].mean)
+            assert_within_ulps(mean, together["in_flight"][k].mean)
 
 
 def with_nonsense(tiny):
@@ -149,8 +147,8 @@ def test_nonsense_is_judged_alike_in_all_jobs(tiny, options):
     (region, together), *_ = tiny.numbers(state)
     for m, job in enumerate(as_jobs(tiny, method, num, 9)):
         (own, sync), *_ = job
-        tiny.assert_same(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
-        tiny.assert_same(sync["outer"], together["outer"])
+        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
+        assert_within_ulps(sync["outer"], together["outer"])
 
 
 class Told:
@@ -196,9 +194,9 @@ def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
     threading.Timer(0.1, program.route.link.decide, [(0, 2), 1]).start()
     state, _ = program.advance(state, stacked(batches[:2]))
     wanted = trained if late_message == "keep" else first
-    tiny.assert_near(state.region.params, wanted, **SUMS)
+    assert_within_ulps(state.region.params, wanted)
     outer = jax.tree.map(lambda x: x[0], first)
-    tiny.assert_near(program.outer_params(state), outer, **SUMS)
+    assert_within_ulps(program.outer_params(state), outer)
 
 
 def stacked(batches):
@@ -229,7 +227,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
             state, output = program.advance(state, stacked(batches[step : step + 1]))
             assert [s.apply_step for s in output.syncs] == [4] * (step == 3)
         ends.append(tiny.host((state.region.params, state.sync.outer)))
-    tiny.assert_near(*ends, **SUMS)
+    assert_within_ulps(*ends)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_each_chunk_is_summed_in_the_order_of_its_ring(num_shards, num_rings):
     out = summed(tree, num_shards, num_rings)
     assert {name: x.shape for name, x in out.items()} == SHAPES
     flat = np.concatenate([np.asarray(out[name]).ravel() for name in SHAPES])
+    # Additions alone round alike on every processor.
     np.testing.assert_array_equal(flat, by_hand(tree, num_shards, num_rings))
 
 

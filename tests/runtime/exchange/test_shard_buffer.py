@@ -21,6 +21,7 @@ from cocodc_jax.runtime.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.program import RegionProgram
 from cocodc_jax.runtime.running import run
+from tests.numerics import assert_within_ulps
 
 RNG = np.random.default_rng(4)
 SPECS = {
@@ -159,7 +160,7 @@ def test_a_message_in_shards_makes_the_run_that_a_whole_one_makes(
     found, state = ends(tiny, make_program(tiny, mesh, **options))
     monkeypatch.setattr(outer_mesh, "process_grid", lambda mesh: None)
     expected, whole = ends(tiny, make_program(tiny, mesh, **options))
-    tiny.assert_near(found, expected)
+    assert_within_ulps(found, expected)
     assert state.bytes_sent == whole.bytes_sent
 
 
@@ -204,7 +205,7 @@ def test_processes_of_a_region_divide_the_outer_state(tiny, request):
         sizes["of a process"] += x.addressable_shards[0].data.nbytes
     num_params = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
     assert sizes == {"whole": 8 * num_params, "of a process": 8 * num_params / 2}
-    tiny.assert_near(found, alone)
+    assert_within_ulps(found, alone)
     for flight in state.sync.in_flight.values():
         for x in jax.tree.leaves(flight.mean):
             assert x.addressable_shards[0].data.size == x.size / 2

@@ -1,0 +1,31 @@
+"""Numbers of two compiled programs, which processors round differently.
+
+Only the same compiled program gives the same bits twice. Another program may keep a
+product unrounded before it is added, or sum in another order, on one processor and not
+on the next.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_within_ulps(actual, expected, ulps=16):
+    """Compare trees: floats to `ulps` units in the last place of a leaf's largest.
+
+    A sum is rounded at the size of its terms, not at that of what they leave. Floats of
+    Python count as float32, which schedules take them from; all else must be equal.
+    """
+
+    def check(x, y):
+        x, y = (np.asarray(z, np.float32 if type(z) is float else None) for z in (x, y))
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            largest = np.max(np.abs(y), where=np.isfinite(y), initial=0)
+            unit = float(np.spacing(largest.astype(x.dtype)))
+            x, y = x.astype(float), y.astype(float)
+            np.testing.assert_allclose(x, y, rtol=0, atol=ulps * unit)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(check, actual, expected)
