@@ -96,6 +96,7 @@ class Arrivals:
         region: RegionState,
         copies: dict[str, PyTree],
         batch: PyTree,
+        frozen: PyTree,
     ) -> tuple:
         """Return shapes and shardings of what a merge is given.
 
@@ -104,6 +105,7 @@ class Arrivals:
           region: abstract, as the others are.
           copies: of the regions' own that merges need, by name.
           batch: of the last one trained on, `[R, ...]`.
+          frozen: of `TrainState`.
         """
         k, setting = fragment_id, self._setting
         step = jax.ShapeDtypeStruct((), np.int32)
@@ -120,6 +122,7 @@ class Arrivals:
             everyone if self._schedule.is_by_region else None,
             step if self._schedule.is_measured else None,
             step,
+            frozen,
         )
 
     def finish(self, turn: Turn, event: Event) -> None:
@@ -251,6 +254,7 @@ class Arrivals:
             participating,
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
             np.int32(event.start_step),
+            turn.frozen,
         )
         merged, metrics = merge(*arguments)
         params = self._setting.fragments.over(turn.region.params, merged)

@@ -106,7 +106,7 @@ class Departures:
             return None
         self._turns.wait()
         region, sync, losses, finished = self._windows.run(
-            state.region, state.sync, batches, participating, step
+            state.region, state.sync, batches, participating, step, state.frozen
         )
         self._turns.took(losses)
         return dataclasses.replace(state, region=region, sync=sync), losses, finished

@@ -136,6 +136,7 @@ class SyncPrograms:
         sync: SyncState,
         batches: PyTree,
         participating: Any,
+        frozen: PyTree,
     ) -> list[Listed]:
         """List the programs that syncs run on the inner mesh.
 
@@ -144,6 +145,7 @@ class SyncPrograms:
           sync: of a message without a rank.
           batches: of the inner steps, `[T, R, ...]`.
           participating: likewise.
+          frozen: of `TrainState`.
         """
         setting = self._setting
         batch = jax.tree.map(
@@ -152,7 +154,12 @@ class SyncPrograms:
         windows = {}
         if self._windows is not None and self._windows.may_wait:
             windows = self._windows.listed(
-                region, sync, batches, participating, self._departures.sent_bytes
+                region,
+                sync,
+                batches,
+                participating,
+                self._departures.sent_bytes,
+                frozen,
             )
         found = []
         for k, merge in enumerate(self._arrivals.merges):
@@ -163,7 +170,7 @@ class SyncPrograms:
             copies = {
                 n: copy for n in needs.REGIONAL_COPIES if n in setting.sync.copies
             }
-            arguments = self._arrivals.abstract(k, region, copies, batch)
+            arguments = self._arrivals.abstract(k, region, copies, batch, frozen)
             of_fragment = self._outer.listed(k, region, sync)
             of_fragment.append(Listed(f"merge fragment {k}", merge, arguments))
             if k in windows:

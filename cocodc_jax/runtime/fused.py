@@ -141,6 +141,7 @@ class Windows:
         batches: PyTree,
         participating: PyTree,
         step: int,
+        frozen: PyTree,
     ) -> tuple[RegionState, SyncState, tuple, dict]:
         """Run a window.
 
@@ -150,6 +151,7 @@ class Windows:
           batches: `[T, R, ...]`, of the inner steps.
           participating: as of the inner steps.
           step: that the window leads to.
+          frozen: of `TrainState`.
 
         Returns:
           The regions and the state after it, losses and aux of the inner steps, and
@@ -167,7 +169,7 @@ class Windows:
             participating,
             tuple(self._start(each, sync, last) for each in sync.leaving),
             None if last is None else sync.outer.entry(last),
-            self._told(finish, step),
+            self._told(finish, step, frozen),
         )
         return self._after(sync, out, finish)
 
@@ -178,6 +180,7 @@ class Windows:
         batches: PyTree,
         participating: Any,
         num_bytes: Callable[[Event], int],
+        frozen: PyTree,
     ) -> dict[int, tuple[Listed, bool]]:
         """List the first window of each fragment, cut by events alone.
 
@@ -187,6 +190,7 @@ class Windows:
           batches: of any number of inner steps, `[T, R, ...]`.
           participating: as of the inner steps.
           num_bytes: that one region sends for a sync.
+          frozen: as of `run`, abstract.
 
         Returns:
           By the fragment the window, and whether it finishes what it starts.
@@ -209,7 +213,7 @@ class Windows:
             listed = Listed(
                 f"start fragment {k}, inner steps{'' if last is None else ', merge'}",
                 self._make(((k, 0),), last, sync),
-                (region, *of_steps, starts, own, self._told(finish, num_steps)),
+                (region, *of_steps, starts, own, self._told(finish, num_steps, frozen)),
                 num_bytes(start),
                 num_steps,
                 self._options,
@@ -226,10 +230,10 @@ class Windows:
             start_step_of(self._setting, departure.event),
         )
 
-    def _told(self, finish: Event | None, step: int) -> Told:
+    def _told(self, finish: Event | None, step: int, frozen: PyTree) -> Told:
         if finish is None:
-            return Told()
-        return tell(self._setting, step, finish.start_step)
+            return Told(frozen)
+        return tell(self._setting, frozen, step, finish.start_step)
 
     def _after(self, sync: SyncState, out: tuple, finish: Event | None) -> tuple:
         region, losses, sent, own, finished = out

@@ -89,6 +89,7 @@ class Turn:
         assert state.sync is not None
         self._programs = programs
         self.region, self.sync, self.step = state.region, state.sync, state.step
+        self.frozen = state.frozen
         self.batch, self.times = batch, times
         self.finished = finished or {}
         self.bytes_sent = 0

@@ -66,21 +66,24 @@ class Finished(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What the merge is told, each None unless its rule asks.
+    """What a window is told; what the merge does not ask for is None.
 
     Attributes:
+      frozen: of `TrainState`.
       learning_rate: float32 scalar.
       start_step: of the sync, int32 scalar.
     """
 
+    frozen: PyTree
     learning_rate: Any = None
     start_step: Any = None
 
 
-def tell(setting: Setting, step: int, start_step: int) -> Told:
-    """Return what the merge of a sync at `step` is told."""
+def tell(setting: Setting, frozen: PyTree, step: int, start_step: int) -> Told:
+    """Return what a window with the merge of a sync at `step` is told."""
     rule = setting.sync.merge.needs
     return Told(
+        frozen,
         setting.supplies.rate(step) if "learning_rate" in rule else None,
         np.int32(start_step) if "sync_key" in rule else None,
     )
@@ -126,7 +129,7 @@ def make_window(
                     start.start_step,
                 )
             )
-        region, (losses, aux) = steps(region, batches, participating)
+        region, (losses, aux) = steps(region, batches, participating, None, told.frozen)
         # What is made of a message comes after the steps: its crossing spans them.
         crossed = [each for _, each, _ in left]
         crossed, losses = jax.lax.optimization_barrier((crossed, losses))
@@ -184,6 +187,7 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
             participating=None,
             delay_steps=None,
             start_step=told.start_step,
+            frozen=told.frozen,
         )
         merged, metrics = merge(*arguments)
         own = tuple(place.returned(fragment_id, tree) for tree in (params, opt_state))
