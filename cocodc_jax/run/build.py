@@ -24,7 +24,6 @@ from cocodc_jax.runtime.devices.mesh import (
     inner_devices,
     make_mesh,
 )
-from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.loop.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.runtime.membership.place import MIN_KEY_BYTES, Place
@@ -271,7 +270,7 @@ def list_evaluation(
     """Name the program of `build_evaluate`, to be compiled without being run."""
     data = config.data
     shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
-    judged = (with_shardings(program.param_shapes, program.shardings.params),)
+    judged = (program.param_shapes,)
     return list_evaluate(
         _judge(config, model, program.mesh),
         program.mesh,

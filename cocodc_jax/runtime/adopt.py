@@ -38,6 +38,7 @@ from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
 from cocodc_jax.runtime.devices.shardings import Shardings
 from cocodc_jax.runtime.fit import at_step, difference, inside, mean_over_all, recut
+from cocodc_jax.runtime.frozen import joined, split
 from cocodc_jax.runtime.state import OuterState, RegionState, SyncState, TrainState
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
@@ -70,11 +71,8 @@ class Program(Protocol):
     fragments: Fragments
     shardings: Shardings
     mesh: Mesh
-
-    @property
-    def param_shapes(self) -> PyTree:
-        """Shapes of one region's parameters."""
-        ...
+    param_shapes: PyTree
+    trained: PyTree
 
     def synchronize(self, state: TrainState) -> TrainState:
         """Tell the schedule of every update applied."""
@@ -123,7 +121,8 @@ class _Adoption:
         flies = self._flies_on(state)
         state = self._without_flights(state, flies)
         schedule = self._schedule(state, flies)
-        whole = transfer.move(self._old.outer_params(state), self._new.shardings.params)
+        where = jax.tree.map(lambda x: x.sharding, self._new.param_shapes)
+        whole = transfer.move(self._old.outer_params(state), where)
         narrow = jax.jit(
             lambda whole: jax.tree.map(
                 lambda x, like: x.astype(like.dtype), whole, self._new.param_shapes
@@ -134,13 +133,20 @@ class _Adoption:
             self._lost["regions"] = (
                 f"{self._was} are {self._num}: each begins at the mean of all"
             )
-        region = self._region(state.region, fresh.region, state.step)
+        whole, _ = split(whole, self._new.trained)
+        region = state.region
+        if jax.tree.leaves(self._new.trained) != jax.tree.leaves(self._old.trained):
+            self._lost["trainable"] = "others: what is frozen now is the outer model's"
+            shared = for_all_regions(state.frozen, self._was)
+            params = split(joined(region.params, shared), self._new.trained)[0]
+            region = region._replace(params=params)
+        region = self._region(region, fresh.region, state.step)
         sync = fresh.sync
         if sync is not None:
             sync = self._sync(state.sync, sync, whole, flies)
         elif state.sync is not None:
             self._lost["outer model"] = "the method has none"
-        adopted = TrainState(region, sync, state.step, state.bytes_sent)
+        adopted = TrainState(region, sync, state.step, state.bytes_sent, fresh.frozen)
         return Adopted(adopted, self._kept, self._lost)
 
     def _flies_on(self, state: TrainState) -> bool:
@@ -335,8 +341,11 @@ class _Adoption:
             self._kept["outer optimizer"] = "as it was"
             return transfer.move(old.opt_states, where)
         before, states = self._old.method.sync, old.opt_states
-        if self._is_same_cut() or not (
-            before and isinstance(before.outer, SharedOuter)
+        trees = self._old.fragments.treedef, self._new.fragments.treedef
+        if (
+            self._is_same_cut()
+            or not (before and isinstance(before.outer, SharedOuter))
+            or trees[0] != trees[1]
         ):
             self._lost["outer optimizer"] = why or "the model is cut otherwise"
             return fresh.opt_states

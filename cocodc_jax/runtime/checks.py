@@ -114,8 +114,28 @@ def check_params(params: PyTree) -> None:
     """Refuse parameters that have no mean over regions, naming the leaf.
 
     Raises:
-      ValueError: for a leaf that is no array, or none of real floating-point numbers;
-        for two of one path; if there is none.
+      ValueError: for a leaf that is none of real floating-point numbers.
+    """
+    for path, leaf in named_leaves(params):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"params has a leaf {path!r} of dtype {leaf.dtype}: pass its real and "
+                "its imaginary part, and put them together in loss_fn"
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"params has a leaf {path!r} of dtype {leaf.dtype}, which is not "
+                "trained and has no mean over regions: only floating-point leaves are "
+                "parameters; name those with trainable=, or keep it out of params, and "
+                "put it back in loss_fn"
+            )
+
+
+def check_arrays(params: PyTree) -> None:
+    """Refuse parameters that are not all arrays, naming the leaf.
+
+    Raises:
+      ValueError: for a leaf that is no array; for two of one path; if there is none.
     """
     leaves = distinct_leaves(params)
     if not leaves:
@@ -127,17 +147,6 @@ def check_params(params: PyTree) -> None:
                 "no array: pass the arrays alone (Equinox: `params, static = "
                 "eqx.partition(model, eqx.is_inexact_array)`), and put the rest back "
                 "in loss_fn"
-            )
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"params has a leaf {path!r} of dtype {leaf.dtype}: pass its real and "
-                "its imaginary part, and put them together in loss_fn"
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"params has a leaf {path!r} of dtype {leaf.dtype}, which is not "
-                "trained and has no mean over regions: only floating-point leaves are "
-                "parameters; keep it out of params, and put it back in loss_fn"
             )
 
 
@@ -167,7 +176,7 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
     Raises:
       ValueError: naming the first leaf that differs.
     """
-    check_params(params)
+    check_arrays(params)
     given, made = jax.tree.structure(params), jax.tree.structure(shapes)
     if given != made:
         raise ValueError(

@@ -101,6 +101,7 @@ class _Run:
     region: RegionState
     sync: SyncState
     step: int
+    frozen: PyTree
     batch: PyTree = None  # The last one trained on, `[R, ...]`, where merges need it.
     times: Times = (0.0, 0.0)
     merged: dict[SyncId, Merged] = dataclasses.field(default_factory=dict)
@@ -112,7 +113,7 @@ class _Run:
     def of(cls, state: TrainState, *rest: Any) -> _Run:
         """Begin at a state."""
         assert state.sync is not None
-        return cls(state.region, state.sync, state.step, *rest)
+        return cls(state.region, state.sync, state.step, state.frozen, *rest)
 
     def replace(self, **changes: Any) -> None:
         """Replace fields of the `SyncState`."""
@@ -301,7 +302,13 @@ class Executor:
         if self._segments is None or state.sync is None or not state.sync.leaving:
             return None
         run = functools.partial(
-            self._segments.run, state.region, state.sync, batches, participating, step
+            self._segments.run,
+            state.region,
+            state.sync,
+            batches,
+            participating,
+            step,
+            state.frozen,
         )
         region, sync, outputs, merged = self._guard.run(run, lambda out: out[2])
         return dataclasses.replace(state, region=region, sync=sync), outputs, merged
@@ -505,6 +512,7 @@ class Executor:
             participating,
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
             np.int32(event.start_step),
+            run.frozen,
         )
         merged, metrics = merge(*arguments)
         params = self._setting.fragments.over(run.region.params, merged)
@@ -654,6 +662,7 @@ class Executor:
         sync: SyncState,
         batches: PyTree,
         participating: Any,
+        frozen: PyTree,
     ) -> list[Listed]:
         """List the programs that syncs run on the inner mesh.
 
@@ -662,6 +671,7 @@ class Executor:
           sync: of a message without a rank.
           batches: of the inner steps, `[T, R, ...]`.
           participating: likewise.
+          frozen: of `TrainState`.
         """
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
@@ -669,12 +679,12 @@ class Executor:
         segments = {}
         if self._segments is not None:
             segments = self._segments.listed(
-                region, sync, batches, participating, self.sent_bytes
+                region, sync, batches, participating, self.sent_bytes, frozen
             )
         found = []
         for k, merge in enumerate(self.merges):
             of_fragment = self._outer.listed(k, region, sync)
-            arguments = self._abstract_merge(k, region, batch)
+            arguments = self._abstract_merge(k, region, batch, frozen)
             of_fragment.append(Listed(f"merge fragment {k}", merge, arguments))
             if k in segments:
                 segment, finishes = segments[k]
@@ -687,7 +697,9 @@ class Executor:
             found.append(Listed("mean of model state", self._average_state, states))
         return found
 
-    def _abstract_merge(self, k: int, region: RegionState, batch: PyTree) -> tuple:
+    def _abstract_merge(
+        self, k: int, region: RegionState, batch: PyTree, frozen: PyTree
+    ) -> tuple:
         """Return shapes and shardings of the arguments of a merge."""
         setting, step = self._setting, jax.ShapeDtypeStruct((), np.int32)
         everyone = jax.ShapeDtypeStruct(
@@ -708,6 +720,7 @@ class Executor:
             everyone if self._schedule.is_by_region else None,
             step if self._schedule.is_measured else None,
             step,
+            frozen,
         )
 
 

@@ -6,7 +6,6 @@ with whatever else it needs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -22,6 +21,7 @@ from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.optimizer_place import taken
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.runtime.exchange.compressors import Compressors
+from cocodc_jax.runtime.frozen import joined
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync import needs
@@ -49,8 +49,8 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
       delay_steps, start_step) -> (params, metrics)`: `params` of the regions, which may
       be donated; `opt_state` and `keys` theirs, each None unless the rule needs it;
       `kept` the copies that the rule needs; `batch` the last one trained on `[R, ...]`
-      and the regions' `RegionState.model_state`, and `learning_rate` a float32 scalar,
-      each None unless the rule needs it;
+      with the regions' `RegionState.model_state` and the frozen parameters, and
+      `learning_rate` a float32 scalar, each None unless the rule needs it;
       `participating` bool `[R]`, the regions that merge, or None for all; `delay_steps`
       an int32 scalar, at least 1, or None where the schedule says it (and it is not
       late); `start_step` of
@@ -63,7 +63,7 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
     is_regional = isinstance(sync.outer, RegionalOuter)
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
-        learning_rate, delay_steps, start_step = told
+        learning_rate, delay_steps, start_step, frozen = told
         steps = delay_steps if fixed_delay is None else fixed_delay
         loss_fn, supplies = setting.loss_fn, setting.supplies
         if batch is not None:
@@ -79,7 +79,7 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
             learning_rate=learning_rate,
             batch=batch,
             key=None if key_data is None else merge_key(key_data),
-            whole=functools.partial(fragments.put, params, fragment_id),
+            whole=lambda part: joined(fragments.put(params, fragment_id, part), frozen),
             loss_fn=loss_fn,
             supplies=supplies,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
@@ -106,7 +106,10 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
                 rule.needs, opt_state, setting.supplies
             ).items()
         }
-        told = (rate, delay_steps, start_step)
+        frozen: PyTree = ()
+        if batch is not None:
+            *batch, frozen = batch
+        told = (rate, delay_steps, start_step, frozen)
         shared = told if is_regional else (outer, told)
         shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
         outer, told = (outer, shared) if is_regional else shared
@@ -127,10 +130,13 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
         return fragments.put(params, fragment_id, merged, lead=1), metrics
 
     of_outer = P(REGION) if is_regional else P()
+    of_batch: Any = P(REGION)
+    if needs.wants_batch(rule.needs):
+        of_batch = (P(REGION), P(REGION), P())
     return region_shard_map(
         merge,
         setting.mesh,
-        in_specs=(*(P(REGION),) * 4, of_outer, P(REGION), P(), P(REGION), P(), P()),
+        in_specs=(*(P(REGION),) * 4, of_outer, of_batch, P(), P(REGION), P(), P()),
         out_specs=(P(REGION), P(REGION)),
     )
 
@@ -167,6 +173,7 @@ def merge_arguments(
     participating: Any,
     delay_steps: Any,
     start_step: Any,
+    frozen: PyTree,
 ) -> tuple:
     """Return the arguments of a merge, without those that its rule does not need.
 
@@ -180,6 +187,7 @@ def merge_arguments(
       participating: regions that merge.
       delay_steps: where it is told.
       start_step: of the sync.
+      frozen: of `TrainState`.
     """
     return (
         region.params,
@@ -187,7 +195,7 @@ def merge_arguments(
         region.key if needs.wants_key(rule) else None,
         kept,
         outer,
-        (batch, region.model_state) if needs.wants_batch(rule) else None,
+        (batch, region.model_state, frozen) if needs.wants_batch(rule) else None,
         rate if "learning_rate" in rule else None,
         participating,
         delay_steps,

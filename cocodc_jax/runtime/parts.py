@@ -18,12 +18,13 @@ from cocodc_jax.runtime.devices.ambient import trace_without_mesh_if_needed
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mesh
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
-from cocodc_jax.runtime.devices.shardings import Shardings
+from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
 from cocodc_jax.runtime.exchange.base import Exchange
 from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.executor import Executor
 from cocodc_jax.runtime.first_region import FirstRegion
+from cocodc_jax.runtime.frozen import Trainable, find_trained, split, without_masks
 from cocodc_jax.runtime.merge import check_feedback
 from cocodc_jax.runtime.readings import Readings
 from cocodc_jax.runtime.segment import InnerSteps
@@ -45,7 +46,9 @@ class Given:
     Attributes:
       optimizer: taken as one that is given `value=`.
       method: bound to the regions.
-      params: shapes of one region's parameters.
+      whole: shapes of one region's parameters.
+      trained: bools like them, None where all are; see `frozen.find_trained`.
+      params: those that are trained.
       regions: all of them.
       own: those that this program trains.
       route: the name of the way that messages take.
@@ -55,6 +58,8 @@ class Given:
     loss_fn: AnyLossFn
     optimizer: optax.GradientTransformation
     method: Method
+    whole: PyTree
+    trained: PyTree
     params: PyTree
     regions: Regions
     own: Regions
@@ -72,6 +77,7 @@ class Parts(NamedTuple):
 
     Attributes:
       shardings: of everything.
+      whole: shapes of one region's parameters, and how they lie.
       first: makes the regions' state before the first step.
       batches: places them on the mesh.
       read: reads the regions.
@@ -82,6 +88,7 @@ class Parts(NamedTuple):
     """
 
     shardings: Shardings
+    whole: PyTree
     first: FirstRegion
     batches: Batches
     read: Readings
@@ -102,6 +109,7 @@ def checked(
     supplies: Supplies,
     transport: Transport,
     model_state: ModelState | None,
+    trainable: Trainable,
 ) -> Given:
     """Return what a program is given, defaults filled in.
 
@@ -130,6 +138,10 @@ def checked(
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
     checks.check_mesh(mesh, own.num)
+    checks.check_arrays(params)
+    whole = jax.eval_shape(lambda x: x, params)
+    trained = find_trained(trainable, whole, optimizer)
+    params, _ = split(whole, trained)
     checks.check_params(params)
     needs.check(method.needs, supplies, f"method={method.name!r}")
     method = method.bind(regions)
@@ -144,11 +156,16 @@ def checked(
     if supplies.outputs is not None:
         outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
         supplies = dataclasses.replace(supplies, outputs=outputs)
+    if trained is not None and supplies.second_moment is not None:
+        found = without_masks(supplies.second_moment, params)
+        supplies = dataclasses.replace(supplies, second_moment=found)
     return Given(
         trace_without_mesh_if_needed(loss_fn),
         optimizer,
         method,
-        jax.eval_shape(lambda x: x, params),
+        whole,
+        trained,
+        params,
         regions,
         own,
         mesh,
@@ -180,12 +197,19 @@ def assemble(
     """
     method, mesh, transport = given.method, given.mesh, given.transport
     memory = memory_kind(optimizer_memory, mesh, method)
+    specs = P() if param_specs is None else param_specs
+    # Of boxed parameters too, whose specs have no boxes (Flax Linen).
+    specs = jax.tree.unflatten(
+        jax.tree.structure(given.whole),
+        jax.tree.leaves(jax.tree.broadcast(specs, given.whole)),
+    )
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     shardings = Shardings.of(
         mesh,
         given.fragments,
         given.optimizer,
         given.params,
-        param_specs,
+        split(specs, given.trained)[0],
         transport.outer_channels,
         # Nothing would run beside the steps of a CPU but what they wait for.
         is_near=given.route == "program" and is_one_cpu(mesh),
@@ -224,6 +248,7 @@ def assemble(
     round_steps = ROUND if is_cpu(mesh) and not given.is_fused else None
     return Parts(
         shardings,
+        with_shardings(given.whole, where),
         first,
         Batches(mesh, given.own.num, round_steps),
         Readings(mesh),

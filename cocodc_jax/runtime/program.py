@@ -21,9 +21,9 @@ from cocodc_jax.runtime import checks
 from cocodc_jax.runtime.adopt import Adopted, adopt
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.ambient import methods_in_own_context
-from cocodc_jax.runtime.devices.shardings import with_shardings
 from cocodc_jax.runtime.exchange.base import Times
 from cocodc_jax.runtime.exchange.transport import Transport
+from cocodc_jax.runtime.frozen import Trainable, copied, joined, split
 from cocodc_jax.runtime.listed import Listed
 from cocodc_jax.runtime.parts import assemble, checked
 from cocodc_jax.runtime.state import AppliedSync, TrainState
@@ -62,6 +62,10 @@ class RegionProgram:
 
     Example: see `running.run`. Everything mutable is in the `TrainState` that goes in
     and comes out; region arrays are donated, so an old state must not be used again.
+
+    Attributes:
+      param_shapes: of one region's parameters, and how they lie.
+      trained: bools like them, None where all are trained.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class RegionProgram:
         model_state: ModelState | None = None,
         local_regions: str = "auto",
         optimizer_memory: str = "device",
+        trainable: Trainable = None,
     ):
         """Prepare the programs; nothing is compiled before the first call.
 
@@ -109,9 +114,16 @@ class RegionProgram:
             "auto", which is batched where that is faster; see `LocalRegions.of`.
           optimizer_memory: "host" keeps the inner optimizer's state in the memory of
             the devices' hosts; see `devices/optimizer_place.py`.
+          trainable: which parameters are trained: a bool for each, or for all below a
+            node of their tree; a predicate on their paths, parts joined by "/"; or
+            "optimizer", those that it changes (`optax.set_to_zero()` changes none). The
+            others have one copy for all regions, no gradient, and are not sent. None
+            is all. `param_specs` are of all; `fragments` are cut of a tree with None
+            for what is not trained.
 
         Raises:
           ValueError: for an argument of another kind, or an unknown `local_regions`;
+            for a `trainable` that trains nothing, or freezes nothing by name;
             if the mesh does not divide the regions, the parameters do not cut into the
             method's fragments, the merge needs what is not given, or the method cannot
             be had with these regions or this transport.
@@ -127,13 +139,14 @@ class RegionProgram:
             supplies,
             transport,
             model_state,
+            trainable,
         )
         parts = assemble(given, param_specs, local_regions, optimizer_memory)
         self.regions, self.num_regions = given.regions, given.own.num
         self.mesh, self.shardings = given.mesh, parts.shardings
         self.method, self.fragments = given.method, given.fragments
         self.model_state, self.route = given.model_state, parts.route
-        self._params = given.params
+        self.trained, self.param_shapes = given.trained, parts.whole
         self._first, self._batches, self._read = parts.first, parts.batches, parts.read
         self._steps, self._syncs = parts.steps, parts.syncs
         self._corrects = parts.corrects
@@ -144,7 +157,7 @@ class RegionProgram:
         if self.method.per_step is None or self.num_regions == 1:
             return 0
         of_state = self.model_state.averaged_bytes if self.model_state else 0
-        return self.method.per_step.num_bytes(self._params) + of_state
+        return self.method.per_step.num_bytes(self._first.shapes[0]) + of_state
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
         """Make the state before the first step: all regions and the outer model alike.
@@ -158,10 +171,11 @@ class RegionProgram:
           ValueError: if `params` has other shapes than the program's, or `key` is not
             one key, or of another implementation.
         """
-        checks.check_like(params, self._params)
+        checks.check_like(params, self.param_shapes)
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(self._first.key_data(key), everywhere)
-        params = transfer.put(params, self.shardings.params)
+        where = jax.tree.map(lambda x: x.sharding, self.param_shapes)
+        params = transfer.put(params, where)
         return self.begin(params, key_data)
 
     def begin(
@@ -174,10 +188,11 @@ class RegionProgram:
           key_data: of the key.
           schedule: the schedule's state; None is that before the first step.
         """
-        region = self._first.make(params, key_data)
-        if self._syncs is None:
-            return TrainState(region)
-        return TrainState(region, self._syncs.init(params, region, schedule))
+        params, frozen = split(params, self.trained)
+        region, sync = self._first.make(params, key_data), None
+        if self._syncs is not None:
+            sync = self._syncs.init(params, region, schedule)
+        return TrainState(region, sync, frozen=copied(frozen))
 
     def abstract(self, schedule: Any = None) -> TrainState:
         """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
@@ -190,12 +205,14 @@ class RegionProgram:
           A `TrainState` of `jax.ShapeDtypeStruct`s.
         """
         region = self._first.abstract()
+        _, frozen = split(self.param_shapes, self.trained)
         if self._syncs is None or self.method.sync is None:
-            return TrainState(region)
+            return TrainState(region, frozen=frozen)
         if schedule is None:
             schedule = self.method.sync.schedule
             schedule = schedule.landed(schedule.init())
-        return TrainState(region, self._syncs.abstract(schedule, region))
+        sync = self._syncs.abstract(schedule, region)
+        return TrainState(region, sync, frozen=frozen)
 
     def listed(self, batches: PyTree) -> list[Listed]:
         """List the programs of the inner mesh that a run compiles; compiles nothing.
@@ -208,12 +225,12 @@ class RegionProgram:
         state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
         batches, counted = self._batches.abstract(batches)
         room = jax.tree.leaves(batches)[0].shape[0]
-        params = with_shardings(self._params, self.shardings.params)
+        params, frozen = split(self.param_shapes, self.trained)
         participating = None
         if not self.regions.are_even:
             participating = jax.ShapeDtypeStruct((room, self.num_regions), bool)
         outer = (state.sync.outer,) if self._corrects and state.sync else ()
-        steps = (state.region, batches, participating, counted, *outer)
+        steps = (state.region, batches, participating, counted, frozen, *outer)
         sent_bytes = num_steps * self.bytes_per_step
         inner = Listed("inner steps", self._steps, steps, sent_bytes, num_steps)
         found = [
@@ -224,7 +241,7 @@ class RegionProgram:
         if self._syncs is None or state.sync is None:
             return found
         return found + self._syncs.listed(
-            state.region, state.sync, batches, participating
+            state.region, state.sync, batches, participating, frozen
         )
 
     @property
@@ -318,7 +335,7 @@ class RegionProgram:
                 return ran
         outer = (state.sync.outer,) if self._corrects and state.sync else ()
         region, outputs = self._steps(
-            state.region, batches, participating, counted, *outer
+            state.region, batches, participating, counted, state.frozen, *outer
         )
         return dataclasses.replace(state, region=region), outputs, {}
 
@@ -341,11 +358,6 @@ class RegionProgram:
         checks.check_alive(state)
         checks.check_like(of.param_shapes, self.param_shapes)
         return adopt(self, state, of)
-
-    @property
-    def param_shapes(self) -> PyTree:
-        """Shapes of one region's parameters."""
-        return self._params
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
         """Apply all that is in flight now; see `Executor.land`.
@@ -390,7 +402,7 @@ class RegionProgram:
     def mean_params(self, state: TrainState) -> PyTree:
         """Return the mean of the regions' parameters: what methods are judged by."""
         checks.check_alive(state)
-        return self._read.mean(state.region.params)
+        return joined(self._read.mean(state.region.params), state.frozen)
 
     def mean_model_state(self, state: TrainState) -> PyTree:
         """Return the model's state for an evaluation, `()` where it has none.
@@ -414,7 +426,8 @@ class RegionProgram:
         checks.check_alive(state)
         if self._syncs is None:
             return self.mean_params(state)
-        return self._syncs.outer_params(state, self._read.mean)
+        outer = self._syncs.outer_params(state, self._read.mean)
+        return joined(outer, state.frozen)
 
     def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' fragment as it is now, `[R, ...]`."""

@@ -112,7 +112,8 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
       `OuterPlace.near` takes (None for `after`, whose `outer` it is), the compressors'
       states, the weights `[R]` and the start step; `sent` has what is in flight (less
       of `after`) and the compressors' states. `outer` is outer fragment and optimizer
-      state of `after`, `told` learning rate and start step for its merge, `merged` a
+      state of `after`; `told` the frozen parameters, and learning rate and start step for
+      its merge; `merged` a
       `Merged`; the last two results are None without `after`.
     """
     setting = place.setting
@@ -131,7 +132,7 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
                     region.params, near, memory, weights, region.key, start_step
                 )
             )
-        region, (losses, aux) = steps(region, batches, participating)
+        region, (losses, aux) = steps(region, batches, participating, None, told[0])
         # What is made of a message comes after the steps: its crossing spans them.
         crossed = [each for _, each, _ in left]
         crossed, losses = jax.lax.optimization_barrier((crossed, losses))
@@ -178,7 +179,7 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
         params, opt_state, norm = outer_step(
             place.outer.optimizer, params, opt_state, mean, None
         )
-        rate, start_step = told
+        frozen, rate, start_step = told
         arguments = merge_arguments(
             rule,
             region,
@@ -189,6 +190,7 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
             participating=None,
             delay_steps=None,
             start_step=start_step,
+            frozen=frozen,
         )
         merged, metrics = merge(*arguments)
         outer = tuple(place.returned(fragment_id, tree) for tree in (params, opt_state))
@@ -257,6 +259,7 @@ class Segments:
         batches: PyTree,
         participating: PyTree,
         step: int,
+        frozen: PyTree,
     ) -> tuple[RegionState, SyncState, tuple, dict[SyncId, Merged]]:
         """Run the segment that leads to `step`.
 
@@ -266,6 +269,7 @@ class Segments:
           batches: `[T, R, ...]`, of the inner steps.
           participating: as of the inner steps.
           step: that the segment leads to.
+          frozen: of `TrainState`.
 
         Returns:
           The regions and the state after it, losses and aux of the inner steps, and
@@ -284,7 +288,7 @@ class Segments:
                 for event in sync.leaving
             ),
             outer,
-            self._told(finish, step),
+            self._told(finish, step, frozen),
         )
         memories, flights = sync.compressors, dict(sync.in_flight)
         for event, (flight, memory) in zip(sync.leaving, sent, strict=True):
@@ -306,6 +310,7 @@ class Segments:
         batches: PyTree,
         participating: Any,
         num_bytes: Callable[[Event], int],
+        frozen: PyTree,
     ) -> dict[int, tuple[Listed, bool]]:
         """List the first segment of each fragment, cut by events alone.
 
@@ -315,6 +320,7 @@ class Segments:
           batches: of any number of inner steps, `[T, R, ...]`.
           participating: as of the inner steps.
           num_bytes: that one region sends for a sync.
+          frozen: of `TrainState`.
 
         Returns:
           By the fragment the program, and whether it finishes what it starts.
@@ -334,7 +340,13 @@ class Segments:
             listed = Listed(
                 f"start fragment {k}, inner steps{'' if finish is None else ', merge'}",
                 self._make(segment, sync),
-                (region, *of_steps, (start,), own, self._told(finish, num_steps)),
+                (
+                    region,
+                    *of_steps,
+                    (start,),
+                    own,
+                    self._told(finish, num_steps, frozen),
+                ),
                 num_bytes(event),
                 num_steps,
                 self._options,
@@ -359,12 +371,13 @@ class Segments:
             start_step_of(self._setting, event),
         )
 
-    def _told(self, finish: Event | None, step: int) -> tuple:
-        """Return learning rate and start step for a merge, each None unless asked."""
+    def _told(self, finish: Event | None, step: int, frozen: PyTree) -> tuple:
+        """Return the last argument of a segment, None for what no merge asks for."""
         if finish is None:
-            return None, None
+            return frozen, None, None
         rule, rate = self._setting.sync.merge.needs, self._setting.supplies.rate
         return (
+            frozen,
             rate(step) if "learning_rate" in rule else None,
             np.int32(finish.start_step) if "sync_key" in rule else None,
         )

@@ -192,7 +192,7 @@ jax.tree_util.register_pytree_with_keys(SyncState, _sync_children, _sync_of_chil
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["region", "sync"],
+    data_fields=["region", "sync", "frozen"],
     meta_fields=["step", "bytes_sent"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +207,12 @@ class TrainState:
       sync: what is exchanged; None for methods that exchange no parameters.
       step: inner steps done.
       bytes_sent: bytes one region has sent.
+      frozen: parameters that are not trained, one copy for all regions, see
+        `runtime/frozen.py`; `()` where all are trained.
     """
 
     region: RegionState
     sync: SyncState | None = None
     step: int = 0
     bytes_sent: int = 0
+    frozen: PyTree = ()

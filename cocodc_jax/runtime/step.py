@@ -30,6 +30,7 @@ from cocodc_jax.runtime.devices.mesh import REGION, wants_flat_buffer
 from cocodc_jax.runtime.devices.optimizer_place import returned, taken
 from cocodc_jax.runtime.exchange.model_state import averaged
 from cocodc_jax.runtime.exchange.per_step import gather_all, mean_for_all
+from cocodc_jax.runtime.frozen import joined
 from cocodc_jax.runtime.state import OuterState, RegionState
 from cocodc_jax.sync.model_state import (
     AnyLossFn,
@@ -71,11 +72,11 @@ def make_steps(
         hosts; None is nothing.
 
     Returns:
-      `steps(state, batches, participating, num_steps=None) -> (state, (losses, aux))`
-      with batches `[T, R, ...]`, participating bool `[T, R]` (who has a step to do) or
-      None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape; of
-      num_steps see `counted.scan`. With `correct` a fifth argument is the regions'
-      outer state, which it is given.
+      `steps(state, batches, participating, num_steps, frozen) -> (state, (losses,
+      aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who has a step to
+      do) or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape;
+      of num_steps see `counted.scan`, of frozen parameters `TrainState`. With `correct`
+      a sixth argument is the regions' outer state, which it is given.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
@@ -87,32 +88,31 @@ def make_steps(
         batches: PyTree,
         participating: jax.Array | None,
         num_steps: jax.Array | None,
+        frozen: PyTree,
         *outer: OuterState,
     ):
         def bend(grads: PyTree, params: PyTree) -> PyTree:
             assert correct is not None
             return local.map(correct)(grads, params, *outer)
 
+        def whole_loss(params: PyTree, *rest: Any):
+            return loss(joined(params, frozen), *rest)
+
         bent = bend if correct else None
-        step = make_step(loss, optimizer, local, per_step, kind, bent, averages)
+        step = make_step(whole_loss, optimizer, local, per_step, kind, bent, averages)
         if optimizer_lies is not None:
             step = _with_state_of_hosts(step, optimizer_lies)
         return scan(step, state, (batches, participating), num_steps)
 
     of_outer = (P(REGION),) if correct else ()
-    of_mesh = jax.shard_map(
+    return jax.shard_map(
         of_device,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), P(None, REGION), P(None, REGION), P(), *of_outer),
+        in_specs=(P(REGION), *(P(None, REGION),) * 2, P(), P(), *of_outer),
         out_specs=(P(REGION), P(None, REGION)),
         check_vma=False,
     )
-
-    def steps(state, batches, participating, num_steps=None, *outer):
-        return of_mesh(state, batches, participating, num_steps, *outer)
-
-    return steps
 
 
 def make_step(

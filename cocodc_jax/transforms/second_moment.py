@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.numerics import has_holes, wide_dtype
+from cocodc_jax.transforms.numerics import wide_dtype
 
 PyTree = Any
 
@@ -39,7 +39,7 @@ def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
                 f"state holds {len(adam)} Adam states; pass `second_moment`"
             )
 
-        if has_holes(adam[0].nu):
+        if any(map(_is_masked, jax.tree.leaves(adam[0].nu, is_leaf=_is_masked))):
             raise ValueError(
                 "the merge needs the inner Adam's second moment of every parameter, "
                 "but the optimizer leaves some to others (optax.partition, Muon); pass "
@@ -60,3 +60,7 @@ def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
 
 def _is_adam(state: Any) -> bool:
     return isinstance(state, optax.ScaleByAdamState)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -51,21 +51,17 @@ def everything(program, folder):
     return jax.tree.map(np.asarray, [*found, output.losses])
 
 
-def contexts():
-    program_mesh = cc.make_mesh(2, devices=jax.devices()[:2])
-    others = jax.devices()[4:8]
-    explicit = jax.make_mesh((4,), ("data",), devices=others)
-    return {
-        "the program's": jax.set_mesh(program_mesh),
-        "another, explicit": jax.set_mesh(explicit),
-    }
+def callers_mesh(name):
+    if name == "the program's":
+        return cc.make_mesh(2, devices=jax.devices()[:2])
+    return jax.make_mesh((4,), ("data",), devices=jax.devices()[4:8])
 
 
 @pytest.mark.parametrize("name", ["the program's", "another, explicit"])
 def test_a_callers_mesh_changes_nothing(tmp_path, name):
     expected = everything(make(), tmp_path / "plain")
     program = make()
-    with contexts()[name]:
+    with jax.set_mesh(callers_mesh(name)):
         found = everything(program, tmp_path / "in context")
         made_inside = everything(make(), tmp_path / "made inside")
     jax.tree.map(np.testing.assert_array_equal, found, expected)

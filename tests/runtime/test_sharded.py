@@ -179,7 +179,7 @@ class TestLayout:
         assert region.params["embed"].sharding.spec == P("region", "data", "model")
         batches = jax.tree.map(lambda x: x[None], tiny.make_batch(0))
         # Traced only: that the scan takes the state back is what can go wrong.
-        after, _ = jax.eval_shape(program._steps, region, batches, None)
+        after, _ = jax.eval_shape(program._steps, region, batches, None, None, ())
         assert jax.tree.structure(after) == jax.tree.structure(region)
 
 

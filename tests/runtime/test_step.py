@@ -136,7 +136,9 @@ def test_compiled_steps_send_nothing_to_another_region(tiny, length, data, model
     program = tiny.make_program("diloco", mesh, param_specs=tiny.SPECS)
     state = tiny.start(program)
     batches = program.put_batches(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
-    text = program._steps.lower(state.region, batches, None).compile().as_text()
+    text = (
+        program._steps.lower(state.region, batches, None, None, ()).compile().as_text()
+    )
     groups = replica_groups(text)
     assert bool(groups) == (data * model > 1)
     inside = data * model
@@ -293,6 +295,8 @@ def test_mean_gradients_are_those_of_the_joined_batch(tiny):
         RegionState(spread, opt_state, keys),
         jax.tree.map(lambda x: x[None], batch),
         None,
+        None,
+        (),
     )
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     grads, _ = jax.grad(tiny.loss_fn, has_aux=True)(params, joined, keys[0])

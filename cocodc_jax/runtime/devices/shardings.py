@@ -71,7 +71,7 @@ class Shardings:
         fragments: Fragments,
         optimizer: optax.GradientTransformation,
         shapes: PyTree,
-        specs: PyTree | None,
+        specs: PyTree,
         outer_channels: int = 1,
         is_near: bool = False,
         divides_host: bool = False,
@@ -85,8 +85,7 @@ class Shardings:
           optimizer: the inner optimizer; what its state keeps for each parameter
             lies as that parameter does.
           shapes: shapes of one region's parameters.
-          specs: for each parameter, or for all below a node of their tree, a
-            `PartitionSpec` over the axes inside a region; None for all replicated.
+          specs: for each parameter a `PartitionSpec` over the axes inside a region.
           outer_channels: how many outer meshes.
           is_near: keep outer state on the mesh, of one device, as fragments lie there.
           divides_host: have the processes of a region divide outer state, where it has
@@ -104,9 +103,7 @@ class Shardings:
         )
         if is_near:
             channels = (Channel(NamedSharding(mesh, P()), regional(mesh)),)
-        specs = P() if specs is None else specs
-        # Of boxed parameters too, whose specs have no boxes (Flax Linen).
-        listed = jax.tree.leaves(jax.tree.broadcast(specs, shapes))
+        listed = jax.tree.leaves(specs)
         unflatten = jax.tree.structure(shapes).unflatten
         regions = unflatten([regional(mesh, spec) for spec in listed])
 

@@ -232,7 +232,8 @@ class Checkpoints:
         sync = abstract.sync
         if sync is not None:
             sync = sync.with_arrays(arrays["sync"])
-        return TrainState(arrays["region"], sync, step, bytes_sent), extra
+        frozen = arrays.get("frozen", ())
+        return TrainState(arrays["region"], sync, step, bytes_sent, frozen), extra
 
     @contextlib.contextmanager
     def _judged(self, step: int) -> Iterator[None]:
@@ -347,10 +348,15 @@ def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
 
 
 def _flat(state: TrainState) -> dict[str, PyTree]:
-    return {"region": state.region, **(state.sync.arrays if state.sync else {})}
+    sync = state.sync.arrays if state.sync else {}
+    return {"region": state.region, **sync, **_frozen(state)}
 
 
 def _arrays(state: TrainState) -> dict[str, PyTree]:
     """Return the arrays of a state."""
     sync = state.sync.arrays if state.sync else {}
-    return {"region": state.region, "sync": sync}
+    return {"region": state.region, "sync": sync, **_frozen(state)}
+
+
+def _frozen(state: TrainState) -> dict[str, PyTree]:
+    return {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}

@@ -88,7 +88,8 @@ def make_setting(mesh, sync):
     """Of the whole model as one fragment."""
     fragments = cut(PARAMS, 1)
     shapes = jax.eval_shape(lambda x: x, PARAMS)
-    shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, None)
+    specs = jax.tree.map(lambda _: P(), shapes)
+    shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, specs)
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
     return Setting(
@@ -220,5 +221,5 @@ def test_every_step(mesh, name, options, kind):
     batches = jax.ShapeDtypeStruct(
         (3, NUM_REGIONS), np.float32, sharding=NamedSharding(mesh, P(None, "region"))
     )
-    found = collectives(steps, region, batches, None)
+    found = collectives(steps, region, batches, None, None, ())
     assert found == ({kind: num_bytes} if kind else {})

@@ -1,0 +1,202 @@
+"""Parameters that are not trained: which they are, and how they are kept apart.
+
+A program trains a tree with None for every frozen leaf, so that fragments, optimizers,
+messages and checkpoints know nothing of those. The frozen tree has None for the others;
+there is one copy of it for all regions, divided inside a region as parameters are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax.transforms.layers import named_leaves
+
+PyTree = Any
+# A tree of bools like the parameters (or with one for all below a node), a predicate on
+# paths, or "optimizer".
+Trainable = PyTree | Callable[[str], bool] | str | None
+
+# What is made of zeros alone is zero.
+_KEEP_ZERO = frozenset(
+    "add broadcast_in_dim convert_element_type copy neg reshape sub transpose".split()
+)
+
+
+def split(tree: PyTree, trained: PyTree) -> tuple[PyTree, PyTree]:
+    """Return what is trained of `tree`, and what is frozen, each with None elsewhere.
+
+    Args:
+      tree: like the parameters.
+      trained: bools likewise; None is everything, and the frozen tree then `()`.
+    """
+    if trained is None:
+        return tree, ()
+    return (
+        jax.tree.map(lambda is_trained, x: x if is_trained else None, trained, tree),
+        jax.tree.map(lambda is_trained, x: None if is_trained else x, trained, tree),
+    )
+
+
+def joined(trained: PyTree, frozen: PyTree) -> PyTree:
+    """Return the whole tree of what `split` gave."""
+    if not jax.tree.leaves(frozen):
+        return trained
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, trained, frozen, is_leaf=lambda x: x is None
+    )
+
+
+@jax.jit
+def copied(tree: PyTree) -> PyTree:
+    """Copy arrays where they lie: the user may donate, or write to, its own."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def find_trained(
+    trainable: Trainable, params: PyTree, optimizer: optax.GradientTransformation
+) -> PyTree:
+    """Return bools like the parameters, None where all of them are trained.
+
+    Warns where `trainable` is None and the optimizer leaves some as they are.
+
+    Args:
+      trainable: see `RegionProgram`.
+      params: arrays or shapes.
+      optimizer: the inner optimizer.
+
+    Raises:
+      ValueError: if it is of another structure, or nothing is trained by it; if a
+        predicate, or the optimizer, freezes nothing.
+    """
+    treedef, paths = jax.tree.structure(params), [p for p, _ in named_leaves(params)]
+    if trainable is None:
+        _warn_of_unchanged(params, optimizer)
+        return None
+    if isinstance(trainable, str) and trainable == "optimizer":
+        found = [not is_zero for is_zero in _are_unchanged(params, optimizer)]
+    elif callable(trainable):
+        found = [bool(trainable(path)) for path in paths]
+    else:
+        found = _listed(trainable, params)
+    some = ", ".join(map(repr, paths[:3])) + ", ..." * (len(paths) > 3)
+    if not any(found):
+        raise ValueError(f"trainable={trainable!r} trains none of the leaves {some}")
+    if not all(found):
+        return treedef.unflatten(found)
+    if callable(trainable) or isinstance(trainable, str):
+        raise ValueError(
+            f"trainable={trainable!r} freezes none of the leaves {some}: leave it out, "
+            "or name those that are trained"
+        )
+    return None
+
+
+def _listed(trainable: PyTree, params: PyTree) -> list[bool]:
+    """List the bools of a tree, one for each leaf of the parameters."""
+    try:
+        leaves = jax.tree.leaves(jax.tree.broadcast(trainable, params))
+    except ValueError as error:
+        raise ValueError(
+            f"trainable has the structure {jax.tree.structure(trainable)}, but params "
+            f"has {jax.tree.structure(params)}; give a bool for each leaf, or for all "
+            "below a node"
+        ) from error
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, bool | np.bool_)]
+    if wrong:
+        raise ValueError(
+            f"trainable={wrong[0]!r} must be 'optimizer', a predicate on paths, or a "
+            "tree of bools like params"
+        )
+    return leaves
+
+
+def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) -> None:
+    try:
+        unchanged = _are_unchanged(params, optimizer)
+    except Exception:  # One that can be traced among regions alone is no worse for it.
+        return
+    leaves = named_leaves(params)
+    frozen = [leaf for leaf, is_so in zip(leaves, unchanged, strict=True) if is_so]
+    if not frozen or len(frozen) == len(leaves):
+        return
+    some, total = (
+        sum(x.size * x.dtype.itemsize for _, x in each) for each in (frozen, leaves)
+    )
+    warnings.warn(
+        f"the optimizer leaves {len(frozen)} of {len(leaves)} leaves as they are, such "
+        f"as {frozen[0][0]!r}: {some:,} of {total:,} bytes that each region keeps, and "
+        "sends, for nothing; pass trainable='optimizer'",
+        stacklevel=6,
+    )
+
+
+def _are_unchanged(
+    params: PyTree, optimizer: optax.GradientTransformation
+) -> list[bool]:
+    """Tell of each leaf whether its update is zero, whatever the gradients are."""
+    update = optax.with_extra_args_support(optimizer).update
+    shapes = jax.eval_shape(lambda x: x, params)
+    state = jax.eval_shape(optimizer.init, shapes)
+    closed = jax.make_jaxpr(lambda *args: update(*args, value=jnp.float32(0))[0])(
+        shapes, state, shapes
+    )
+    return _zeros(closed.jaxpr, [False] * len(closed.jaxpr.invars))
+
+
+def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
+    """Tell which outputs are zero, `given` which inputs are."""
+    known = dict(zip(jaxpr.invars, given, strict=True))
+
+    def is_zero(x: Any) -> bool:
+        if isinstance(x, jex_core.Literal):
+            return bool(np.all(x.val == 0))
+        return known.get(x, False)
+
+    for eqn in jaxpr.eqns:
+        name, zero = eqn.primitive.name, [is_zero(x) for x in eqn.invars]
+        found = [name in _KEEP_ZERO and bool(zero) and all(zero)]
+        if name == "mul":
+            found = [any(zero)]
+        elif name == "select_n":
+            found = [all(zero[1:])]
+        elif name in ("jit", "pjit"):
+            found = _zeros(eqn.params["jaxpr"].jaxpr, zero)
+        elif name == "cond":
+            each = [_zeros(x.jaxpr, zero[1:]) for x in eqn.params["branches"]]
+            found = [all(outputs) for outputs in zip(*each, strict=True)]
+        known.update(
+            (x, True) for x, is_so in zip(eqn.outvars, found, strict=False) if is_so
+        )
+    return [is_zero(x) for x in jaxpr.outvars]
+
+
+def without_masks(second_moment: Callable, params: PyTree) -> Callable:
+    """Have a user's function find no masks, which labels put in for frozen leaves.
+
+    Args:
+      second_moment: of `Supplies`.
+      params: those that are trained.
+    """
+    treedef = jax.tree.structure(params)
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    def without(state: PyTree) -> PyTree:
+        plain = jax.tree.map(
+            lambda x: None if is_masked(x) else x, state, is_leaf=is_masked
+        )
+        leaves = jax.tree.leaves(second_moment(plain))
+        if len(leaves) != treedef.num_leaves:  # Masked for another reason.
+            return second_moment(state)
+        return treedef.unflatten(leaves)
+
+    return without
