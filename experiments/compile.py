@@ -14,9 +14,12 @@ fragment 0' compiles one of them alone. Exits with 1 if the run does not fit, an
 proposes flags with which it would. Needs the extra `tpu` or `cuda`, and no accelerator.
 """
 
+import contextlib
 import pathlib
 import re
 import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cocodc_jax._extras import extra
@@ -92,13 +95,15 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
       CompileError: if the process that compiles died.
       UnknownProgramError: if there is no program that was asked for.
     """
-    with console.status("") as status:
+    with telling(console) as say:
         about, programs = job.run(
-            lambda name: status.update(f"compiling {name} for {job.target}")
+            lambda name, number, total: say(
+                f"compiling {name} for {job.target} ({number} of {total})"
+            )
         )
         summary = report.summarise(about, programs)
         if not summary["fits"] and flags.value("propose"):
-            summary["remedy"] = find_remedy(job, status.update)
+            summary["remedy"] = find_remedy(job, say)
     console.print(report.table(about, programs))
     for line in report.lines(job.config, about, programs, summary):
         console.print(line, soft_wrap=True)
@@ -116,7 +121,23 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
     )
 
 
-def find_remedy(job: Job, say: Any) -> str | None:
+@contextlib.contextmanager
+def telling(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield what tells what goes on: in place on a terminal, else a line each."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        after_s = time.monotonic() - began_s
+        print(f"{after_s:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    yield say
+
+
+def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
     """Return the first flags with which the inner steps fit; None if none do.
 
     Args:

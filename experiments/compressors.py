@@ -46,13 +46,7 @@ def main() -> None:
         for name in ("interval", "rounds"):
             if flags.value(name) < 1:
                 raise ValueError(f"{name}={flags.value(name)} must be at least 1")
-        config, steps = flags.config(WITHOUT), interval * rounds
-        if (warmup := config.optimizer.warmup_steps) >= steps:
-            raise ValueError(
-                f"interval={interval} * rounds={rounds} are {steps} steps; use more "
-                f"than warmup_steps={warmup}"
-            )
-        config = config.replace(method="apart", steps=steps)
+        config = flags.config(WITHOUT, steps=interval * rounds).replace(method="apart")
         folder = flags.value("workdir") or tempfile.mkdtemp(prefix="compressors_")
         session = prepare(config, pathlib.Path(folder))
     kinds = random_numbers() | pseudo_gradients(session, interval, rounds)

@@ -12,13 +12,13 @@ and waits for means included, and for each pair how many times the one is the ot
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
 from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_jobs
 from cocodc_jax.run.config import dumps
@@ -56,11 +56,13 @@ def step_seconds(
     """
     own = ["--jobs"] if route == "jobs" else []
     command = [*commands.python_m("launch_local"), *own, "--", *train]
-    done = subprocess.run(
-        [*command, f"--workdir={workdir}"], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise ValueError(f"the run with {route} failed: {done.stderr.strip()}")
+    log = workdir.with_suffix(".log")
+    print(f"training in {workdir}; {log}", file=sys.stderr, flush=True)
+    code = children.run([*command, f"--workdir={workdir}"], log=log)
+    if code:
+        lines = children.said(log.read_text(errors="replace"))
+        said = lines[-1] if lines else "it said nothing"
+        raise ValueError(f"the run with {route} ended with {code}: {said}")
     rate = read_table(workdir / _SUMMARY[route])["tokens_per_second"]
     if not rate:
         raise ValueError("the run is too short to be timed; raise --steps")

@@ -2,10 +2,11 @@
 
     python -m experiments.train --preset=tiny --method=cocodc --workdir=DIR
 
-The same command goes on where an interrupted run stopped, bit for bit. Writes to
-DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events, checkpoints,
-summary.json. Exit code 2 for what would be refused the next time too: wrong flags, a
-folder that does not fit; 1 for what ended the run.
+The same command goes on where an interrupted run stopped, bit for bit. One with other
+devices, placement, intervals or more steps goes on there too, and changes.jsonl tells
+from which step. Writes to DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard
+events, checkpoints, summary.json. Exit code 2 for what would be refused the next time
+too: wrong flags, a folder that does not fit; 1 for what ended the run.
 """
 
 import sys

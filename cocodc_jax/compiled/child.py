@@ -82,10 +82,9 @@ def compile_all(
         )
     )
     write(names=[listed.name for listed in built.listed])
-    for listed in built.listed:
-        if not re.search(programs, listed.name):
-            continue
-        write(begins=listed.name)
+    chosen = [each for each in built.listed if re.search(programs, each.name)]
+    for number, listed in enumerate(chosen, 1):
+        write(begins=[listed.name, number, len(chosen)])
         write(program=compile_one(built, listed, target, hlo_dir))
 
 

@@ -6,15 +6,16 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from cocodc_jax.compiled.targets import Target
+from cocodc_jax.netlab import children
 from cocodc_jax.run.config import TrainConfig
+
+Begins = Callable[[str, int, int], None]
 
 
 class CompileError(Exception):
@@ -42,12 +43,13 @@ class Job:
     hlo_dir: pathlib.Path | None = None
 
     def run(
-        self, begins: Callable[[str], None] = lambda name: None
+        self, begins: Begins = lambda name, number, total: None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Compile, in a process with the target's environment.
 
         Args:
-          begins: told of each program as it begins.
+          begins: told of each program as it begins: its name, its number from 1, and
+            how many there are.
 
         Returns:
           What holds for all programs, and a record of each, as `child` writes them.
@@ -72,17 +74,16 @@ class Job:
             )
             log = pathlib.Path(folder) / "log"
             command = (sys.executable, "-m", "cocodc_jax.compiled.child", job, records)
-            with log.open("w") as output:
-                process = subprocess.Popen(
+            found: list[dict[str, Any]] = []
+            with records.open() as stream:
+                code = children.run(
                     [str(part) for part in command],
-                    env=os.environ | self.target.environment(),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
+                    os.environ | self.target.environment(),
+                    log,
+                    lambda: _follow(stream, found, begins),
                 )
-                lines = _follow(process, records, begins)
-            if process.returncode:
-                raise CompileError(_why(process.returncode, lines, log.read_text()))
-        found = [json.loads(line) for line in lines]
+            if code:
+                raise CompileError(_why(code, found, log.read_text()))
         about = next(line["about"] for line in found if "about" in line)
         programs = [line["program"] for line in found if "program" in line]
         if not programs:
@@ -93,34 +94,24 @@ class Job:
         return about, programs
 
 
-def _follow(
-    process: subprocess.Popen, records: pathlib.Path, begins: Callable[[str], None]
-) -> list[str]:
-    """Read lines as they come, until the process has ended."""
-    lines, part = [], ""
-    try:
-        with records.open() as stream:
-            while True:
-                has_ended = process.poll() is not None
-                for line in stream:
-                    part += line
-                    if not part.endswith("\n"):  # The rest is still being written.
-                        continue
-                    lines.append(part)
-                    if name := json.loads(part).get("begins"):
-                        begins(name)
-                    part = ""
-                if has_ended:
-                    return lines
-                time.sleep(0.1)
-    finally:
-        process.kill()
-        process.wait()
+def _follow(stream: TextIO, found: list[dict[str, Any]], begins: Begins) -> None:
+    """Read the lines that have come since, and tell of programs that begin."""
+    at = stream.tell()
+    while (line := stream.readline()).endswith("\n"):
+        found.append(json.loads(line))
+        at = stream.tell()
+        if "begins" in found[-1]:
+            begins(*found[-1]["begins"])
+    stream.seek(at)  # The rest of a line is still being written.
 
 
-def _why(code: int, lines: list[str], log: str) -> str:
-    started = [json.loads(line).get("begins") for line in lines]
-    name = next((name for name in reversed(started) if name), "what comes first")
+def _why(code: int, found: list[dict[str, Any]], log: str) -> str:
+    started = [line["begins"] for line in found if "begins" in line]
+    name = started[-1][0] if started else "what comes first"
     tail = "\n".join(log.strip().splitlines()[-12:])
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    how = (
+        f"was killed by signal {code - 128}"
+        if code > 128
+        else f"ended with code {code}"
+    )
     return f"the process that compiles {how} at {name!r}; its last lines:\n{tail}"

@@ -7,6 +7,7 @@ from typing import Literal
 
 from cocodc_jax.data.tokenizers import check_tokenizer_name
 from cocodc_jax.data.writable import expanded
+from cocodc_jax.kinds import Kind, free, of_kind
 
 MAX_LOADER_THREADS = 64
 UNDECODABLE = ("refuse", "replace", "skip")
@@ -45,17 +46,17 @@ class DataConfig:
       seed: seed of the order of documents and sequences.
     """
 
-    dataset: str = "stdlib"
-    data_dir: str = ""
+    dataset: str = of_kind(Kind.DATA, "stdlib")
+    data_dir: str = free("")
     text_field: str = "text"
-    tokenizer: str = "bytes"
+    tokenizer: str = of_kind(Kind.DATA, "bytes")
     sequence_length: int = 128
     batch_per_region: int = 8
     partition: Partition = "iid"
     undecodable: Undecodable = "refuse"
     validation_fraction: float = 0.05
     shuffle_window_bytes: int = 4 << 20
-    loader_threads: int = 1
+    loader_threads: int = free(1)
     seed: int = 0
 
     def __post_init__(self):

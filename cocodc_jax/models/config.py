@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from cocodc_jax.kinds import free
+
 # Beyond these nothing can be compiled or indexed: layers are counted in one program,
 # and an index of a dimension has 31 bits.
 MAX_LAYERS = 10_000
@@ -72,11 +74,11 @@ class TransformerConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     scan_layers: bool = True
-    remat: str = "none"
-    attention: str = "auto"
-    backward: str = "auto"
+    remat: str = free("none")
+    attention: str = free("auto")
+    backward: str = free("auto")
     compute_dtype: str = "float32"
-    loss_chunk_tokens: int = 2048
+    loss_chunk_tokens: int = free(2048)
 
     def __post_init__(self):
         """Raise ValueError when the fields do not make a model."""

@@ -66,6 +66,47 @@ def start_child(
     return process
 
 
+def run(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    log: pathlib.Path | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
+    """Run a process to its end, and return its exit code as a shell has it.
+
+    A signal to this process is passed on as SIGTERM, the second one as SIGKILL; the
+    kernel kills the process if this one is killed.
+
+    Args:
+      command: program and arguments.
+      env: its environment; None is this process's.
+      log: where its output goes; None is where this process's goes.
+      meanwhile: called again and again until it has ended, and once after.
+
+    Raises:
+      SystemExit: once it has ended, if this process was told to.
+    """
+    codes: list[int] = []
+
+    def stop(code: int) -> None:
+        process.send_signal(signal.SIGKILL if codes else signal.SIGTERM)
+        codes.append(code)
+
+    process = start_child(command, env, log)
+    try:
+        with on_signals(stop):
+            while process.poll() is None:
+                meanwhile()
+                time.sleep(_POLL_S)
+        meanwhile()
+    finally:
+        process.kill()
+        process.wait()
+    if codes:
+        sys.exit(codes[0])
+    return exit_code(process.returncode)
+
+
 @contextlib.contextmanager
 def on_signals(act: Callable[[int], None]) -> Iterator[None]:
     """Call act(128 + n) on signal n; no exception that could cut a clean-up short."""

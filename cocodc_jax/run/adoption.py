@@ -12,11 +12,12 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import read_table
+from cocodc_jax.kinds import Kind
 from cocodc_jax.run.build import build_program, mesh_of
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config import TrainConfig, kind_of
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, position
 from cocodc_jax.runtime.devices.mesh import Mesh
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints, steps_in
 from cocodc_jax.runtime.state import TrainState
 
 
@@ -58,16 +59,14 @@ class Source:
             found = TrainConfig.from_json(read_table(path / CONFIG_FILE)).resolve()
         except ValueError as error:
             raise ValueError(f"adopt_from={text!r} cannot be read: {error}") from error
-        mine, theirs = (
-            (c.model, c.data.tokenizer, c.run.stage_subspace) for c in (config, found)
-        )
-        if mine != theirs:
+        others = [n for n in found.changes(config) if kind_of(n) is Kind.MODEL]
+        if others or found.data.tokenizer != config.data.tokenizer:
             raise ValueError(
                 f"adopt_from={text!r} is of another model or tokenizer "
-                f"({'; '.join(found.differences(config))}); a run can go on with other "
+                f"({found.differences(config)}); a run can go on with other "
                 "regions, devices, methods and optimizers, of the same model"
             )
-        steps = _steps(path / CHECKPOINTS)
+        steps = steps_in(path / CHECKPOINTS)
         if step and int(step) not in steps:
             raise ValueError(
                 f"adopt_from={text!r} has no checkpoint of step {int(step)}; there are "
@@ -125,9 +124,3 @@ class Source:
                 file=sys.stderr,
             )
         return adopted.state
-
-
-def _steps(checkpoints: pathlib.Path) -> list[int]:
-    """Return the steps that a folder has checkpoints of."""
-    names = (path.name for path in checkpoints.iterdir())
-    return sorted(int(name) for name in names if name.isdecimal())

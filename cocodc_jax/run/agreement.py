@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import cocodc_jax as cc
+from cocodc_jax.run.config import flat
 
 
 def gather(value: Any) -> list[Any]:
@@ -49,7 +50,7 @@ def check_alike(config: dict[str, Any]) -> None:
     mine = {
         "version": metadata.version("cocodc_jax"),
         "code": code_digest(),
-        **_flat(config),
+        **flat(config),
     }
     everyone = gather(mine)
     found = []
@@ -73,10 +74,3 @@ def code_digest() -> str:
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    return flat

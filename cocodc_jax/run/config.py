@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from cocodc_jax.data import DataConfig
+from cocodc_jax.kinds import Kind
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.run.leaves import Leaf, leaves_of
 from cocodc_jax.run.method_config import ARGUMENTS, WHERE_TAKEN, MethodConfig
@@ -154,15 +155,29 @@ class TrainConfig:
             )
         return cls(preset=value["preset"], **sections)
 
-    def differences(self, other: TrainConfig) -> list[str]:
-        """Where two configurations differ, as `name: mine, not theirs`."""
-        found, mine, theirs = [], self.to_json(), other.to_json()
-        for section in SECTIONS:
-            for name in mine[section] | theirs[section]:
-                a, b = mine[section].get(name), theirs[section].get(name)
-                if a != b:
-                    found.append(f"{name}: {a}, not {b}")
-        return [*dict.fromkeys(found)]  # The seed is of two sections.
+    def changes(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the values of both, by name, where two configurations differ."""
+        mine, theirs = flat(self.to_json()), flat(other.to_json())
+        pairs = {n: (mine.get(n), theirs.get(n)) for n in mine | theirs}
+        return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+
+    def differences(self, other: TrainConfig) -> str:
+        """Say where two configurations differ, as `name: mine, not theirs`."""
+        pairs = self.changes(other).items()
+        return "; ".join(f"{name}: {a}, not {b}" for name, (a, b) in pairs)
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of a field; what is no leaf is a name, or follows from one."""
+    return LEAVES[name].kind if name in LEAVES else Kind.FREE
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of all sections of a configuration's plain values."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
 
 
 SECTIONS: dict[str, Any] = {
@@ -177,7 +192,8 @@ SECTIONS: dict[str, Any] = {
 def _leaves() -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for section, cls in SECTIONS.items():
-        found = leaves_of(section, cls, DERIVED.get(section, ()))
+        kind = Kind.MODEL if cls is TransformerConfig else Kind.COMPUTED
+        found = leaves_of(section, cls, DERIVED.get(section, ()), kind)
         if cls is MethodConfig:
             found |= ARGUMENTS
         if twice := sorted(leaves.keys() & found.keys()):

@@ -25,7 +25,7 @@ from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
 from cocodc_jax.run.tracking import MODES, Tracking
 
@@ -197,7 +197,7 @@ def jobs() -> Jobs:
 
 
 def config(
-    without: Sequence[str] = (), methods: Iterable[str] | None = None
+    without: Sequence[str] = (), methods: Iterable[str] | None = None, **own: Any
 ) -> TrainConfig:
     """Return the preset with the flags given.
 
@@ -205,6 +205,7 @@ def config(
       without: leaves that were not defined, see `define`.
       methods: that the program trains one after another. Their arguments then hold for
         whichever of them takes them; without, they are those of `--method`.
+      **own: leaves that the program sets itself.
 
     Raises:
       ValueError: for an unknown preset, a value that the configuration refuses, or a
@@ -215,7 +216,7 @@ def config(
             f"preset={value('preset')!r} is unknown; use one of {sorted(PRESETS)}"
         )
     base = PRESETS[value("preset")]
-    leaves = _given_leaves(without)
+    leaves = with_warmup(base, _given_leaves(without) | own)
     if methods is None:
         found = base.replace(**leaves)
         check_optimizers([found])

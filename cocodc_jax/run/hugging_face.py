@@ -19,7 +19,7 @@ from cocodc_jax.files import ensure_folder, read_table
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints, has_checkpoint
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints, steps_in
 
 PARAMS = ("outer", "mean")
 
@@ -101,7 +101,7 @@ def export(
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
     config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
     models.hugging_face.check_llama(config.model)
-    if not has_checkpoint(workdir / CHECKPOINTS):
+    if not steps_in(workdir / CHECKPOINTS):
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
     try:
         ensure_folder(out.parent)

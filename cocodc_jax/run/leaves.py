@@ -13,6 +13,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from cocodc_jax.kinds import Kind, kind_of
+
 # A number, or a word such as "auto".
 COUNT_OR_WORD = int | str
 _PLAIN = (int, float, bool, str)
@@ -26,24 +28,37 @@ class Leaf:
       section: the section it belongs to.
       type: int, float, bool, str or `COUNT_OR_WORD`.
       help: what it means, with its unit.
+      kind: what becomes of a run that has begun where it changes.
     """
 
     section: str
     type: Any
     help: str
+    kind: Kind = Kind.COMPUTED
 
 
-def leaves_of(section: str, cls: type, without: Sequence[str] = ()) -> dict[str, Leaf]:
+def leaves_of(
+    section: str,
+    cls: type,
+    without: Sequence[str] = (),
+    kind: Kind = Kind.COMPUTED,
+) -> dict[str, Leaf]:
     """Return the leaves of a section, by name.
 
     Args:
       section: its name.
       cls: a dataclass with "Attributes" in its docstring.
       without: fields that are none.
+      kind: of fields that do not say theirs.
     """
     notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)
     return {
-        field.name: Leaf(section, leaf_type(hints[field.name]), notes[field.name])
+        field.name: Leaf(
+            section,
+            leaf_type(hints[field.name]),
+            notes[field.name],
+            kind_of(field, kind),
+        )
         for field in dataclasses.fields(cls)
         if field.name not in without
     }

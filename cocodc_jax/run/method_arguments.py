@@ -13,38 +13,44 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cocodc_jax as cc
+from cocodc_jax.kinds import Kind
 from cocodc_jax.run.leaves import Leaf, leaf_type, notes_of
 
 _FEW = 3  # methods that are named in the help of a flag
 
 # The arguments of `COMMON`, which no method's function has to document.
-_OF_ALL = {
+_OF_ALL: dict[str, tuple[type, str, Kind]] = {
     "compress": (
         str,
         "compressor of what a region sends, such as fp4, int8, topk:0.01, "
         "lowrank:32+int4, or ef+topk:0.01 with error feedback; float32 is sent where "
         "a method has none of its own, also by streaming_diloco, which as published "
         "sends fp4",
+        Kind.COMPUTED,
     ),
     "outer_placement": (
         str,
         "host keeps the outer state on a host device, divided divides it over the "
         "devices of each region",
+        Kind.FREE,
     ),
     "region_weights": (
         str,
         "equal, or tokens to weigh regions by what they trained on",
+        Kind.COMPUTED,
     ),
     "exclude_above": (
         float,
         "leaves a region out of a mean whose parameters or message are not finite or "
         "whose message is longer than so many times the median over the regions, and "
         "restores it from the outer parameters; inf is only what is not finite",
+        Kind.COMPUTED,
     ),
     "robust_mean": (
         str,
         "clip cuts messages to the median length over the regions, trim:0.25 drops the "
         "quarter of the values at either end, entry by entry",
+        Kind.COMPUTED,
     ),
 }
 
@@ -66,7 +72,7 @@ def method_leaves(
     methods = cc.methods.METHODS if methods is None else methods
     defaults: dict[str, dict[str, Any]] = {}
     hints: dict[str, list[Any]] = {}
-    notes: dict[str, str] = {name: note for name, (_, note) in _OF_ALL.items()}
+    notes: dict[str, str] = {name: note for name, (_, note, _) in _OF_ALL.items()}
     for method, function in methods.items():
         types, said = typing.get_type_hints(function), notes_of(function, "Args")
         for name, parameter in inspect.signature(function).parameters.items():
@@ -89,8 +95,8 @@ def method_leaves(
             )
         text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
         leaves[name] = Leaf(section, leaf_type(*hints[name]), text)
-    for name, (kind, note) in _OF_ALL.items():
-        leaves[name] = Leaf(section, kind, f"{note}. For all methods.")
+    for name, (type_, note, kind) in _OF_ALL.items():
+        leaves[name] = Leaf(section, type_, f"{note}. For all methods.", kind)
     return leaves
 
 

@@ -98,6 +98,11 @@ class OptimizerConfig:
                 f"final_lr_fraction={self.final_lr_fraction} must be in [0, 1]"
             )
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether the learning rate of a step depends on how many there are."""
+        return self.final_lr_fraction != 1
+
     def learning_rate(self, steps: int, method: Method | None = None) -> optax.Schedule:
         """Linear warm-up, then cosine down to `final_lr_fraction` at `steps`."""
         peak = self.inner_lr

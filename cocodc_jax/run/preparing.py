@@ -30,10 +30,10 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
-from cocodc_jax.run.resume import CHECKPOINTS, check_workdir, claim
+from cocodc_jax.run.resume import CHECKPOINTS, check_exchange, check_workdir, claim
 from cocodc_jax.run.session import Session
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
-from cocodc_jax.runtime.loop.checkpoint import has_checkpoint
+from cocodc_jax.runtime.loop.checkpoint import steps_in
 
 
 def prepare(
@@ -76,8 +76,10 @@ def prepare(
     if bucket:
         bucket.begin(jax.process_index())
     workdir = bucket.workdir if bucket else pathlib.Path(workdir)
-    check_workdir(config, workdir)
-    if not has_checkpoint((bucket.folder if bucket else workdir) / CHECKPOINTS):
+    folder = bucket.folder if bucket else workdir
+    check_exchange(folder, is_job=place is not None)
+    check_workdir(config, workdir, folder / CHECKPOINTS)
+    if not steps_in(folder / CHECKPOINTS):
         Source.of(config)  # Its own checks; a run under way needs it no more.
     text = open_for(open_text, config, mesh, place)
     model = model_of(config, text.tokenizer)
@@ -98,5 +100,5 @@ def prepare(
         bucket,
     )
     if jax.process_index() == 0:
-        claim(config, workdir)
+        claim(config, workdir, folder / CHECKPOINTS)
     return session

@@ -15,9 +15,10 @@ from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import ensure_folder, read_table, write_whole
 from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
+from cocodc_jax.run import changes
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.lock import FolderInUseError, only_writer
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.runtime.loop.checkpoint import Checkpoints, steps_in
 from cocodc_jax.runtime.loop.spikes import LossSpikeError
 from cocodc_jax.runtime.state import TrainState
 
@@ -64,12 +65,18 @@ def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:
     )
 
 
-def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
+def check_workdir(
+    config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
+) -> TrainConfig | None:
     """Refuses a folder that holds anything but this run.
 
     Args:
       config: of the run, resolved.
       workdir: its folder, which may be missing.
+      checkpoints: the folder of its checkpoints, if that is not in `workdir`.
+
+    Returns:
+      The configuration in the folder, of which some fields may be others; None without.
 
     Raises:
       ValueError: naming the folder and what is in it.
@@ -82,7 +89,7 @@ def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
             "folder of the checkpoints goes; move it, or name another folder"
         )
     if not path.exists():
-        return
+        return None
     try:
         found = TrainConfig.from_json(read_table(path))
     except (ValueError, OSError) as error:
@@ -93,15 +100,37 @@ def check_workdir(config: TrainConfig, workdir: pathlib.Path) -> None:
         ) from error
     # An argument that the method has been given since takes its default there too.
     found = found.resolve()
-    if found != config:
-        differences = "; ".join(found.differences(config)) or "preset"
-        raise ValueError(
-            f"workdir={str(workdir)!r} holds a run of another configuration "
-            f"({differences}); name another folder or delete it"
-        )
+    changes.check(
+        found, config, workdir, max(steps_in(checkpoints or saved), default=0)
+    )
+    return found
 
 
-def claim(config: TrainConfig, workdir: pathlib.Path) -> None:
+def check_exchange(folder: Any, is_job: bool) -> None:
+    """Refuse a folder whose run has its regions in one job where they are now jobs.
+
+    The other way round too: each job has checkpoints of its own region.
+
+    Args:
+      folder: of the run, or of the region that is a job; maybe in a bucket.
+      is_job: whether that is so.
+
+    Raises:
+      ValueError: naming it.
+    """
+    other = folder.parent if is_job else folder / "region_0"
+    if (folder / CONFIG_FILE).exists() or not (other / CONFIG_FILE).exists():
+        return
+    one, jobs = "regions that are one job", "regions that are jobs of their own"
+    there, here = (one, jobs) if is_job else (jobs, one)
+    raise ValueError(
+        f"workdir={str(folder.parent if is_job else folder)!r} holds a run of {there}, "
+        f"whose checkpoints {here} cannot go on from; "
+        f"{'leave out' if is_job else 'use'} exchange='jobs', or name another folder"
+    )
+
+
+def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -> None:
     """Write a run's configuration to its folder, unless another process trains there.
 
     That is told as soon as this one begins to train.
@@ -111,28 +140,45 @@ def claim(config: TrainConfig, workdir: pathlib.Path) -> None:
     """
     try:
         with only_writer(workdir):
-            write_config(config, workdir)
+            write_config(config, workdir, checkpoints)
     except FolderInUseError:
         return
     except OSError as error:
         raise unwritable(workdir, error) from error
 
 
-def write_config(config: TrainConfig, workdir: pathlib.Path) -> None:
+def write_config(
+    config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
+) -> TrainConfig:
     """Write a run's configuration to its folder, unless it stands there already.
 
     Args:
       config: of the run, resolved.
       workdir: its folder, which this process has for itself.
+      checkpoints: as of `check_workdir`.
+
+    Returns:
+      The configuration in the folder. Where it is another one that the run may go on
+      with, it is left to `go_on`.
 
     Raises:
       ValueError: if it holds another run: one may have begun since it was looked at.
       OSError: if it cannot be written to.
     """
-    check_workdir(config, workdir)
+    found = check_workdir(config, workdir, checkpoints)
     path, text = workdir / CONFIG_FILE, dumps(config.to_json())
-    if not path.exists() or path.read_text() != text:
+    if found in (None, config) and (not path.exists() or path.read_text() != text):
         write_whole(path, text)
+    return found or config
+
+
+def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
+    """Note in the folder of a run what has changed where it goes on from a step."""
+    path = workdir / CONFIG_FILE
+    found = TrainConfig.from_json(read_table(path)).resolve()
+    if found != config:
+        changes.note(found, config, workdir, step)
+        write_whole(path, dumps(config.to_json()))
 
 
 def resume(
@@ -180,8 +226,8 @@ def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
     return {**error.spikes[0]._asdict(), "to_step": saved.latest_step or 0}
 
 
-def finished_summary(path: pathlib.Path) -> dict[str, Any] | None:
-    """Return the summary of a run that came to its end, None without a whole one."""
+def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:
+    """Return the summary of so many steps that a run wrote at its end, None without."""
     if not path.exists():
         return None
     try:
@@ -194,7 +240,7 @@ def finished_summary(path: pathlib.Path) -> dict[str, Any] | None:
             file=sys.stderr,
         )
         return None
-    return summary
+    return summary if summary["steps"] == steps else None  # It had another length.
 
 
 def open_records(

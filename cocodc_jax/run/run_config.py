@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from cocodc_jax.kinds import Kind, free, of_kind
 from cocodc_jax.models import StageCodec
 from cocodc_jax.run.stage_codec import build_codec
 from cocodc_jax.runtime.devices.local_regions import check_how
@@ -74,6 +75,9 @@ class RunConfig:
       eval_batches: validation batches in one evaluation, a multiple of `regions`.
       checkpoint_every: steps between checkpoints; 0 is at the end only.
       keep_checkpoints: how many of the newest checkpoints to keep.
+      change_schedule: whether a run that has begun may go on with more or fewer steps
+        though its learning rate follows their number: from then on it is that of a run
+        of the new length.
       adopt_from: WORKDIR or WORKDIR@STEP of a run of the same model, whose newest
         checkpoint or that of STEP a new run goes on from, with other regions, devices,
         method or optimizer; what does not fit is named. Empty begins at step 0.
@@ -84,35 +88,36 @@ class RunConfig:
         come next, without those since; after that, spikes are recorded only.
     """
 
-    steps: int = 480
+    steps: int = of_kind(Kind.LENGTH, 480)
     seed: int = 0
-    init_from: str = ""
+    init_from: str = of_kind(Kind.BEGINNING, "")
     regions: int = 4
     step_times: str = ""
     batch_sizes: str = ""
-    devices: int = 0
-    local_regions: str = "auto"
-    data_axis: int = 1
-    model_axis: int = 1
-    sequence_axis: int = 1
-    optimizer_memory: str = "device"
-    accumulate_steps: int = 1
-    exchange: str = "auto"
-    fuse_syncs: str = "auto"
-    all_reduce: str = "direct"
-    outer_channels: int = 1
+    devices: int = free(0)
+    local_regions: str = free("auto")
+    data_axis: int = free(1)
+    model_axis: int = free(1)
+    sequence_axis: int = free(1)
+    optimizer_memory: str = free("device")
+    accumulate_steps: int = free(1)
+    exchange: str = free("auto")
+    fuse_syncs: str = free("auto")
+    all_reduce: str = free("direct")
+    outer_channels: int = free(1)
     stages: int = 1
     microbatches: int = 1
     random_routing: bool = False
-    stage_subspace: int = 0
+    stage_subspace: int = of_kind(Kind.MODEL, 0)
     stage_compress: str = ""
-    step_seconds: float = 0.0
-    log_every: int = 10
-    eval_every: int = 0
-    eval_batches: int = 32
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
-    adopt_from: str = ""
+    step_seconds: float = free(0.0)
+    log_every: int = free(10)
+    eval_every: int = free(0)
+    eval_batches: int = free(32)
+    checkpoint_every: int = free(0)
+    keep_checkpoints: int = free(2)
+    change_schedule: bool = free(False)
+    adopt_from: str = of_kind(Kind.BEGINNING, "")
     spike_zscore: float = 0.0
     max_rollbacks: int = 0
 

@@ -23,7 +23,8 @@ from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.files import write_whole
-from cocodc_jax.run import timeline
+from cocodc_jax.kinds import Kind
+from cocodc_jax.run import changes, timeline
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
@@ -39,6 +40,7 @@ from cocodc_jax.run.resume import (
     CHECKPOINTS,
     ResumeError,
     finished_summary,
+    go_on,
     open_records,
     resume,
     rolled_back,
@@ -125,9 +127,7 @@ class Session:
             contextlib.closing(stream),
             Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
         ):
-            if jax.process_index() == 0:
-                self._check_folder()
-            finished = self._finished(saved)
+            finished = self._finished(saved, self._check_folder())
             if finished is not None:
                 return finished
             began_s, rollbacks = time.time(), []
@@ -158,12 +158,16 @@ class Session:
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
 
-    def _check_folder(self) -> None:
-        """Have this run's configuration in its folder, which nobody else has now."""
-        try:
-            write_config(self.config, self.workdir)
-        except ValueError as error:
-            raise ResumeError(str(error)) from error
+    def _check_folder(self) -> changes.Changes:
+        """Have a configuration in the folder; return where this one differs from it."""
+        found = {}
+        if jax.process_index() == 0:
+            try:
+                there = write_config(self.config, self.workdir, self.checkpoint_dir)
+            except ValueError as error:
+                raise ResumeError(str(error)) from error
+            found = there.changes(self.config)
+        return gather(found)[0]
 
     def _train_on(
         self,
@@ -187,6 +191,10 @@ class Session:
           rollbacks: those done so far.
         """
         run, (state, progress, position) = self.config.run, begun
+        if jax.process_index() == 0:
+            go_on(self.config, self.workdir, state.step)
+        if state.step < run.steps:  # It may have been finished, of fewer steps.
+            (self.own_dir / SUMMARY_FILE).unlink(missing_ok=True)
         everyone = self.program.regions.batch_sizes
         sizes = [everyone[region] for region in self.text.regions]
         mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
@@ -277,12 +285,19 @@ class Session:
         key = jax.random.key(self.config.run.seed)
         return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
 
-    def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
+    def _finished(
+        self, saved: Checkpoints, changed: changes.Changes
+    ) -> dict[str, Any] | None:
         """Return the summary, if every process has one of the whole run."""
-        summary = None
-        if saved.latest_step == self.config.run.steps:
-            summary = finished_summary(self.own_dir / SUMMARY_FILE)
-        return summary if all(gather(summary is not None)) else None
+        summary, steps = None, self.config.run.steps
+        # Whether the data are the same elsewhere, the checkpoint knows.
+        if saved.latest_step == steps and not changes.has(Kind.DATA, changed):
+            summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
+        if not all(gather(summary is not None)):
+            return None
+        if jax.process_index() == 0:
+            changes.say_unused(changed, self.workdir)
+        return summary
 
     def _write_timeline(self, result: Result, first_step: int) -> None:
         timeline.save(self.own_dir, result.timeline, first_step)

@@ -24,9 +24,10 @@ import jax
 import numpy as np
 
 from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.kinds import Kind
 from cocodc_jax.run.agreement import code_digest, gather
 from cocodc_jax.run.attendance import Attendance, last_merge
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.watching import FaultWatch
 from cocodc_jax.runtime.exchange.jobs import BetweenJobs
@@ -44,7 +45,10 @@ _LISTEN_BEATS = 4
 
 def run_digest(config: TrainConfig, fingerprint: str) -> str:
     """Return what two jobs have in common if they are of one run."""
-    text = json.dumps([config.to_json(), code_digest(), fingerprint], sort_keys=True)
+    may_differ = Kind.FREE, Kind.DATA  # The fingerprint tells of the data.
+    fields = flat(config.to_json()).items()
+    same = {name: x for name, x in fields if kind_of(name) not in may_differ}
+    text = json.dumps([same, code_digest(), fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

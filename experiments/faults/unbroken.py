@@ -2,10 +2,11 @@
 
 import dataclasses
 import pathlib
-import subprocess
+import sys
 from collections.abc import Sequence
 
 from cocodc_jax.files import read_table
+from cocodc_jax.netlab import children
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 
 from .. import commands
@@ -26,10 +27,12 @@ def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
       ValueError: with what it said last, if it does not come to its end.
     """
     command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
-    command += [f"--workdir={workdir}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not (workdir / "summary.json").exists():
-        lines = (done.stderr or done.stdout).strip().splitlines()
+    log = workdir / "output.log"
+    workdir.mkdir(parents=True, exist_ok=True)
+    print(f"the unbroken run trains first; {log}", file=sys.stderr, flush=True)
+    code = children.run([*command, f"--workdir={workdir}"], log=log)
+    if code or not (workdir / "summary.json").exists():
+        lines = children.said(log.read_text(errors="replace"))
         last = lines[-1].removeprefix("error: ") if lines else "it said nothing"
-        raise ValueError(f"the unbroken run ended with {done.returncode}: {last}")
+        raise ValueError(f"the unbroken run ended with {code}: {last}")
     return read_table(workdir / "summary.json")["eval_loss_outer"]

@@ -20,7 +20,7 @@ from typing import Any
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.presets import PRESETS, with_warmup
 
 from .halving import Halving, check_seeds
 from .keys import setting_key
@@ -159,7 +159,8 @@ def _base_config(base: Mapping[str, Any]) -> TrainConfig:
     try:
         checked = {name: _checked(name, value) for name, value in leaves.items()}
         where = {n: checked.pop(n) for n in ARGUMENTS if n in checked}
-        return _preset(preset).where(**where).replace(**checked)
+        start = _preset(preset)
+        return start.where(**where).replace(**with_warmup(start, checked))
     except ValueError as error:
         raise ValueError(f"base: {error}") from None
 

@@ -3,6 +3,9 @@
 import importlib.util
 import io
 import json
+import pathlib
+import signal
+import time
 
 import pytest
 from rich.console import Console
@@ -12,8 +15,11 @@ from cocodc_jax.compiled.job import CompileError, Job, UnknownProgramError
 from cocodc_jax.compiled.programs import place
 from cocodc_jax.compiled.targets import Target
 from cocodc_jax.run.presets import PRESETS
-from experiments import compile as command
+from experiments import compile as program
 
+MODULE = program.__name__
+# JAX runs in this process; in the program it does not.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 # Small: one block, one fragment, two regions of two chips.
 SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="full")
 
@@ -24,7 +30,7 @@ SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="fu
 def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     code, out, error = run(
-        "experiments.compile", "--preset=smoke", "--method=streaming_diloco", *flags,
+        MODULE, "--preset=smoke", "--method=streaming_diloco", *flags,
         "--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}", "--keep_hlo",
     )  # fmt: skip
     assert code == 0, error
@@ -56,6 +62,31 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     assert all(row["axes"] == ["data"] for row in inside)
     assert "inner steps" in out
     assert (tmp_path / "hlo" / "inner_steps.txt").stat().st_size > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_it_tells_what_it_compiles_and_its_compiler_ends_with_it(
+    command, tmp_path, number
+):
+    process = command(
+        MODULE, "--preset=smoke", "--target=v5e:1x2", "--slices=2",
+        f"--workdir={tmp_path}",
+    )  # fmt: skip
+    with process:
+        assert (
+            " s  compiling first state for v5e:1x2 (1 of " in process.stderr.readline()
+        )
+        tasks = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        (child,) = tasks.read_text().split()
+        process.send_signal(number)
+    stat = pathlib.Path(f"/proc/{child}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and ") Z " not in stat.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -124,7 +155,7 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
     )  # fmt: skip
     flags = [f"--{name}={value}" for name, value in model.items()]
     code, _, error = run(
-        "experiments.compile", "--preset=smoke", "--method=streaming_diloco", *flags,
+        MODULE, "--preset=smoke", "--method=streaming_diloco", *flags,
         "--num_fragments=1", "--regions=2", "--eval_batches=2", "--fuse_syncs=no",
         f"--batch_per_region={batch}", "--sequence_length=256", "--target=v5e:2x2",
         "--slices=2", "--propose=false", f"--workdir={tmp_path}",
@@ -146,10 +177,10 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
 
 
 def test_what_is_refused_is_said_in_one_line(call):
-    code, _, error = call(command, "--preset=smoke")
+    code, _, error = call(program, "--preset=smoke")
     assert (code, error.count("\n")) == (2, 1)
     assert "--target=None is no machine; use one of v4, v5e" in error
-    code, _, error = call(command, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
+    code, _, error = call(program, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
     assert (code, "programs='(' is no regular expression" in error) == (2, True)
 
 
@@ -160,10 +191,10 @@ def test_a_name_of_no_program_is_a_wrong_flag(error, code, monkeypatch, capsys):
     def compile_run(job, console):
         raise error
 
-    monkeypatch.setattr(command, "read_flags", lambda: (None, None))
-    monkeypatch.setattr(command, "compile_run", compile_run)
+    monkeypatch.setattr(program, "read_flags", lambda: (None, None))
+    monkeypatch.setattr(program, "compile_run", compile_run)
     with pytest.raises(SystemExit) as end:
-        command.main()
+        program.main()
     assert end.value.code == code
     assert capsys.readouterr().err == f"error: {error}\n"
 

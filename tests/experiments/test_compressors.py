@@ -48,7 +48,7 @@ def test_the_command(call, corpus):
         ("--compressors=,", "--compressors=, names none; name some"),
         ("--interval=0", "--interval=0 must be at least 1"),
         ("--rounds=0", "--rounds=0 must be at least 1"),
-        ("--interval=1", "--interval=1 * rounds=3 are 3 steps; use more than warmup"),
+        ("--warmup_steps=120", "--warmup_steps=120 must be less than steps=120"),
         ("--steps=7", "Unknown command line flag 'steps'"),
         ("--workdir=gs://models/run", "--workdir='gs://models/run' is in a bucket"),
     ],

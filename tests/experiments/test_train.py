@@ -346,6 +346,7 @@ def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path)
     """CoCoDC in four regions, then DiLoCo in two; what is lost is printed."""
     flags = [
         *("--preset=smoke", "--num_layers=2", "--method=diloco", "--regions=2"),
+        *("--attention=plain", "--remat=full"),
         *("--steps=52", "--sync_interval=2", f"--adopt_from={unbroken[0]}@40", *corpus),
     ]
     code, out, err = call(train, *flags, f"--workdir={tmp_path}")

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -82,8 +83,7 @@ def test_one_started_after_the_request_is_asked_too(group):
     assert group.wait() == 128 + signal.SIGTERM
 
 
-def test_children_die_with_a_parent_that_is_killed(tmp_path):
-    program = f"""
+GROUP = f"""
 import os, sys
 from cocodc_jax.netlab.children import Group
 group = Group(1)
@@ -91,19 +91,43 @@ group.start([sys.executable, "-S", "-c", {SLEEP!r}], dict(os.environ), None)
 print(group._running[0].pid, flush=True)
 group.wait()
 """
+RUN = """
+import sys
+from cocodc_jax.netlab.children import run
+program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+run([sys.executable, "-S", "-c", program])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "code"),
+    [
+        (GROUP, signal.SIGKILL, -signal.SIGKILL),
+        (RUN, signal.SIGKILL, -signal.SIGKILL),
+        (RUN, signal.SIGTERM, 128 + signal.SIGTERM),
+    ],
+)
+def test_children_die_with_their_parent(program, number, code):
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout
         child = int(parent.stdout.readline())
-        parent.kill()
+        parent.send_signal(number)
+    assert parent.returncode == code
+    stat = pathlib.Path(f"/proc/{child}/stat")
     deadline = time.monotonic() + 10
-    while pathlib.Path(f"/proc/{child}/status").exists():
-        status = pathlib.Path(f"/proc/{child}/stat").read_text()
-        if status.rpartition(")")[2].split()[0] == "Z":
-            break
+    while stat.exists() and ") Z " not in stat.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_no_program_starts_others_in_another_way():
+    """A region and the relay call `die_with_parent` themselves; `ip` is soon done."""
+    paths = [*ROOT.glob("cocodc_jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
+    starts = re.compile(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|spawn)")
+    found = {path.name for path in paths if starts.search(path.read_text())}
+    assert found == {"children.py", "kernel.py", "launch.py", "region.py"}
 
 
 def test_exit_codes_are_as_in_a_shell():

@@ -48,6 +48,22 @@ def test_a_run_is_its_preset_with_the_flags_given(call):
     assert done[:2] == (0, "diloco 64 3 3\n")
 
 
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (20, 2), (40, 3), (41, 40), (480, 40)]
+)
+def test_a_preset_warms_up_for_its_share_of_a_short_run(call, steps, warmup):
+    code, _, err = call(Program, "--preset=tiny", f"--steps={steps}")
+    assert code == 0
+    assert flags.config().optimizer.warmup_steps == warmup
+    note = f"note: steps={steps} are too few for the warmup_steps=40 of preset tiny"
+    assert err.startswith(note) if steps <= 40 else not err
+
+
+def test_a_warm_up_that_was_asked_for_stays(call):
+    code, _, err = call(Program, "--preset=tiny", "--steps=20", "--warmup_steps=30")
+    assert (code, err) == (2, "error: --warmup_steps=30 must be less than steps=20\n")
+
+
 def test_help_explains_every_flag():
     text = command("--help").stdout
     for name in ("delay_steps", "outer_lr", "inner_lr", "regions", "workdir", "width"):

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from cocodc_jax.run.attendance import SYNCS_FILE, last_merge
+from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import ResumeError
-from cocodc_jax.run.taking_part import _begins, _go_on
+from cocodc_jax.run.taking_part import _begins, _go_on, run_digest
 from cocodc_jax.runtime.membership.hearing import Timing
 from cocodc_jax.runtime.membership.messages import Seat, Snapshot, View
 from cocodc_jax.runtime.membership.place import Place
@@ -41,6 +42,20 @@ def test_where_it_begins_is_said(regions, own_step, reached, told, capsys):
     error = capsys.readouterr().err
     assert told in error
     assert bool(error) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "is_same"),
+    [
+        ({"data_dir": "/elsewhere", "devices": 1, "eval_every": 8}, True),
+        ({"outer_lr": 0.3}, False),
+        ({"steps": 96}, False),
+    ],
+)
+def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
+    config = PRESETS["smoke"].replace(exchange="jobs")
+    digests = {run_digest(c, "text") for c in (config, config.replace(**leaves))}
+    assert (len(digests) == 1) == is_same
 
 
 def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():

@@ -1,5 +1,10 @@
 """Presets: named values of `TrainConfig`, each file a lab note."""
 
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.presets.eight_b import EIGHT_B
 from cocodc_jax.run.presets.mini import MINI
 from cocodc_jax.run.presets.one_b import ONE_B
@@ -13,7 +18,25 @@ PRESETS = {
     for config in (SMOKE, TINY, MINI, SMALL, PAPER_150M, ONE_B, EIGHT_B)
 }
 
-__all__ = ["PRESETS"]
+__all__ = ["PRESETS", "with_warmup"]
+
+
+def with_warmup(preset: TrainConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return leaves for a preset, with its warm-up scaled to a run that is too short.
+
+    The warm-up is then the same share of the run, and a note says so. A warm-up among
+    the leaves stays as it is.
+    """
+    steps, warmup = leaves.get("steps", 0), preset.optimizer.warmup_steps
+    if "warmup_steps" in leaves or not 0 < steps <= warmup:
+        return dict(leaves)
+    share = round(warmup * steps / preset.run.steps)
+    print(
+        f"note: steps={steps} are too few for the warmup_steps={warmup} of preset "
+        f"{preset.preset}, whose steps are {preset.run.steps}: the warm-up is {share}",
+        file=sys.stderr,
+    )
+    return {**leaves, "warmup_steps": share}
 
 
 def __dir__() -> list[str]:

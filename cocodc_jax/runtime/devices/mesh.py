@@ -41,8 +41,18 @@ def use_cpu_devices(num_devices: int) -> None:
 
     Args:
       num_devices: how many virtual devices the CPU shall show.
+
+    Raises:
+      RuntimeError: if JAX has started with another number, saying what to do.
     """
-    jax.config.update("jax_num_cpu_devices", num_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"use_cpu_devices({num_devices}) comes after JAX has started: call it "
+            "before the first JAX call (in a notebook restart the kernel, and run it "
+            f"first), or set JAX_NUM_CPU_DEVICES={num_devices} in the environment"
+        ) from error
     keep_freed_memory()
 
 

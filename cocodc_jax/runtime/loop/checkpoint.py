@@ -49,14 +49,15 @@ class _DamagedError(Exception):
     """A checkpoint without checksums cannot be restored."""
 
 
-def has_checkpoint(directory: Any) -> bool:
-    """Tell whether a folder, or one of a bucket, holds a checkpoint; opens nothing.
+def steps_in(directory: Any) -> list[int]:
+    """Return the steps that a folder, or one of a bucket, has checkpoints of.
 
     Args:
-      directory: as of `Checkpoints`; it may be missing.
+      directory: as of `Checkpoints`, which is not opened; it may be missing.
     """
     # Orbax gives a checkpoint its step as a name when all of it is there.
-    return directory.is_dir() and any(x.name.isdecimal() for x in directory.iterdir())
+    names = (x.name for x in directory.iterdir()) if directory.is_dir() else ()
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 @methods_in_own_context
