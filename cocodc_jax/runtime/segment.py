@@ -112,9 +112,8 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
       `OuterPlace.near` takes (None for `after`, whose `outer` it is), the compressors'
       states, the weights `[R]` and the start step; `sent` has what is in flight (less
       of `after`) and the compressors' states. `outer` is outer fragment and optimizer
-      state of `after`; `told` the frozen parameters, and learning rate and start step for
-      its merge; `merged` a
-      `Merged`; the last two results are None without `after`.
+      state of `after`; `told` the frozen parameters, and learning rate and start step
+      for its merge; `merged` a `Merged`. The last two results are None without `after`.
     """
     setting = place.setting
     crossings = [make_crossing(setting, k, rank) for k, rank in segment.before]
@@ -337,16 +336,11 @@ class Segments:
             )
             start = self._start(event, sync, segment, self._abstract_weights)
             own = None if finish is None else sync.outer.entry(k)
+            told = self._told(finish, num_steps, frozen)
             listed = Listed(
                 f"start fragment {k}, inner steps{'' if finish is None else ', merge'}",
                 self._make(segment, sync),
-                (
-                    region,
-                    *of_steps,
-                    (start,),
-                    own,
-                    self._told(finish, num_steps, frozen),
-                ),
+                (region, *of_steps, (start,), own, told),
                 num_bytes(event),
                 num_steps,
                 self._options,
