@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.sync import merge as merge_fragment
-from cocodc_jax.core.sync import merge_key
+from cocodc_jax.core import sync as core
 from cocodc_jax.runtime.devices.local_regions import where_participating
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.optimizer_place import taken
@@ -74,13 +73,13 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
             regional=moments,
             learning_rate=learning_rate,
             batch=batch,
-            key=None if key_data is None else merge_key(key_data),
+            key=None if key_data is None else core.merge_key(key_data),
             whole=functools.partial(fragments.put, params, fragment_id),
             loss_fn=loss_fn,
             supplies=supplies,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
         )
-        return merge_fragment(sync, seen)
+        return core.merge(sync, seen)
 
     def merge(
         params,
@@ -194,27 +193,20 @@ def merge_arguments(
 def make_gap(setting: Setting, name: str) -> Callable:
     """Make `gap(params [R, ...], outer fragments) -> [K]`, measured now.
 
-    The needs "drift" and "distance": |theta^g - theta^m| summed over the regions, and
-    its square's mean over them, both per parameter of each fragment, at the price of a
-    reduction of K scalars.
+    See `core.sync.gap`; at the price of a reduction of K scalars.
 
     Args:
       setting: of the run.
       name: of the need.
     """
-    fragments = setting.fragments
-    of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
-    share = 1 / setting.regions.num if name == "distance" else 1
+    fragments, num_regions = setting.fragments, setting.regions.num
 
     def gap(params: PyTree, outer: tuple[Fragment, ...]):
-        sums = []
-        for k, part in enumerate(outer):
-            local = fragments.take(params, k, lead=1)
-            gaps = jax.tree.map(
-                lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), part, local
-            )
-            sums.append(sum(jax.tree.leaves(gaps)) * share / fragments.num_params[k])
-        return psum_over_regions(jnp.stack(sums))
+        each = [
+            core.gap(name, part, fragments.take(params, k, lead=1), num_regions)
+            for k, part in enumerate(outer)
+        ]
+        return psum_over_regions(jnp.stack(each))
 
     return region_shard_map(gap, setting.mesh, in_specs=(P(REGION), P()), out_specs=P())
 

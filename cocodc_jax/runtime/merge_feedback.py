@@ -16,36 +16,8 @@ from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.region_map import region_shard_map
 from cocodc_jax.runtime.exchange.compressors import Compressors
 from cocodc_jax.runtime.setting import Setting
-from cocodc_jax.sync.fragments import Fragments
-from cocodc_jax.sync.method import Method
-from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
 
 PyTree = Any
-
-
-def check(method: Method, fragments: Fragments, params: PyTree) -> None:
-    """Refuse merges that remember, where messages have no residual to remember it in.
-
-    Args:
-      method: of the run.
-      fragments: the cut of the parameters.
-      params: shapes of one region's.
-
-    Raises:
-      ValueError: naming the argument, and what would be right.
-    """
-    if method.sync is None or not method.sync.merge.told_later:
-        return
-    part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
-    state = jax.eval_shape(method.sync.message.init, part)
-    is_like = isinstance(state, ErrorFeedbackState) and jax.tree.map(
-        lambda x: x.shape, state.residual
-    ) == jax.tree.map(lambda x: x.shape, part)
-    if not is_like:
-        raise ValueError(
-            f"merge_feedback=True needs messages of method={method.name!r} with error "
-            "feedback of whole fragments, such as compress='ef+int4'"
-        )
 
 
 def make_remember(setting: Setting, fragment_id: int) -> Callable:

@@ -11,7 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.runtime import checks, merge_feedback, step
+from cocodc_jax.core.checks import (
+    check_accumulation,
+    check_feedback,
+    check_params,
+    checked_fragments,
+)
+from cocodc_jax.core.regional import make_correct
+from cocodc_jax.runtime import checks, step
 from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.counted import ROUND
 from cocodc_jax.runtime.devices.ambient import trace_without_mesh_if_needed
@@ -20,7 +27,6 @@ from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mes
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
 from cocodc_jax.runtime.devices.shardings import Shardings
 from cocodc_jax.runtime.events import SyncPrograms
-from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Route, Transport
 from cocodc_jax.runtime.first_region import FirstRegion
 from cocodc_jax.runtime.fused import InnerSteps
@@ -128,17 +134,17 @@ def checked(
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
     checks.check_mesh(mesh, own.num)
-    checks.check_params(params)
+    check_params(params)
     needs.check(method.needs, supplies, f"method={method.name!r}")
     method = method.bind(regions)
-    checks.check_accumulation(accumulates, method)
+    check_accumulation(accumulates, method)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)
     route = transport.resolve(method, jax.process_count())
     is_fused = transport.fuses(method, mesh, route)
-    fragments = checks.checked_fragments(method, params, fragments)
-    merge_feedback.check(method, fragments, params)
+    fragments = checked_fragments(method, params, fragments)
+    check_feedback(method, fragments, params)
     if supplies.outputs is not None:
         outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
         supplies = dataclasses.replace(supplies, outputs=outputs)
