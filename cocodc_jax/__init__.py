@@ -20,6 +20,7 @@ from cocodc_jax._lazy import attach, modules_of
 if TYPE_CHECKING:
     from cocodc_jax import methods
     from cocodc_jax._version import __version__
+    from cocodc_jax.core.optimizer import sync_axes, sync_metrics, synchronized
     from cocodc_jax.runtime.devices.mesh import make_mesh, use_cpu_devices
     from cocodc_jax.runtime.exchange.transport import Transport
     from cocodc_jax.runtime.loop.checkpoint import Checkpoints
@@ -44,6 +45,9 @@ __all__ = [
     "make_mesh",
     "methods",
     "run_steps",
+    "sync_axes",
+    "sync_metrics",
+    "synchronized",
     "use_cpu_devices",
 ]
 
@@ -61,6 +65,9 @@ _PLACES = {
     "make_mesh": "runtime.devices.mesh:make_mesh",
     "methods": "methods",
     "run_steps": "runtime.running:run",
+    "sync_axes": "core.optimizer:sync_axes",
+    "sync_metrics": "core.optimizer:sync_metrics",
+    "synchronized": "core.optimizer:synchronized",
     "use_cpu_devices": "runtime.devices.mesh:use_cpu_devices",
 }
 

@@ -29,11 +29,11 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync import needs
-from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.outer import SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length
-from cocodc_jax.transforms.numerics import vary_like
+from cocodc_jax.transforms.numerics import vary_like, wide_dtype
 
 PyTree = Any
 
@@ -70,6 +70,7 @@ def start(
     key_data: jax.Array,
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
+    weight: jax.Array | None = None,
 ) -> tuple[Started, PyTree]:
     """Send one region's fragment.
 
@@ -81,12 +82,13 @@ def start(
       key_data: of the region's PRNG key.
       reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
+      weight: as of `encode`.
 
     Returns:
       What is on its way, and the compressor's memory after it.
     """
     message, memory = encode(
-        sync, None, part, anchor, memory, key_data, sync_key=sync_key
+        sync, None, part, anchor, memory, key_data, weight, sync_key
     )
     mean, memory = reduce(message, memory)
     mean = sync.message.average.after(mean, anchor, sync_key)
@@ -238,6 +240,39 @@ def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any
         staged,
     )
     return memory._replace(residual=residual)
+
+
+def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Array:
+    """Measure how far regions are from an outer fragment, per parameter of it.
+
+    Args:
+      name: "drift", |theta^g - theta^m| summed over regions, or "distance", the mean
+        over all of its square; see `sync.needs`.
+      outer: the fragment.
+      local: of some regions, `[R, ...]`.
+      num_regions: of all; what is returned is to be summed over them.
+    """
+    of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
+    share = 1 / num_regions if name == "distance" else 1
+    gaps = jax.tree.map(
+        lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), outer, local
+    )
+    size = sum(x.size for x in jax.tree.leaves(outer))
+    return sum(jax.tree.leaves(gaps)) * share / size
+
+
+def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
+    """Copy one region's parameters as the outer fragments that a run begins with.
+
+    Of their own dtype, but at least float32.
+    """
+    return tuple(
+        jax.tree.map(
+            lambda x: jnp.array(x, wide_dtype(x.dtype), copy=True),
+            fragments.take(params, k),
+        )
+        for k in range(len(fragments))
+    )
 
 
 def message_key(key_data: jax.Array) -> jax.Array:

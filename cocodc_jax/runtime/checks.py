@@ -6,23 +6,18 @@ Shapes, types and places only: nothing here reads a number or waits for a device
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from cocodc_jax.core.checks import check_arrays
 from cocodc_jax.runtime.devices.mesh import DATA, REGION
 from cocodc_jax.runtime.state import TrainState
-from cocodc_jax.sync.cutting import cut
-from cocodc_jax.sync.fragments import Fragments, check_partition
-from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import Supplies
-from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
+from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import check_transform
 
 PyTree = Any
@@ -58,38 +53,6 @@ def check_functions(loss_fn: Any, optimizer: Any) -> None:
     check_transform("optimizer", optimizer, "optax.adam(1e-3)")
 
 
-def check_accumulation(optimizer: Any, method: Method) -> None:
-    """Refuse syncs in the middle of an accumulation by `optax.MultiSteps`.
-
-    Where it takes a number of steps, that is; of a schedule nothing is known before.
-
-    Raises:
-      ValueError: naming the interval, delay or slot that is no multiple of the number.
-    """
-    if not isinstance(optimizer, optax.MultiSteps):  # What its transformation is of.
-        optimizer = getattr(optimizer.update, "__self__", None)
-    if not isinstance(optimizer, optax.MultiSteps) or method.schedule is None:
-        return
-    every_k = optimizer._every_k_schedule(np.int32(0))
-    if not isinstance(every_k, int) or every_k == 1:
-        return
-    if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
-        raise ValueError(
-            f"optax.MultiSteps of {every_k} steps needs events at multiples of them, "
-            f"but those of method={method.name!r} follow what is measured; use numbers "
-            "for delay_steps, syncs_per_interval and the interval"
-        )
-    for name in ("sync_interval", "slot_steps", "delay_steps", "phase_steps"):
-        value = getattr(method.schedule, name, 0)
-        if value % every_k:
-            below = value // every_k * every_k
-            raise ValueError(
-                f"{name}={value} is not a multiple of the {every_k} steps that "
-                "optax.MultiSteps accumulates, so that fragments would leave or arrive "
-                f"in the middle of it; use {below} or {below + every_k}"
-            )
-
-
 def check_mesh(mesh: Mesh, num_regions: int) -> None:
     """Refuse a mesh that regions cannot be laid over.
 
@@ -108,46 +71,6 @@ def check_mesh(mesh: Mesh, num_regions: int) -> None:
             f"regions={num_regions} is not a multiple of the mesh's region axis, "
             f"{mesh.shape[REGION]}"
         )
-
-
-def check_params(params: PyTree) -> None:
-    """Refuse parameters that have no mean over regions, naming the leaf.
-
-    Raises:
-      ValueError: for a leaf that is none of real floating-point numbers.
-    """
-    for path, leaf in named_leaves(params):
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"params has a leaf {path!r} of dtype {leaf.dtype}: pass its real and "
-                "its imaginary part, and put them together in loss_fn"
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"params has a leaf {path!r} of dtype {leaf.dtype}, which is not "
-                "trained and has no mean over regions: only floating-point leaves are "
-                "parameters; name those with trainable=, or keep it out of params, and "
-                "put it back in loss_fn"
-            )
-
-
-def check_arrays(params: PyTree) -> None:
-    """Refuse parameters that are not all arrays, naming the leaf.
-
-    Raises:
-      ValueError: for a leaf that is no array; for two of one path; if there is none.
-    """
-    leaves = distinct_leaves(params)
-    if not leaves:
-        raise ValueError("params has no arrays: there is nothing to train")
-    for path, leaf in leaves:
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise ValueError(
-                f"params has a leaf {path!r} of type {type(leaf).__name__}, which is "
-                "no array: pass the arrays alone (Equinox: `params, static = "
-                "eqx.partition(model, eqx.is_inexact_array)`), and put the rest back "
-                "in loss_fn"
-            )
 
 
 def check_second_moment(supplies: Supplies, opt_state: PyTree) -> None:
@@ -193,38 +116,6 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
                 f"params has a leaf {path!r} of {leaf.dtype}{list(leaf.shape)}, but "
                 f"the program was made for {like.dtype}{list(like.shape)}"
             )
-
-
-def checked_fragments(
-    method: Method, params: PyTree, fragments: Fragments | None
-) -> Fragments:
-    """Return the fragments of a method's parameters, as given or as it cuts them.
-
-    Raises:
-      ValueError: if those that are given are not as many as the method's, or are not
-        of these parameters.
-    """
-    strategy = method.sync.fragment_strategy if method.sync else "strided"
-    if fragments is None:
-        fragments = cut(params, method.num_fragments, strategy)
-        sizes = fragments.num_params
-        if max(sizes) > 2 * min(sizes):
-            warnings.warn(
-                f"num_fragments={len(fragments)} cuts the model into fragments of "
-                f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some "
-                "syncs carry more than twice what others do; pass "
-                "fragments=cut(params, num_fragments, strategy='balanced'), with "
-                "blocks=NAME where the layers were not found",
-                stacklevel=3,
-            )
-    if len(fragments) != method.num_fragments:
-        raise ValueError(
-            f"fragments has {len(fragments)} entries, but method={method.name!r} was "
-            f"made for num_fragments={method.num_fragments}; use "
-            f"fragments=cut(params, {method.num_fragments})"
-        )
-    check_partition(fragments, params)
-    return fragments
 
 
 def check_key(key: jax.Array, impl: str) -> None:

@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.sync import merge as merge_fragment
-from cocodc_jax.core.sync import merge_key
-from cocodc_jax.core.sync import remember as remember_dropped
+from cocodc_jax.core import sync as core
 from cocodc_jax.runtime.devices.local_regions import where_participating
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.optimizer_place import taken
@@ -26,11 +24,9 @@ from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import RegionState
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
-from cocodc_jax.sync.fragments import Fragment, Fragments
-from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.model_state import at_state
 from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
@@ -78,13 +74,13 @@ def make_merge(setting: Setting, fragment_id: int, is_late: bool = False) -> Cal
             regional=moments,
             learning_rate=learning_rate,
             batch=batch,
-            key=None if key_data is None else merge_key(key_data),
+            key=None if key_data is None else core.merge_key(key_data),
             whole=lambda part: joined(fragments.put(params, fragment_id, part), frozen),
             loss_fn=loss_fn,
             supplies=supplies,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
         )
-        return merge_fragment(sync, seen)
+        return core.merge(sync, seen)
 
     def merge(
         params,
@@ -206,27 +202,20 @@ def merge_arguments(
 def make_gap(setting: Setting, name: str) -> Callable:
     """Make `gap(params [R, ...], outer fragments) -> [K]`, measured now.
 
-    The needs "drift" and "distance": |theta^g - theta^m| summed over the regions, and
-    its square's mean over them, both per parameter of each fragment, at the price of a
-    reduction of K scalars.
+    See `core.sync.gap`; at the price of a reduction of K scalars.
 
     Args:
       setting: of the run.
       name: of the need.
     """
-    fragments = setting.fragments
-    of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
-    share = 1 / setting.regions.num if name == "distance" else 1
+    fragments, num_regions = setting.fragments, setting.regions.num
 
     def gap(params: PyTree, outer: tuple[Fragment, ...]):
-        sums = []
-        for k, part in enumerate(outer):
-            local = fragments.take(params, k, lead=1)
-            gaps = jax.tree.map(
-                lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), part, local
-            )
-            sums.append(sum(jax.tree.leaves(gaps)) * share / fragments.num_params[k])
-        return psum_over_regions(jnp.stack(sums))
+        each = [
+            core.gap(name, part, fragments.take(params, k, lead=1), num_regions)
+            for k, part in enumerate(outer)
+        ]
+        return psum_over_regions(jnp.stack(each))
 
     return region_shard_map(gap, setting.mesh, in_specs=(P(REGION), P()), out_specs=P())
 
@@ -251,31 +240,6 @@ def region_drift(params: PyTree) -> jax.Array:
     return jnp.sqrt(apart / length).astype(jnp.float32)
 
 
-def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None:
-    """Refuse merges that remember, where messages have no residual to remember it in.
-
-    Args:
-      method: of the run.
-      fragments: the cut of the parameters.
-      params: shapes of one region's.
-
-    Raises:
-      ValueError: naming the argument, and what would be right.
-    """
-    if method.sync is None or not method.sync.merge.told_later:
-        return
-    part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
-    state = jax.eval_shape(method.sync.message.init, part)
-    is_like = isinstance(state, ErrorFeedbackState) and jax.tree.map(
-        lambda x: x.shape, state.residual
-    ) == jax.tree.map(lambda x: x.shape, part)
-    if not is_like:
-        raise ValueError(
-            f"merge_feedback=True needs messages of method={method.name!r} with error "
-            "feedback of whole fragments, such as compress='ef+int4'"
-        )
-
-
 def make_remember(setting: Setting, fragment_id: int) -> Callable:
     """Make what remembers what the merge of a fragment will leave out, not yet jitted.
 
@@ -292,7 +256,7 @@ def make_remember(setting: Setting, fragment_id: int) -> Callable:
 
     def remember(params, staged, state):
         local = setting.fragments.take(params, fragment_id, lead=1)
-        return remember_dropped(share, local, staged, state)
+        return core.remember(share, local, staged, state)
 
     regions = P(REGION)
     return region_shard_map(

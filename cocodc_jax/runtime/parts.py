@@ -11,6 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.core.checks import (
+    check_accumulation,
+    check_arrays,
+    check_feedback,
+    check_params,
+    checked_fragments,
+)
+from cocodc_jax.core.regional import make_correct
 from cocodc_jax.runtime import checks, step
 from cocodc_jax.runtime.batches import Batches
 from cocodc_jax.runtime.counted import ROUND
@@ -20,12 +28,10 @@ from cocodc_jax.runtime.devices.mesh import REGION, is_cpu, is_one_cpu, make_mes
 from cocodc_jax.runtime.devices.optimizer_place import memory_kind
 from cocodc_jax.runtime.devices.shardings import Shardings, with_shardings
 from cocodc_jax.runtime.exchange.base import Exchange
-from cocodc_jax.runtime.exchange.regional import make_correct
 from cocodc_jax.runtime.exchange.transport import Transport
 from cocodc_jax.runtime.executor import Executor
 from cocodc_jax.runtime.first_region import FirstRegion
 from cocodc_jax.runtime.frozen import Trainable, find_trained, split, without_masks
-from cocodc_jax.runtime.merge import check_feedback
 from cocodc_jax.runtime.readings import Readings
 from cocodc_jax.runtime.segment import InnerSteps
 from cocodc_jax.runtime.setting import Setting
@@ -138,20 +144,20 @@ def checked(
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
     checks.check_mesh(mesh, own.num)
-    checks.check_arrays(params)
+    check_arrays(params)
     whole = jax.eval_shape(lambda x: x, params)
     trained = find_trained(trainable, whole, optimizer)
     params, _ = split(whole, trained)
-    checks.check_params(params)
+    check_params(params)
     needs.check(method.needs, supplies, f"method={method.name!r}")
     method = method.bind(regions)
-    checks.check_accumulation(accumulates, method)
+    check_accumulation(accumulates, method)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)
     route = transport.resolve(method, jax.process_count())
     is_fused = transport.fuses(method, mesh, route)
-    fragments = checks.checked_fragments(method, params, fragments)
+    fragments = checked_fragments(method, params, fragments)
     check_feedback(method, fragments, params)
     if supplies.outputs is not None:
         outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))

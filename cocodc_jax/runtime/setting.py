@@ -7,9 +7,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from cocodc_jax.core.sync import outer_parts
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.shardings import Shardings
 from cocodc_jax.sync.fragments import Fragment, Fragments
@@ -17,7 +17,6 @@ from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.transforms.numerics import wide_dtype
 
 PyTree = Any
 
@@ -65,19 +64,3 @@ class Setting:
     def outer_shapes(self) -> tuple[Fragment, ...]:
         """Shapes of the outer fragments."""
         return jax.eval_shape(lambda x: outer_parts(self.fragments, x), self.params)
-
-
-def outer_dtype(dtype: Any) -> Any:
-    """Return the dtype of an outer parameter: its own, but at least float32."""
-    return wide_dtype(dtype)
-
-
-def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
-    """Copy one region's parameters as the outer fragments that a run begins with."""
-    return tuple(
-        jax.tree.map(
-            lambda x: jnp.array(x, outer_dtype(x.dtype), copy=True),
-            fragments.take(params, k),
-        )
-        for k in range(len(fragments))
-    )

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core import reduce
 from cocodc_jax.core.sync import Measured
 from cocodc_jax.runtime.devices.mesh import INSIDE, REGION, regional
 from cocodc_jax.runtime.devices.region_map import psum_over_regions, region_shard_map
@@ -36,8 +37,6 @@ from cocodc_jax.runtime.exchange.rings import make_ring_sum
 from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.rings import ByRings
-from cocodc_jax.transforms import power_sgd
-from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
 
@@ -166,12 +165,8 @@ def make_ringed(setting: Setting, fragment_id: int, rank: int) -> Callable:
 
 
 def make_factored(setting: Setting, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by sums of low-rank factors, see `transforms.power_sgd`.
-
-    A region of weight 0 keeps its residual; the right factors are everybody's.
-    """
+    """Make `Crossing.leave` by sums of low-rank factors, see `core.reduce.factored`."""
     outgoing = make_outgoing(setting, fragment_id, rank)
-    of_regions = setting.local.map
 
     def factored(params, stale_params, state, weights, keys, start_step):
         staged, sent, old = outgoing(
@@ -182,27 +177,10 @@ def make_factored(setting: Setting, fragment_id: int, rank: int) -> Callable:
         def summed(each):
             return psum_over_regions(sum_of_block(each, weights))
 
-        # Q is the same in all regions.
-        right = jax.tree.map(lambda q: q[0], old.right)
-        meant = of_regions(power_sgd.meant)(delta, old)
-        firsts = of_regions(power_sgd.first)(meant, old.right)
-        left = power_sgd.orthonormal(summed(firsts), right)
-        seconds = of_regions(lambda tree: power_sgd.second(tree, left, right))(meant)
-        sums = summed(seconds)
-        like = jax.tree.map(lambda x: x[0], delta)
-        mean = power_sgd.decoded(left, sums, like)
-        shared = power_sgd.refreshed(sums, right)
-
-        def remembered(meant, old, weight):
-            residual = jax.tree.map(
-                lambda a, sent, e: jnp.where(weight > 0, a - sent.astype(a.dtype), e),
-                meant,
-                mean,
-                old.residual,
-            )
-            return vary_like(power_sgd.PowerSgdState(residual, shared), old)
-
-        return staged, (mean, told), of_regions(remembered)(meant, old, weights)
+        mean, new = reduce.factored(
+            delta, old, weights, summed, setting.local.map, lambda x: x[0]
+        )
+        return staged, (mean, told), new
 
     return region_shard_map(
         factored,

@@ -7,13 +7,13 @@ them: there is no network to spare then.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cocodc_jax.core import reduce
 from cocodc_jax.runtime.devices.local_regions import LocalRegions
 from cocodc_jax.runtime.devices.mesh import REGION
 from cocodc_jax.runtime.devices.region_map import all_gather_regions
@@ -33,8 +33,7 @@ def from_neighbour(
       local: the regions that a shard holds.
     """
     if local.size == 1:
-        perm = [(m, (m - by) % num_regions) for m in range(num_regions)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, REGION, perm), message)
+        return reduce.from_neighbour(message, by, num_regions, REGION)
     first = jax.lax.axis_index(REGION) * local.size
     whose = (first + jnp.arange(local.size) + by) % num_regions
     return _of_regions(message, whose)
@@ -52,13 +51,7 @@ def from_partner(
       local: the regions that a shard holds.
     """
     if local.size == 1:
-        branches = [
-            functools.partial(
-                jax.lax.ppermute, axis_name=REGION, perm=tuple(enumerate(row))
-            )
-            for row in partners.tolist()
-        ]
-        return jax.lax.switch(matching, branches, message)
+        return reduce.from_partner(message, matching, partners, REGION)
     first = jax.lax.axis_index(REGION) * local.size
     mine = jax.lax.dynamic_slice_in_dim(
         jnp.asarray(partners)[matching], first, local.size

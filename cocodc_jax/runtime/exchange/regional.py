@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.sync import message_key
+from cocodc_jax.core import reduce
+from cocodc_jax.core import regional as core
+from cocodc_jax.core.sync import outer_parts
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import for_all_regions
 from cocodc_jax.runtime.devices.mesh import REGION
@@ -27,17 +28,15 @@ from cocodc_jax.runtime.exchange.base import Times
 from cocodc_jax.runtime.exchange.crossings import everywhere
 from cocodc_jax.runtime.exchange.others import from_neighbour, from_partner
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.setting import Setting, outer_parts
+from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import InFlight, OuterState, RegionState, SyncState
-from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import mean_of_decoded
-from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.pairs import matchings
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
-from cocodc_jax.transforms.numerics import vary_like
 
 PyTree = Any
 
@@ -242,9 +241,7 @@ def make_regional_send(
     keeps = STAGED in setting.sync.copies
 
     def one_region(outer_params, state, own, key_data):
-        key = message_key(key_data)
-        message, new = outer.send(outer_params, state, own, compressor, key)
-        return message, vary_like(new, state)
+        return core.send(outer, compressor, own, outer_params, state, key_data)
 
     def of_regions(params, outer_params, state, keys, matching):
         staged = setting.fragments.take(params, fragment_id, lead=1)
@@ -258,10 +255,7 @@ def make_regional_send(
             message = local.map(mean_of_two)(*two)
         return staged if keeps else None, message, state
 
-    def mean_of_two(one, other):
-        both = compressor.decode(one), compressor.decode(other)
-        return jax.tree.map(lambda x, y: (x + y) / 2, *both)
-
+    mean_of_two = functools.partial(reduce.mean_of_two, compressor)
     mapped = region_shard_map(
         of_regions, mesh, in_specs=(*(P(REGION),) * 4, P()), out_specs=P(REGION)
     )
@@ -290,10 +284,7 @@ def make_regional_step(setting: Setting, outer: RegionalOuter) -> Callable:
             )
 
         def receive(params, state, arrived):
-            new, new_state = outer.receive(params, state, arrived, num_regions)
-            new = jax.tree.map(lambda x, like: x.astype(like.dtype), new, params)
-            norm = optax.tree_utils.tree_norm(arrived).astype(jnp.float32)
-            return new, vary_like(new_state, state), norm
+            return core.receive(outer, params, state, arrived, num_regions)
 
         axes = (0, 0, None if is_for_all else 0)
         mapped = setting.local.map(receive, axes)
@@ -306,29 +297,3 @@ def make_regional_step(setting: Setting, outer: RegionalOuter) -> Callable:
         in_specs=(P(REGION), P(REGION), P() if is_for_all else P(REGION)),
         out_specs=(P(REGION), P(REGION), P()),
     )
-
-
-def make_correct(
-    sync: Sync | None, fragments: Fragments, num_regions: int
-) -> Callable | None:
-    """Make what a region's outer model does to its gradients, if it does anything.
-
-    Returns:
-      `correct(gradient, params, outer) -> gradient` of one region, all but `outer`, an
-      `OuterState`, trees like the parameters; None where gradients stay as they are.
-    """
-    outer = sync and sync.outer
-    if not isinstance(outer, RegionalOuter) or outer.correct is None:
-        return None
-    of_fragment = outer.correct
-
-    def correct(gradient: PyTree, params: PyTree, kept: OuterState) -> PyTree:
-        for k, (part, state) in enumerate(zip(*kept, strict=True)):
-            own = fragments.take(gradient, k)
-            local = fragments.take(params, k)
-            bent = of_fragment(own, local, part, state, num_regions)
-            bent = jax.tree.map(lambda x, like: x.astype(like.dtype), bent, own)
-            gradient = fragments.put(gradient, k, bent)
-        return gradient
-
-    return correct

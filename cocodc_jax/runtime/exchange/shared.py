@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cocodc_jax.core.sync import outer_parts
 from cocodc_jax.runtime.arriving import arrived
 from cocodc_jax.runtime.devices import transfer
 from cocodc_jax.runtime.devices.local_regions import (
@@ -29,7 +30,7 @@ from cocodc_jax.runtime.exchange.outer_step import (
     make_steps,
 )
 from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.setting import Setting, outer_parts
+from cocodc_jax.runtime.setting import Setting
 from cocodc_jax.runtime.state import (
     InFlight,
     OuterState,

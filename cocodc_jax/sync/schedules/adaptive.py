@@ -38,7 +38,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from cocodc_jax.sync.schedules.base import (
     Applied,
@@ -133,45 +135,90 @@ class Adaptive(Slotted):
         """Return the fragment with the earliest deadline or the highest score."""
         for applied in observe("applied") if "norm" in self.needs else ():
             state = self.learn(state, applied)
-        free = free_fragments(self, state)
-        if not free:
+        free = np.isin(np.arange(self.num_fragments), free_fragments(self, state))
+        if not free.any():
             return state, None
-        due = [
-            (max(start, 0) + self.sync_interval - step) // slot_steps
-            for start in state.last_start
-        ]
-        if _is_tight(due):
-            # By deadlines themselves: in one slot may fall several.
-            return state, min(free, key=lambda p: (max(state.last_start[p], 0), p))
-        never = [p for p in free if state.last_start[p] < 0]
-        if never:
-            return state, never[0]
-        scores = self._scores(state, step, observe)
-        return state, max(free, key=lambda p: (scores[p], -state.last_start[p], -p))
+        last_start = np.array(state.last_start)
+        chosen = int(self.forced(np, free, last_start, step, slot_steps))
+        if chosen == self.num_fragments:
+            known = map(np.array, (state.norm, state.size, state.observed_interval))
+            scores = self.scores(np, last_start, *known, step, observe)
+            chosen = int(highest(np, free, last_start, scores))
+        return state, chosen
 
-    def _scores(self, state: AdaptiveState, step: int, observe: Observe) -> list[float]:
-        age = [step - start for start in state.last_start]
-        each = range(self.num_fragments)
-        if self.transmission_score == "round_robin":
-            return [float(a) for a in age]
-        if self.transmission_score == "drift":
-            return [d / a for d, a in zip(observe("drift"), age, strict=True)]
-        if self.transmission_score == "gain":
-            return list(observe("distance"))
-        if self.transmission_score == "disagreement":
-            gaps = observe("distance")
-            return [gaps[p] - self._moved(state, p, age[p]) ** 2 for p in each]
-        steps = age if self.transmission_score == "aged" else [1] * len(age)
-        return [self._moved(state, p, steps[p]) for p in each]
+    def forced(
+        self, xp: Any, free: Any, last_start: Any, step: Any, slot_steps: int
+    ) -> Any:
+        """Return the fragment that goes whatever the scores are.
 
-    def _moved(self, state: AdaptiveState, p: int, steps: int) -> float:
-        """Return how far a fragment moves in so many steps, by the last mean of it."""
-        if not state.size[p]:  # Sent once but not yet back: nothing is known.
-            return 0.0
-        interval = state.observed_interval[p]
-        if self.transmission_score == "pseudo_gradient":
-            return state.norm[p] / state.size[p] / interval
-        return state.norm[p] / math.sqrt(state.size[p]) * steps / interval
+        Args:
+          xp: `numpy`, or `jax.numpy` inside a program; of arrays that are `[K]`.
+          free: bool, which may start.
+          last_start: -1 for never.
+          step: of the slot.
+          slot_steps: steps to the slots after it.
+
+        Returns:
+          An index: the earliest deadline if one is due, else one never sent; K where
+          there is neither.
+        """
+        since = xp.maximum(last_start, 0)
+        due = (since + self.sync_interval - step) // slot_steps
+        # j + 1 or more fragments must start within the next j + 1 slots.
+        is_tight = ((due[None, :] <= due[:, None]).sum(1) > due).any()
+        never = free & (last_start < 0)
+        first = xp.where(never.any(), xp.argmax(never), len(free))
+        # By deadlines themselves: in one slot may fall several.
+        return xp.where(is_tight, _least(xp, free, since), first)
+
+    def scores(
+        self,
+        xp: Any,
+        last_start: Any,
+        norm: Any,
+        size: Any,
+        observed_interval: Any,
+        step: Any,
+        observe: Observe,
+    ) -> Any:
+        """Return the score of each fragment `[K]`, see the module.
+
+        Args:
+          xp: as of `forced`, like the next.
+          last_start: -1 for never.
+          norm: as of `AdaptiveState`, like the next two; 0 where nothing is known.
+          size: parameters.
+          observed_interval: steps.
+          step: of the slot.
+          observe: gives the gaps `[K]` where they are wanted.
+        """
+        kind, age = self.transmission_score, step - last_start
+        if kind == "round_robin":
+            return age
+        if kind == "drift":
+            return xp.asarray(observe("drift")) / age
+        if kind == "gain":
+            return xp.asarray(observe("distance"))
+        # Sent once but not yet back, nothing is known, and the norm is 0.
+        size, interval = xp.maximum(size, 1), xp.maximum(observed_interval, 1)
+        if kind == "pseudo_gradient":
+            return norm / size / interval
+        moved = norm / xp.sqrt(size) * (1 if kind == "rms" else age) / interval
+        if kind == "disagreement":
+            return xp.asarray(observe("distance")) - moved**2
+        return moved
+
+
+def highest(xp: Any, free: Any, last_start: Any, scores: Any) -> Any:
+    """Return the free fragment of the highest score, of equals who waits longest."""
+    scores = xp.where(free, scores, -xp.inf)
+    # Not `==`: of scores that are NaN each is as good.
+    return _least(xp, free & ~(scores < scores.max()), last_start)
+
+
+def _least(xp: Any, mask: Any, values: Any) -> Any:
+    """Return the first index of the least value where the mask is true."""
+    return xp.argmin(xp.where(mask, values, 2**31 - 1))
 
 
 def adaptive(
@@ -242,11 +289,6 @@ def syncs_that_fit(
         raise ValueError(f"network_share={network_share} must be in (0, 1]")
     fit = math.floor(network_share * sync_interval * step_time / sync_time)
     return min(max(num_fragments, fit), sync_interval)
-
-
-def _is_tight(due: Sequence[int]) -> bool:
-    """Whether j + 1 or more fragments must start within the next j + 1 slots."""
-    return any(sum(d <= j for d in due) > j for j in set(due))
 
 
 def _check_score(score: str) -> None:

@@ -1,0 +1,148 @@
+"""What a method is given, refused before anything is traced."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.fragments import Fragments, check_partition
+from cocodc_jax.sync.method import Method
+from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
+from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
+
+PyTree = Any
+
+
+def check_accumulation(optimizer: Any, method: Method) -> None:
+    """Refuse syncs in the middle of an accumulation by `optax.MultiSteps`.
+
+    Where it takes a number of steps, that is; of a schedule nothing is known before.
+
+    Raises:
+      ValueError: naming the interval, delay or slot that is no multiple of the number.
+    """
+    if not isinstance(optimizer, optax.MultiSteps):  # What its transformation is of.
+        optimizer = getattr(optimizer.update, "__self__", None)
+    if not isinstance(optimizer, optax.MultiSteps) or method.schedule is None:
+        return
+    every_k = optimizer._every_k_schedule(np.int32(0))
+    if not isinstance(every_k, int) or every_k == 1:
+        return
+    if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
+        raise ValueError(
+            f"optax.MultiSteps of {every_k} steps needs events at multiples of them, "
+            f"but those of method={method.name!r} follow what is measured; use numbers "
+            "for delay_steps, syncs_per_interval and the interval"
+        )
+    for name in ("sync_interval", "slot_steps", "delay_steps", "phase_steps"):
+        value = getattr(method.schedule, name, 0)
+        if value % every_k:
+            below = value // every_k * every_k
+            raise ValueError(
+                f"{name}={value} is not a multiple of the {every_k} steps that "
+                "optax.MultiSteps accumulates, so that fragments would leave or arrive "
+                f"in the middle of it; use {below} or {below + every_k}"
+            )
+
+
+def check_arrays(params: PyTree) -> None:
+    """Refuse parameters that are not all arrays, naming the leaf.
+
+    Raises:
+      ValueError: for a leaf that is no array; for two of one path; if there is none.
+    """
+    leaves = distinct_leaves(params)
+    if not leaves:
+        raise ValueError("params has no arrays: there is nothing to train")
+    for path, leaf in leaves:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ValueError(
+                f"params has a leaf {path!r} of type {type(leaf).__name__}, which is "
+                "no array: pass the arrays alone (Equinox: `params, static = "
+                "eqx.partition(model, eqx.is_inexact_array)`), and put the rest back "
+                "in loss_fn"
+            )
+
+
+def check_params(params: PyTree) -> None:
+    """Refuse parameters that have no mean over regions, naming the leaf.
+
+    Raises:
+      ValueError: for a leaf that is none of real floating-point numbers.
+    """
+    for path, leaf in named_leaves(params):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"params has a leaf {path!r} of dtype {leaf.dtype}: pass its real and "
+                "its imaginary part, and put them together in loss_fn"
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"params has a leaf {path!r} of dtype {leaf.dtype}, which is not "
+                "trained and has no mean over regions: only floating-point leaves are "
+                "parameters; name those with trainable=, or keep it out of params, and "
+                "put it back in loss_fn"
+            )
+
+
+def checked_fragments(
+    method: Method, params: PyTree, fragments: Fragments | None
+) -> Fragments:
+    """Return the fragments of a method's parameters, as given or as it cuts them.
+
+    Raises:
+      ValueError: if those that are given are not as many as the method's, or are not
+        of these parameters.
+    """
+    strategy = method.sync.fragment_strategy if method.sync else "strided"
+    if fragments is None:
+        fragments = cut(params, method.num_fragments, strategy)
+        sizes = fragments.num_params
+        if max(sizes) > 2 * min(sizes):
+            warnings.warn(
+                f"num_fragments={len(fragments)} cuts the model into fragments of "
+                f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some "
+                "syncs carry more than twice what others do; pass "
+                "fragments=cut(params, num_fragments, strategy='balanced'), with "
+                "blocks=NAME where the layers were not found",
+                stacklevel=3,
+            )
+    if len(fragments) != method.num_fragments:
+        raise ValueError(
+            f"fragments has {len(fragments)} entries, but method={method.name!r} was "
+            f"made for num_fragments={method.num_fragments}; use "
+            f"fragments=cut(params, {method.num_fragments})"
+        )
+    check_partition(fragments, params)
+    return fragments
+
+
+def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None:
+    """Refuse merges that remember, where messages have no residual to remember it in.
+
+    Args:
+      method: of the run.
+      fragments: the cut of the parameters.
+      params: shapes of one region's.
+
+    Raises:
+      ValueError: naming the argument, and what would be right.
+    """
+    if method.sync is None or not method.sync.merge.told_later:
+        return
+    part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
+    state = jax.eval_shape(method.sync.message.init, part)
+    is_like = isinstance(state, ErrorFeedbackState) and jax.tree.map(
+        lambda x: x.shape, state.residual
+    ) == jax.tree.map(lambda x: x.shape, part)
+    if not is_like:
+        raise ValueError(
+            f"merge_feedback=True needs messages of method={method.name!r} with error "
+            "feedback of whole fragments, such as compress='ef+int4'"
+        )

@@ -1,0 +1,241 @@
+"""How a mean over regions is taken inside a program, by the name of an axis.
+
+The axis is one of a mesh, inside of `jax.shard_map`, or of `jax.vmap`. Pseudo-gradients
+as they are become an all-reduce; encoded messages are gathered as they are and decoded
+by everybody; low-rank factors are two all-reduces, the second of what the first
+brought. Regions that hear from a partner or two neighbours alone get their messages by
+one permutation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from cocodc_jax.sync.factors import SummedFactors
+from cocodc_jax.sync.messages import Message, mean_of_decoded
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.transforms import power_sgd
+from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.numerics import vary_like
+
+PyTree = Any
+
+
+def same_in_all(tree: PyTree, axis_name: Any) -> PyTree:
+    """Return what is equal in all regions as one for all of them, under `jax.vmap`.
+
+    What a loop or a choice goes by must not have regions in front there: the loop would
+    go round for all, and select. Elsewhere nothing is done, and nothing ever crosses.
+    """
+    return _of_first(jax.lax.axis_index(axis_name), tree)
+
+
+@jax.custom_batching.custom_vmap
+def _of_first(index: jax.Array, tree: PyTree) -> PyTree:
+    del index  # Only what is mapped over regions has one of its own.
+    return tree
+
+
+@_of_first.def_vmap
+def _(size: int, is_batched: tuple, index: jax.Array, tree: PyTree):
+    del size
+    is_of_regions, each = is_batched
+    if not is_of_regions:  # Somebody else's axis.
+        return _of_first(index, tree), each
+    first = jax.tree.map(lambda x, batched: x[0] if batched else x, tree, each)
+    return first, jax.tree.map(lambda _: False, each)
+
+
+def weighted_mean(
+    message: Message, axis_name: Any, weights: np.ndarray
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Make the `reduce` of `core.sync.start`.
+
+    Args:
+      message: what is sent.
+      axis_name: of the regions.
+      weights: `[M]`, of sum 1.
+    """
+    weight = jnp.asarray(weights, float)[jax.lax.axis_index(axis_name)]
+
+    def summed(tree: PyTree) -> PyTree:
+        each = jax.tree.map(lambda x: x * weight.astype(x.dtype), tree)
+        return jax.lax.psum(each, axis_name)
+
+    def reduce(sent: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
+        if isinstance(message, SummedFactors):
+            return factored(sent, memory, weight, summed, lambda fn: fn, lambda x: x)
+        if isinstance(message, ByRings):
+            own = jax.tree.map(lambda x: x * weight.astype(x.dtype), sent)
+            total = ring_sum(own, message, axis_name)
+            return same_in_all(total, axis_name), memory
+        if message.compressor() is None:
+            return summed(sent), memory
+        gathered = jax.lax.all_gather(sent, axis_name)
+        return message.combine(gathered, jnp.asarray(weights, float)), memory
+
+    return reduce
+
+
+def group_mean(
+    outer: RegionalOuter, compressor: Compressor, axis_name: Any, key: jax.Array
+) -> Callable[[PyTree], PyTree]:
+    """Make what gives a region the mean of what its group's messages decode to.
+
+    Args:
+      outer: whose groups.
+      compressor: of the messages.
+      axis_name: of the regions.
+      key: of the draw of pairs, the same in every region.
+    """
+    num_regions = jax.lax.axis_size(axis_name)
+
+    def mean(message: PyTree) -> PyTree:
+        if outer.group == "all":
+            gathered = jax.lax.all_gather(message, axis_name)
+            return mean_of_decoded(gathered, compressor)
+        if outer.group == "pairs":
+            partners = matchings(num_regions)
+            matching = jax.random.randint(key, (), 0, len(partners))
+            two = message, from_partner(message, matching, partners, axis_name)
+        else:
+            two = (
+                from_neighbour(message, by, num_regions, axis_name) for by in (-1, 1)
+            )
+        return mean_of_two(compressor, *two)
+
+    return mean
+
+
+def mean_of_two(compressor: Compressor, one: PyTree, other: PyTree) -> PyTree:
+    """Return the mean of what two messages decode to."""
+    both = compressor.decode(one), compressor.decode(other)
+    return jax.tree.map(lambda x, y: (x + y) / 2, *both)
+
+
+def from_neighbour(
+    message: PyTree, by: int, num_regions: int, axis_name: Any
+) -> PyTree:
+    """Fetch the message of the region `by` places on along the ring, 1 or -1."""
+    perm = [(m, (m - by) % num_regions) for m in range(num_regions)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, perm), message)
+
+
+def from_partner(
+    message: PyTree, matching: jax.Array, partners: np.ndarray, axis_name: Any
+) -> PyTree:
+    """Fetch the partner's message.
+
+    Args:
+      message: of this region.
+      matching: int32 scalar, the row of `partners` to use, the same in all regions.
+      partners: int `[N, M]`, each region's partner in each matching.
+      axis_name: of the regions.
+    """
+    branches = [
+        functools.partial(
+            jax.lax.ppermute, axis_name=axis_name, perm=tuple(enumerate(row))
+        )
+        for row in partners.tolist()
+    ]
+    return jax.lax.switch(matching, branches, message)
+
+
+def factored(
+    delta: PyTree,
+    memory: PyTree,
+    weight: jax.Array,
+    summed: Callable[[PyTree], PyTree],
+    each: Callable[[Callable], Callable],
+    one: Callable[[jax.Array], jax.Array],
+) -> tuple[PyTree, PyTree]:
+    """Average by sums of low-rank factors, see `transforms.power_sgd`.
+
+    Args:
+      delta: pseudo-gradients of one region, or of several in front.
+      memory: `PowerSgdState`s; one of weight 0 keeps its residual.
+      weight: in the mean.
+      summed: the weighted sum over all regions.
+      each: maps a function over the regions that the arguments are of.
+      one: takes the first of them.
+
+    Returns:
+      The mean, and the states after it.
+    """
+    right = jax.tree.map(one, memory.right)  # Q is the same in all regions.
+    meant = each(power_sgd.meant)(delta, memory)
+    firsts = each(power_sgd.first)(meant, memory.right)
+    left = power_sgd.orthonormal(summed(firsts), right)
+    seconds = each(lambda tree: power_sgd.second(tree, left, right))(meant)
+    sums = summed(seconds)
+    mean = power_sgd.decoded(left, sums, jax.tree.map(one, delta))
+    shared = power_sgd.refreshed(sums, right)
+
+    def remembered(meant, old, weight):
+        residual = jax.tree.map(
+            lambda a, sent, e: jnp.where(weight > 0, a - sent.astype(a.dtype), e),
+            meant,
+            mean,
+            old.residual,
+        )
+        return vary_like(power_sgd.PowerSgdState(residual, shared), old)
+
+    return mean, each(remembered)(meant, memory, weight)
+
+
+def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
+    """Sum over the axis by several rings at once, each with its own share.
+
+    The numbers are laid end to end and dealt to the rings, and each share is cut into a
+    chunk for every shard. With q a shard's position on a ring of D shards, at every
+    step k = 0 .. D - 2 it passes one chunk on to its next:
+
+        summing     chunk q - k, to which the next adds its own; in the end shard q has
+                    the whole sum of chunk q + 1
+        gathering   chunk q + 1 - k, which the next keeps
+
+    so each shard sends 2 (D - 1) / D of the numbers. Each chunk is summed once, and
+    copied: all shards end with the same bits. Orders of the rings: `sync/rings.py`.
+
+    Args:
+      tree: of one shard.
+      rings: how many, and their orders.
+      axis_name: of the shards.
+    """
+    num = jax.lax.axis_size(axis_name)
+    flat, restore = ravel_pytree(tree)
+    chunk = rings.chunk_size(flat.size, num)
+    padded = jnp.pad(flat, (0, rings.num * num * chunk - flat.size))
+    shares = tuple(padded.reshape(rings.num, num, chunk))
+    shard, strides = jax.lax.axis_index(axis_name), rings.strides(num)
+    perms = [[(p, (p + s) % num) for p in range(num)] for s in strides]
+    # Position q is shard q s, so a shard's position is it times s inverted.
+    positions = [shard * (pow(s, -1, num) if num > 1 else 0) for s in strides]
+
+    def pass_on(share, perm, sent):
+        return jax.lax.ppermute(share[sent % num], axis_name, perm)
+
+    def add(k, shares):
+        return tuple(
+            share.at[(q - k - 1) % num].add(pass_on(share, perm, q - k))
+            for share, perm, q in zip(shares, perms, positions, strict=True)
+        )
+
+    def keep(k, shares):
+        return tuple(
+            share.at[(q - k) % num].set(pass_on(share, perm, q + 1 - k))
+            for share, perm, q in zip(shares, perms, positions, strict=True)
+        )
+
+    shares = jax.lax.fori_loop(0, num - 1, add, shares)
+    shares = jax.lax.fori_loop(0, num - 1, keep, shares)
+    return restore(jnp.stack(shares).ravel()[: flat.size])
