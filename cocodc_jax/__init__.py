@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from cocodc_jax import methods
     from cocodc_jax._version import __version__
     from cocodc_jax.core.optimizer import sync_axes, sync_metrics, synchronized
-    from cocodc_jax.runtime.devices.mesh import make_mesh, use_cpu_devices
-    from cocodc_jax.runtime.exchange.transport import Transport
-    from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-    from cocodc_jax.runtime.program import RegionProgram
-    from cocodc_jax.runtime.running import run as run_steps
+    from cocodc_jax.exchange.transport import Transport
+    from cocodc_jax.program.region_program import RegionProgram
+    from cocodc_jax.sharding.mesh import make_mesh, use_cpu_devices
     from cocodc_jax.sync.cutting import cut
     from cocodc_jax.sync.model_state import ModelState
     from cocodc_jax.sync.needs import Supplies
     from cocodc_jax.sync.regions import Regions
+    from cocodc_jax.train.checkpoint import Checkpoints
+    from cocodc_jax.train.run_steps import run as run_steps
     from cocodc_jax.transforms.second_moment import adam_second_moment
 
 __all__ = [
@@ -53,22 +53,22 @@ __all__ = [
 
 # Where each is: MODULE, or MODULE:NAME.
 _PLACES = {
-    "Checkpoints": "runtime.loop.checkpoint:Checkpoints",
+    "Checkpoints": "train.checkpoint:Checkpoints",
     "ModelState": "sync.model_state:ModelState",
-    "RegionProgram": "runtime.program:RegionProgram",
+    "RegionProgram": "program.region_program:RegionProgram",
     "Regions": "sync.regions:Regions",
     "Supplies": "sync.needs:Supplies",
-    "Transport": "runtime.exchange.transport:Transport",
+    "Transport": "exchange.transport:Transport",
     "__version__": "_version:__version__",
     "adam_second_moment": "transforms.second_moment:adam_second_moment",
     "cut": "sync.cutting:cut",
-    "make_mesh": "runtime.devices.mesh:make_mesh",
+    "make_mesh": "sharding.mesh:make_mesh",
     "methods": "methods",
-    "run_steps": "runtime.running:run",
+    "run_steps": "train.run_steps:run",
     "sync_axes": "core.optimizer:sync_axes",
     "sync_metrics": "core.optimizer:sync_metrics",
     "synchronized": "core.optimizer:synchronized",
-    "use_cpu_devices": "runtime.devices.mesh:use_cpu_devices",
+    "use_cpu_devices": "sharding.mesh:use_cpu_devices",
 }
 
 

@@ -34,7 +34,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
-from cocodc_jax.runtime.loop.finite import NonFiniteLossError
+from cocodc_jax.train.finite import NonFiniteLossError
 
 from . import commands
 

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cocodc_jax._extras import extra
-from cocodc_jax.compiled import report
-from cocodc_jax.compiled.job import CompileError, Job, UnknownProgramError
-from cocodc_jax.compiled.programs import INNER_STEPS, place
-from cocodc_jax.compiled.targets import CHIPS, Target
+from cocodc_jax.aot import report
+from cocodc_jax.aot.job import CompileError, Job, UnknownProgramError
+from cocodc_jax.aot.programs import INNER_STEPS, place
+from cocodc_jax.aot.targets import CHIPS, Target
 from cocodc_jax.files import write_whole
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model

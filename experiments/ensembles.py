@@ -14,15 +14,15 @@ import numpy as np
 import optax
 
 from cocodc_jax import models
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.session import CHECKPOINTS, Session
-from cocodc_jax.runtime import experts
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.loop.evaluate import make_evaluate
-from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.train import experts
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.evaluate import make_evaluate
 
 # Hashed n-grams of a prefix, and how a linear map of them is fitted.
 NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200

@@ -6,7 +6,7 @@ r"""Measures what a network gives to this framework's exchanges between CPU devi
 Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
 COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS (the lab is one). A vector of
 float32 crosses as a fragment does in training, on one CPU device a process: in either
-all-reduce (`runtime/exchange/collectives.py`), as what is not compressed, and in either
+all-reduce (`exchange/collectives.py`), as what is not compressed, and in either
 all-gather, as what is. Before each the processes rest, as between two fragments, since
 TCP starts again slowly after a rest. Large vectors go first: they open TCP's windows
 for what follows. On new connections small ones take longer, up to a fifth in the lab.
@@ -48,7 +48,7 @@ from cocodc_jax.netlab.probe import (
 )
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.run import agreement
+from cocodc_jax.run import cross_process_check as agreement
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import check_numbers, one_line, while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone

@@ -81,7 +81,7 @@ for package in (cc, cc.transforms, cc.sync, cc.methods):
     for name in package.__all__:
         if name != "Checkpoints":  # Orbax writes them.
             getattr(package, name)
-cc.runtime.make_evaluate, cc.network.simulate_method, cc.network.make_plan
+cc.train.make_evaluate, cc.network.simulate_method, cc.network.make_plan
 assert not EXTRAS & {name.partition(".")[0] for name in sys.modules}
 for code in SAYS:
     try:

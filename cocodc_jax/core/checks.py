@@ -134,7 +134,7 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
     Raises:
       ValueError: naming the argument, and what would be right.
     """
-    if method.sync is None or not method.sync.merge.told_later:
+    if method.sync is None or not method.sync.merge.feedback_weight:
         return
     part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
     state = jax.eval_shape(method.sync.message.init, part)

@@ -102,7 +102,7 @@ def finish(
     opt_state: PyTree,
     memory: PyTree,
     started: Started,
-    seen: needs.Seen,
+    seen: needs.MergeContext,
 ) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
     """Take in a mean: outer step, and merge.
 
@@ -120,8 +120,8 @@ def finish(
       mean's norm (float32 scalar), and the merge's metrics.
     """
     assert isinstance(sync.outer, SharedOuter)
-    if sync.merge.told_later:
-        memory = remember(sync.merge.told_later, part, started.staged, memory)
+    if sync.merge.feedback_weight:
+        memory = remember(sync.merge.feedback_weight, part, started.staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(
         sync.outer.optimizer, outer, opt_state, started.mean, stale
@@ -203,7 +203,9 @@ def outer_step(
     return optax.apply_updates(params, updates), opt_state, norm
 
 
-def merge(sync: Sync, seen: needs.Seen) -> tuple[Fragment, dict[str, jax.Array]]:
+def merge(
+    sync: Sync, seen: needs.MergeContext
+) -> tuple[Fragment, dict[str, jax.Array]]:
     """Merge an arriving outer fragment into a region's own, by the method's rule.
 
     Returns:

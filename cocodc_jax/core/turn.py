@@ -337,7 +337,7 @@ class Turn:
 
     def seen(
         self, k: int, inner: PyTree, updates: PyTree, part: Part, flight: Flight
-    ) -> needs.Seen:
+    ) -> needs.MergeContext:
         """Return what a merge may ask for, but for what `core.finish` fills in."""
         wanted, tau = self.sync.merge.needs, self.sync.schedule.delay_steps
         lead = jax.tree.map(lambda x: x[None], inner)
@@ -356,7 +356,7 @@ class Turn:
             return self.value_fn(params), {}
 
         kept = flight.copies | ({STALE: flight.stale} if flight.stale else {})
-        return needs.Seen(
+        return needs.MergeContext(
             local={},
             outer={},
             kept=kept,

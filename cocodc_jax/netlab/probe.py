@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from cocodc_jax.exchange import collectives, combine
 from cocodc_jax.network import direct, gloo
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.links import LinkState
-from cocodc_jax.runtime.devices import mesh, transfer
-from cocodc_jax.runtime.devices.outer import outer_rows, outer_sharding
-from cocodc_jax.runtime.exchange import collectives, combine
+from cocodc_jax.sharding import mesh, transfer
+from cocodc_jax.sharding.outer_mesh import outer_rows, outer_sharding
 
 # By the names of the runtime; what `cocodc_jax.network` calls them.
 COLLECTIVES = {

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from cocodc_jax.run.leaves import Leaf
     from cocodc_jax.run.method_config import MethodConfig
     from cocodc_jax.run.optimizer_config import OptimizerConfig
-    from cocodc_jax.run.pace import paced
     from cocodc_jax.run.preparing import prepare
     from cocodc_jax.run.presets import PRESETS
     from cocodc_jax.run.processes import Processes, failing_alone
     from cocodc_jax.run.resume import ResumeError
     from cocodc_jax.run.run_config import RunConfig
     from cocodc_jax.run.session import RUN_ERRORS, Session
+    from cocodc_jax.run.simulated_step_time import paced
 
 __all__ = [
     "LEAVES",

@@ -16,7 +16,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.runtime.loop.hooks import Clock
+from cocodc_jax.train.hooks import Clock
 
 with extra("train"):
     from rich.console import Console

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from cocodc_jax.runtime.exchange.jobs import BetweenJobs
-from cocodc_jax.runtime.loop import joining
-from cocodc_jax.runtime.loop.hooks import Hooks
-from cocodc_jax.runtime.membership import inside
-from cocodc_jax.runtime.membership.link import LeftBehindError, Link
-from cocodc_jax.runtime.program import Output, RegionProgram
-from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.core.state import TrainState
+from cocodc_jax.elastic import inside
+from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.exchange.between_jobs import BetweenJobs
+from cocodc_jax.program.region_program import Output, RegionProgram
+from cocodc_jax.train import joining
+from cocodc_jax.train.hooks import Hooks
 
 SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
 _TAIL_BYTES = 65536  # Of the merges: the last whole line is among them.
@@ -49,8 +49,8 @@ class Attendance:
           folder: of the region.
           digests: whether to write digests of outer fragments.
         """
-        assert isinstance(program.route, BetweenJobs)
-        self._program, self._route, self._link = program, program.route, link
+        assert isinstance(program.exchange, BetweenJobs)
+        self._program, self._exchange, self._link = program, program.exchange, link
         self._folder, self._digests = folder, digests
         self._view, self.step = link.view, 0
         self._shared: Any = None
@@ -95,7 +95,7 @@ class Attendance:
                 "start_step": sync.start_step,
                 "apply_step": sync.apply_step,
                 "epoch": self._link.view.epoch,
-                "regions": self._route.in_mean.pop((k, sync.start_step), None),
+                "regions": self._exchange.in_mean.pop((k, sync.start_step), None),
                 "time": time.time(),
             }
             if self._digests:

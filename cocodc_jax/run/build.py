@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.text_data import TextData
+from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
+from cocodc_jax.exchange.lowered_program import LoweredProgram
 from cocodc_jax.run import losses
-from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.config import RunConfig, TrainConfig
+from cocodc_jax.run.cross_process_check import gather
 from cocodc_jax.run.processes import check_shares
-from cocodc_jax.runtime.devices.mesh import (
+from cocodc_jax.sharding.mesh import (
     REGION,
     STAGE,
     Mesh,
     inner_devices,
     make_mesh,
 )
-from cocodc_jax.runtime.listed import Listed
-from cocodc_jax.runtime.loop.evaluate import list_evaluate, make_evaluate
-from cocodc_jax.runtime.membership.place import MIN_KEY_BYTES, Place
+from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 
@@ -266,7 +266,7 @@ def open_for(
 
 def list_evaluation(
     config: TrainConfig, model: models.TransformerConfig, program: cc.RegionProgram
-) -> Listed:
+) -> LoweredProgram:
     """Name the program of `build_evaluate`, to be compiled without being run."""
     data = config.data
     shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)

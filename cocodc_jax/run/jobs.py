@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cocodc_jax.run.watching import ON_FAULT
-from cocodc_jax.runtime.membership.hearing import Timing
-from cocodc_jax.runtime.membership.place import Place, read_key
+from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.place import Place, read_key
+from cocodc_jax.run.fault_watch import ON_FAULT
 
 
 @dataclasses.dataclass(frozen=True)

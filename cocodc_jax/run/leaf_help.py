@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 import cocodc_jax as cc
 from cocodc_jax.data.config import UNDECODABLE, Partition
+from cocodc_jax.exchange.collectives import ALL_REDUCES
+from cocodc_jax.exchange.transport import EXCHANGES, FUSES
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods.decoupled_diloco import AVERAGES
 from cocodc_jax.methods.lt_admm import GRAPHS
@@ -20,10 +22,8 @@ from cocodc_jax.models.config import (
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.help import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
-from cocodc_jax.runtime.devices.local_regions import HOW_MAPPED
-from cocodc_jax.runtime.devices.optimizer_place import MEMORIES
-from cocodc_jax.runtime.exchange.collectives import ALL_REDUCES
-from cocodc_jax.runtime.exchange.transport import EXCHANGES, FUSES
+from cocodc_jax.sharding.local_regions import HOW_MAPPED
+from cocodc_jax.sharding.optimizer_memory import MEMORIES
 from cocodc_jax.sync.cutting import STRATEGIES
 from cocodc_jax.sync.messages import MEANS
 from cocodc_jax.sync.method import WEIGHTS

@@ -10,9 +10,9 @@ import numpy as np
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.run.pace import paced
-from cocodc_jax.runtime.devices.local_regions import LocalRegions
-from cocodc_jax.runtime.devices.mesh import DATA, MODEL, SEQUENCE, Mesh, is_cpu
+from cocodc_jax.run.simulated_step_time import paced
+from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.mesh import DATA, MODEL, SEQUENCE, Mesh, is_cpu
 
 
 def make(

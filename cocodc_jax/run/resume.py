@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import cocodc_jax as cc
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import ensure_folder, read_table, write_whole
 from cocodc_jax.report.events import OpenMirror, tensorboard
@@ -18,9 +19,8 @@ from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
 from cocodc_jax.run import changes
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.lock import FolderInUseError, only_writer
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints, steps_in
-from cocodc_jax.runtime.loop.spikes import LossSpikeError
-from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.train.checkpoint import Checkpoints, steps_in
+from cocodc_jax.train.spikes import LossSpikeError
 
 CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
 

@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.kinds import Kind, free, of_kind
 from cocodc_jax.models import StageCodec
 from cocodc_jax.run.stage_codec import build_codec
-from cocodc_jax.runtime.devices.local_regions import check_how
-from cocodc_jax.runtime.devices.optimizer_place import check_memory
-from cocodc_jax.runtime.exchange.transport import Transport
-from cocodc_jax.runtime.loop.cadence import Cadence
-from cocodc_jax.runtime.loop.spikes import SpikeWatch
+from cocodc_jax.sharding.local_regions import check_how
+from cocodc_jax.sharding.optimizer_memory import check_memory
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.train.cadence import Cadence
+from cocodc_jax.train.spikes import SpikeWatch
 
 # More than any system of today has: a slip of the keyboard, and not a run.
 MAX_DEVICES = 2**20

@@ -19,14 +19,16 @@ import jax
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax._extras import extra
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
+from cocodc_jax.elastic.link import LeftBehindError
+from cocodc_jax.elastic.place import Place
 from cocodc_jax.files import write_whole
 from cocodc_jax.kinds import Kind
 from cocodc_jax.run import changes, timeline
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.agreement import gather
 from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
 from cocodc_jax.run.attendance import Attendance
 from cocodc_jax.run.bucket import Bucket
@@ -34,6 +36,8 @@ from cocodc_jax.run.build import (
     init_params,
 )
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import (
@@ -49,17 +53,13 @@ from cocodc_jax.run.resume import (
 from cocodc_jax.run.summary import summarize
 from cocodc_jax.run.taking_part import run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
-from cocodc_jax.run.watching import FaultWatch
-from cocodc_jax.runtime.devices.mesh import Mesh
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.loop.finite import NonFiniteLossError
-from cocodc_jax.runtime.loop.hooks import Hooks, Result
-from cocodc_jax.runtime.loop.joining import Carried
-from cocodc_jax.runtime.loop.spikes import LossSpikeError
-from cocodc_jax.runtime.loop.trainer import train
-from cocodc_jax.runtime.membership.link import LeftBehindError
-from cocodc_jax.runtime.membership.place import Place
-from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.sharding.mesh import Mesh
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.finite import NonFiniteLossError
+from cocodc_jax.train.hooks import Hooks, Result
+from cocodc_jax.train.joining import Carried
+from cocodc_jax.train.loop import train
+from cocodc_jax.train.spikes import LossSpikeError
 
 with extra("train"):
     from rich.console import Console

@@ -9,7 +9,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.runtime.loop.hooks import Result
+from cocodc_jax.train.hooks import Result
 
 
 class _Session(Protocol):

@@ -23,22 +23,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.elastic import inside
+from cocodc_jax.elastic.link import Link
+from cocodc_jax.elastic.messages import Snapshot, View
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.exchange.between_jobs import BetweenJobs
 from cocodc_jax.kinds import Kind
-from cocodc_jax.run.agreement import code_digest, gather
+from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.attendance import Attendance, last_merge
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
+from cocodc_jax.run.cross_process_check import code_digest, gather
+from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.resume import ResumeError
-from cocodc_jax.run.watching import FaultWatch
-from cocodc_jax.runtime.exchange.jobs import BetweenJobs
-from cocodc_jax.runtime.loop import joining
-from cocodc_jax.runtime.membership import inside
-from cocodc_jax.runtime.membership.link import Link
-from cocodc_jax.runtime.membership.messages import Snapshot, View
-from cocodc_jax.runtime.membership.place import Place
-from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import MAX_SCAN_STEPS, scan_steps
-from cocodc_jax.runtime.state import TrainState
+from cocodc_jax.train import joining
+from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps
 
 _LISTEN_BEATS = 4
 
@@ -90,7 +90,7 @@ def taking_part(
       ResumeError: if it would begin anew, without all others, a run that it was in, or
         if its own checkpoint is ahead of what the others go on from.
     """
-    assert isinstance(program.route, BetweenJobs)
+    assert isinstance(program.exchange, BetweenJobs)
     own, _, position = begun
     began_s = time.monotonic()
     largest = joining.max_frame_bytes(program)
@@ -117,8 +117,8 @@ def taking_part(
         copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
         if copy is None:
             _begins(place, link.view, own.step, max(gather(last_merge(folder))))
-        program.route.in_mean.clear()
-        program.route.link = link
+        program.exchange.in_mean.clear()
+        program.exchange.link = link
         if copy is not None:
             begun = (
                 _go_on(program, copy, own.step, stream, make_params, carried),
@@ -142,7 +142,7 @@ def taking_part(
         try:
             yield begun, attendance
         finally:
-            program.route.link = None
+            program.exchange.link = None
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:

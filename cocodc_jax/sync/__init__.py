@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     )
     from cocodc_jax.sync.needs import (
         NEEDS,
+        MergeContext,
         Need,
-        Seen,
         Supplies,
     )
     from cocodc_jax.sync.outer import (
@@ -98,7 +98,7 @@ __all__ = [
     "Ranked",
     "RegionalOuter",
     "Regions",
-    "Seen",
+    "MergeContext",
     "SharedMask",
     "SharedOuter",
     "SummedFactors",
@@ -133,7 +133,7 @@ _PLACES = {
     "Ranked": "messages:Ranked",
     "RegionalOuter": "outer:RegionalOuter",
     "Regions": "regions:Regions",
-    "Seen": "needs:Seen",
+    "MergeContext": "needs:MergeContext",
     "SharedMask": "averages:SharedMask",
     "SharedOuter": "outer:SharedOuter",
     "SummedFactors": "factors:SummedFactors",

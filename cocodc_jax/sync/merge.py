@@ -51,14 +51,14 @@ class Merge:
         fragment and a dict of float32 scalars. All three are fragments of one region
         (flat dicts of arrays); `staged` is None unless "staged" is needed.
       needs: names of the extra arguments, see `sync.needs`.
-      told_later: share of a region's progress during the delay that the merge drops and
-        its next message tells, see `remembering`; 0 is that none is told.
+      feedback_weight: the fraction of a region's progress during the delay that is fed
+        back into its next message, see `remembering`; 0 is none.
     """
 
     name: str
     apply: Callable[..., tuple[PyTree, Metrics]]
     needs: frozenset[str] = frozenset()
-    told_later: float = 0.0
+    feedback_weight: float = 0.0
 
 
 # What `compensate` gives to its transform by itself.
@@ -186,7 +186,7 @@ def remembering(rule: Merge, kept: float) -> Merge:
             "progress; leave it out, or lower mixing_alpha or progress_weight"
         )
     needs = rule.needs | {"staged"}
-    return dataclasses.replace(rule, needs=needs, told_later=1 - kept)
+    return dataclasses.replace(rule, needs=needs, feedback_weight=1 - kept)
 
 
 def where_drawn(rule: Merge, mask: SharedMask) -> Merge:

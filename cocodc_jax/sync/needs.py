@@ -62,7 +62,7 @@ class Supplies:
         return jnp.asarray(value, float)
 
 
-class Seen(NamedTuple):
+class MergeContext(NamedTuple):
     """What one region has at hand when a fragment arrives; no leaf has a region axis.
 
     Attributes:
@@ -106,9 +106,9 @@ class Need:
       wants_batch: whether it is made of the last batch; it then gets a key too.
       wants_key: whether it is made of a PRNG key.
       of_regions: `(optimizer state, supplies) -> tree` like the parameters, both with
-        regions in front; the fragment of it is `Seen.regional`.
-      of_region: what a merge is given, made of `Seen`; None where a merge has it
-        without asking.
+        regions in front; the fragment of it is `MergeContext.regional`.
+      of_region: what a merge is given, made of `MergeContext`; None where a merge has
+        it without asking.
       of_mean: what is seen of an applied mean pseudo-gradient, made where that lies.
     """
 
@@ -118,7 +118,7 @@ class Need:
     wants_batch: bool = False
     wants_key: bool = False
     of_regions: Callable[[PyTree, Supplies], PyTree] | None = None
-    of_region: Callable[[Seen], Any] | None = None
+    of_region: Callable[[MergeContext], Any] | None = None
     of_mean: Callable[[Fragment], jax.Array] | None = None
 
 
@@ -165,7 +165,7 @@ def later_gradient(
     return jax.tree.map(later, staged, midway, local)
 
 
-def _gradient_fn(seen: Seen) -> Callable:
+def _gradient_fn(seen: MergeContext) -> Callable:
     def loss(part: Fragment) -> jax.Array:
         assert seen.key is not None
         return seen.loss_fn(seen.whole(part), seen.batch, seen.key)[0]
@@ -178,20 +178,20 @@ def _second_moment(opt_state: PyTree, supplies: Supplies) -> PyTree:
     return supplies.second_moment(opt_state)
 
 
-def _outputs(seen: Seen) -> tuple[Callable, Callable]:
+def _outputs(seen: MergeContext) -> tuple[Callable, Callable]:
     assert seen.supplies.outputs is not None
     return seen.supplies.outputs
 
 
-def _model_fn(seen: Seen) -> Callable:
+def _model_fn(seen: MergeContext) -> Callable:
     return lambda part: _outputs(seen)[0](seen.whole(part), seen.batch)
 
 
-def _output_loss_fn(seen: Seen) -> Callable:
+def _output_loss_fn(seen: MergeContext) -> Callable:
     return lambda outputs: _outputs(seen)[1](outputs, seen.batch)
 
 
-def _later_gradient(seen: Seen) -> Fragment:
+def _later_gradient(seen: MergeContext) -> Fragment:
     steps = seen.delay_steps
     assert isinstance(steps, int)
     return later_gradient(seen.kept[STAGED], seen.kept[HALFWAY], seen.local, steps)
@@ -344,7 +344,7 @@ def regional(
     return {name: make(opt_state, supplies) for name, make in makers.items() if make}
 
 
-def arguments(needs: Iterable[str], seen: Seen) -> dict[str, Any]:
+def arguments(needs: Iterable[str], seen: MergeContext) -> dict[str, Any]:
     """Return the extra arguments of one region's merge, by need."""
     makers = {name: NEEDS[name].of_region for name in sorted(needs)}
     return {name: make(seen) for name, make in makers.items() if make}

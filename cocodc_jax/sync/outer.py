@@ -45,7 +45,7 @@ class SharedOuter:
       optimizer: takes the mean pseudo-gradient as its gradient; one independent state a
         fragment.
       placement: "host" keeps its state in host memory, "divided" divides it over the
-        devices of each region, as ZeRO does; see `runtime/exchange/outer_place.py`.
+        devices of each region, as ZeRO does; see `exchange/outer_placement.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
       start: `start(params, opt_state) -> params`, the point that regions are given, go
         on from, and measure their pseudo-gradients from; None gives them the outer

@@ -69,7 +69,7 @@ def _feedback() -> Rule:
             return jax.tree.map(mixed, local, outer), {}
 
         needs = frozenset({"staged"})
-        return merge.Merge("mix_feedback", apply, needs, told_later=1 - strength)
+        return merge.Merge("mix_feedback", apply, needs, feedback_weight=1 - strength)
 
     return Rule(
         "mix_feedback",

@@ -54,7 +54,7 @@ def make_plan(
     copies = needs.copies(make(1.0, delay_steps).needs)
     bound = schedule.bind(Regions.alike(num_regions), needs.HALFWAY in copies)
     # Of a strength between nothing and all.
-    remembers = bool(make(0.5, delay_steps).told_later)
+    remembers = bool(make(0.5, delay_steps).feedback_weight)
     return Plan(bound, make_finish(trainer, make, delay_steps), remembers)
 
 

@@ -22,7 +22,7 @@ import optax
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.merge import Merge
-from cocodc_jax.sync.needs import HALFWAY, STAGED, LossFn, Seen, Supplies
+from cocodc_jax.sync.needs import HALFWAY, STAGED, LossFn, MergeContext, Supplies
 from cocodc_jax.sync.schedules.base import replaced
 
 PyTree = Any
@@ -209,7 +209,7 @@ def make_finish(
     wanted = make(1.0, delay_steps).needs
 
     def one_region(local, kept, outer, regional, params, batch, key, rate, strength, k):
-        seen = Seen(
+        seen = MergeContext(
             local=local,
             outer=outer,
             kept=kept,
@@ -260,7 +260,7 @@ def make_finish(
         )
         memory = trials.memory
         if memory is not None:
-            share = jnp.asarray(make(strength, delay_steps).told_later)
+            share = jnp.asarray(make(strength, delay_steps).feedback_weight)
             left_out = jax.tree.map(
                 lambda x, s: share.reshape(-1, *[1] * (x.ndim - 1)) * (x - s),
                 local,

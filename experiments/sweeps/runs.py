@@ -32,7 +32,7 @@ from cocodc_jax.run.build import (
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session
-from cocodc_jax.runtime.loop.finite import NonFiniteLossError
+from cocodc_jax.train.finite import NonFiniteLossError
 
 from .grid import Setting
 from .keys import completed, run_key

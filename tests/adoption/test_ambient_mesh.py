@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.runtime import make_evaluate
+from cocodc_jax.train import make_evaluate
 
 PARAMS = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
 METHODS = {

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.runtime import checks
+from cocodc_jax.program import checks
 
 TOKENS = np.arange(4 * 2 * 8).reshape(4, 2, 8) % 16
 DILOCO = cc.methods.get("diloco")

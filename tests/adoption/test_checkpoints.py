@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.train.checkpoint import Checkpoints
 
 PARAMS = {"blocks": {"w": jnp.ones((2, 4, 4)) / 4}}
 BATCHES = np.random.default_rng(0).normal(size=(3, 2, 4, 4)).astype(np.float32)

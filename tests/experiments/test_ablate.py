@@ -19,13 +19,13 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.runtime.running import run
 from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules import MIDWAY, events_at, staggered
+from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.compressor import identity
@@ -149,7 +149,7 @@ def test_trials_are_the_region_program(name, delay_steps):
         return inner_scale[trial] * rate(step)
 
     rule, message = make(strength[trial], delay_steps), AsIs()
-    if rule.told_later:
+    if rule.feedback_weight:
         message = Compressed(error_feedback(identity()))
     method = Method(
         name=name,

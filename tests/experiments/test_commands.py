@@ -11,7 +11,7 @@ import tomllib
 import pytest
 from absl.flags import FlagValues
 
-from cocodc_jax.compiled.targets import Target
+from cocodc_jax.aot.targets import Target
 from cocodc_jax.netlab import kernel
 from cocodc_jax.run import flags
 from experiments import (

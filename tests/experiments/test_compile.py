@@ -10,10 +10,10 @@ import time
 import pytest
 from rich.console import Console
 
-from cocodc_jax.compiled import report
-from cocodc_jax.compiled.job import CompileError, Job, UnknownProgramError
-from cocodc_jax.compiled.programs import place
-from cocodc_jax.compiled.targets import Target
+from cocodc_jax.aot import report
+from cocodc_jax.aot.job import CompileError, Job, UnknownProgramError
+from cocodc_jax.aot.programs import place
+from cocodc_jax.aot.targets import Target
 from cocodc_jax.run.presets import PRESETS
 from experiments import compile as program
 

@@ -16,7 +16,7 @@ from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.session import CHECKPOINTS
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.train.checkpoint import Checkpoints
 from experiments import export, train
 
 CONFIG = PRESETS["smoke"].replace(

@@ -16,8 +16,8 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import CHECKPOINTS
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
-from cocodc_jax.runtime.loop.spikes import Spike, Spikes
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.spikes import Spike, Spikes
 from experiments import train
 
 MODULE = train.__name__

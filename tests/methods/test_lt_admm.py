@@ -7,9 +7,9 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.methods.lt_admm import admm
-from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import run
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.sparsify import top_k
 from tests.methods.regional_steps import assert_is, one, send

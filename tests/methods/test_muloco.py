@@ -6,8 +6,8 @@ import numpy as np
 import optax
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import run
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.train.run_steps import run
 
 
 def test_two_rounds_by_hand():

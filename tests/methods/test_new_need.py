@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from cocodc_jax.methods import Method, Sync
-from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import run
+from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.needs import NEEDS, STAGED, Need
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import staggered
+from cocodc_jax.train.run_steps import run
 
 GRADIENTS = (1.0, 3.0)
 

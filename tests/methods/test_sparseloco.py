@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.runtime.exchange.transport import Transport
-from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import run
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.schedules import staggered
+from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms import compression
 
 

@@ -18,9 +18,9 @@ from cocodc_jax.models import (
     partition_specs,
 )
 from cocodc_jax.models.transformer import bind
-from cocodc_jax.runtime.devices.mesh import make_mesh, regional
-from cocodc_jax.runtime.program import RegionProgram
-from cocodc_jax.runtime.running import run
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.train.run_steps import run
 from tests.models.pipelined import (
     BATCH,
     BFLOAT16,

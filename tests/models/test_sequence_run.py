@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.run.build import build_program, check_model, init_params, mesh_of
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.runtime.running import run
+from cocodc_jax.train.run_steps import run
 
 STEPS, BATCH, LENGTH = 3, 4, 8
 CONFIG = PRESETS["smoke"].replace(

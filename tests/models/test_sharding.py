@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.compiled import hlo
-from cocodc_jax.compiled.collectives import collectives
+from cocodc_jax.aot import hlo
+from cocodc_jax.aot.collectives import collectives
 from cocodc_jax.models import (
     Layout,
     TransformerConfig,

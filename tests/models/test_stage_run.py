@@ -6,8 +6,8 @@ import numpy as np
 from cocodc_jax import models
 from cocodc_jax.run.build import build_program, init_params
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.runtime.devices.mesh import make_mesh
-from cocodc_jax.runtime.running import run
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.train.run_steps import run
 
 STEPS, BATCH, LENGTH = 3, 4, 8
 CONFIG = PRESETS["smoke"].replace(

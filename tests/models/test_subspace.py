@@ -20,7 +20,7 @@ from cocodc_jax.models import (
     make_pipelined_loss_fn,
     stage_bytes,
 )
-from cocodc_jax.runtime.devices.mesh import make_mesh
+from cocodc_jax.sharding.mesh import make_mesh
 from tests.models.pipelined import (
     BATCH,
     BFLOAT16,

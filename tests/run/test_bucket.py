@@ -16,7 +16,7 @@ from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.runtime.loop.checkpoint import Checkpoints
+from cocodc_jax.train.checkpoint import Checkpoints
 
 NAME = "gs://bucket/runs/one"
 

@@ -5,10 +5,10 @@ import types
 import numpy as np
 import pytest
 
+from cocodc_jax import make_mesh
 from cocodc_jax.run.build import build_program
 from cocodc_jax.run.losses import gather_steps, with_kernels
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.runtime import make_mesh
 
 
 def _chips(*shape, cores=1):

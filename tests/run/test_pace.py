@@ -10,9 +10,9 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run import build
-from cocodc_jax.run.pace import paced
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.runtime.devices.local_regions import LocalRegions
+from cocodc_jax.run.simulated_step_time import paced
+from cocodc_jax.sharding.local_regions import LocalRegions
 from tests.numerics import assert_within_ulps
 
 REGIONS, STEPS, SECONDS = 4, 2, 0.4

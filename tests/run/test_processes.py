@@ -5,8 +5,9 @@ import socket
 import numpy as np
 import pytest
 
-from cocodc_jax.run import agreement, processes, resume
-from cocodc_jax.run.agreement import check_alike
+from cocodc_jax.run import cross_process_check as agreement
+from cocodc_jax.run import processes, resume
+from cocodc_jax.run.cross_process_check import check_alike
 from cocodc_jax.run.processes import Processes, check_shares
 
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.messages import Seat, Snapshot, View
+from cocodc_jax.elastic.place import Place
 from cocodc_jax.run.attendance import SYNCS_FILE, last_merge
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.taking_part import _begins, _go_on, run_digest
-from cocodc_jax.runtime.membership.hearing import Timing
-from cocodc_jax.runtime.membership.messages import Seat, Snapshot, View
-from cocodc_jax.runtime.membership.place import Place
 
 PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
 

@@ -13,12 +13,12 @@ import random
 import numpy as np
 import pytest
 
-from cocodc_jax.run.watching import FAULTS_FILE, FaultWatch
-from cocodc_jax.runtime.membership.hearing import Timing
-from cocodc_jax.runtime.membership.messages import Choice, Decision, Row
-from cocodc_jax.runtime.membership.protocol import Member
-from cocodc_jax.runtime.membership.silence import Silence, Silences
-from cocodc_jax.runtime.membership.times import Measured
+from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.messages import Choice, Decision, Row
+from cocodc_jax.elastic.protocol import Member
+from cocodc_jax.elastic.straggler_detector import Silence, Silences
+from cocodc_jax.elastic.times import Measured
+from cocodc_jax.run.fault_watch import FAULTS_FILE, FaultWatch
 
 NUM, TICK_S, SYNC_STEPS = 4, 0.5, 10
 WARM, FAULT_AT_S = 20, 240.0

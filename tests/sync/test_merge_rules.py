@@ -103,7 +103,7 @@ def test_the_mean_weight_is_a_weight(mean_weight):
 
 def test_where_drawn_tells_later_what_its_rule_does():
     rule = merge.remembering(merge.mix(0.25), 0.25)
-    assert merge.where_drawn(rule, SharedMask(0.5)).told_later == 0.75
+    assert merge.where_drawn(rule, SharedMask(0.5)).feedback_weight == 0.75
 
 
 @pytest.mark.parametrize("kept", [-1.0, float("nan")])

@@ -30,7 +30,7 @@ def seen(**parts):
             outputs=(lambda p, batch: p["w"] * batch, lambda out, batch: out.sum())
         ),
     }
-    return needs.Seen(**(whole | parts))
+    return needs.MergeContext(**(whole | parts))
 
 
 def close(actual, expected):

@@ -1,0 +1,270 @@
+"""What a run compiles for a machine, and what it would have to move at least."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from cocodc_jax import models
+from cocodc_jax.aot import written
+from cocodc_jax.aot.collectives import BETWEEN_SLICES
+from cocodc_jax.aot.targets import GPUS_PER_HOST, Chip, Target
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.run.build import build_program, check_model, list_evaluation, mesh_of
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.losses import torus_steps
+from cocodc_jax.sharding.mesh import DATA, REGION, SEQUENCE
+from cocodc_jax.sharding.transfer import PINNED
+from cocodc_jax.sync.schedules.base import START, events_at
+from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
+
+PyTree = Any
+FIRST_STATE, INNER_STEPS = "first state", "inner steps"
+# Axes over which messages between regions lie.
+BETWEEN = frozenset({REGION, BETWEEN_SLICES})
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A run for a machine.
+
+    Attributes:
+      target: the machine.
+      program: of the method.
+      mesh: of devices that can only be compiled for.
+      listed: what is compiled.
+      scan_steps: T, inner steps in one call.
+      syncs_per_step: that start, on average.
+      state: abstract, with as much in flight as ever.
+    """
+
+    target: Target
+    program: RegionProgram
+    mesh: Mesh
+    listed: list[LoweredProgram]
+    scan_steps: int
+    syncs_per_step: float
+    state: Any
+
+
+def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainConfig:
+    """Divide a machine over a run's regions.
+
+    Args:
+      config: of the run.
+      target: the machine.
+      keep_data_axis: whether the configuration's own is meant; otherwise it is as long
+        as there are chips.
+
+    Returns:
+      The configuration with its data axis. Messages cross in the program, as where
+      regions share a fabric.
+
+    Raises:
+      ValueError: naming the flag, its value and what would be right.
+    """
+    run, num_chips = config.run, target.num_chips
+    if num_chips % run.regions:
+        raise ValueError(
+            f"regions={run.regions} do not divide the {num_chips} chips of "
+            f"target={target} * slices={target.slices}; use another number"
+        )
+    if target.slices > 1 and run.regions % target.slices:
+        raise ValueError(
+            f"slices={target.slices} do not hold regions={run.regions} in equal "
+            "numbers; use a divisor"
+        )
+    own = num_chips // run.regions
+    inside = run.stages * run.sequence_axis * run.model_axis
+    inside *= run.data_axis if keep_data_axis else 1
+    if own % inside:
+        raise ValueError(
+            f"stages * data_axis * sequence_axis * model_axis = {inside} do not divide "
+            f"the {own} chips of a region of target={target}; use divisors"
+        )
+    if not keep_data_axis:
+        config = config.replace(data_axis=own // inside)
+    if config.run.exchange == "auto":
+        config = config.replace(exchange="program")
+    return config
+
+
+def build(config: TrainConfig, target: Target) -> Built:
+    """Make the programs of a run and list them; compiles nothing.
+
+    The vocabulary is the preset's own, as no corpus is opened.
+
+    Args:
+      config: as `place` gives it.
+      target: whose compiler is installed.
+    """
+    run, model = config.run, config.model
+    check_model(config, model)
+    devices = target.devices()
+    if len(devices) > target.num_chips:  # Each chip shows as several.
+        config = config.replace(
+            data_axis=run.data_axis * (len(devices) // target.num_chips)
+        )
+        run = config.run
+    mesh = mesh_of(run, devices)
+    program = build_program(config, model, mesh)
+    scan_steps, syncs_per_step, schedule = _walk(program, run.log_every)
+    data = config.data
+    shape = (scan_steps, run.regions, data.batch_per_region, data.sequence_length + 1)
+    batches = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return Built(
+        target,
+        program,
+        mesh,
+        [*program.list_programs(batches), list_evaluation(config, model, program)],
+        scan_steps,
+        syncs_per_step,
+        program.abstract(schedule),
+    )
+
+
+def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
+    """Follow the schedule for three intervals.
+
+    Returns:
+      Steps of the longest scan, syncs that start in a step, and the schedule's state
+      with most in flight (None without syncs).
+    """
+    sync = program.method.sync
+    if sync is None:
+        return min(log_every, MAX_SCAN_STEPS), 0.0, None
+    schedule = sync.schedule
+    state, done, longest, starts = schedule.init(), 0, 1, 0
+    fullest = state
+    end = 3 * schedule.sync_interval
+    while (step := schedule.next_step(state)) <= end:
+        longest = max(longest, min(step - done, MAX_SCAN_STEPS))
+        done = step
+        for after, event in events_at(schedule, state, step, _observe(program)):
+            state = after
+            starts += event is not None and event.kind == START
+        if len(state.in_flight) > len(fullest.in_flight):
+            fullest = state
+    return longest, starts / end, fullest
+
+
+def _observe(program: RegionProgram) -> Any:
+    """Answer a schedule that chooses by what it sees: all fragments are alike."""
+    num_fragments = len(program.fragments)
+    return lambda name: [] if name == "applied" else [1.0] * num_fragments
+
+
+def model_flops(config: TrainConfig, num_devices: int) -> float:
+    """Count the model's own operations of one step, of each of a region's devices."""
+    data = config.data
+    tokens = data.batch_per_region * data.sequence_length
+    each = models.flops_per_token(config.model, data.sequence_length)
+    return each * tokens * config.run.regions / num_devices
+
+
+def recomputed_flops(built: Built, config: TrainConfig) -> float:
+    """Count what one step computes again in its backward pass, of each device.
+
+    The products of the inner steps as they are written, less those that are written
+    where every activation is kept.
+
+    Args:
+      built: the run.
+      config: what it was built from.
+    """
+    if config.model.remat == "none":
+        return 0.0
+    kept = build(config.replace(remat="none"), built.target)
+    each = [_written_flops(one) for one in (built, kept)]
+    return (each[0] - each[1]) / built.scan_steps / built.mesh.size
+
+
+def _written_flops(built: Built) -> float:
+    steps = next(each for each in built.listed if each.name == INNER_STEPS)
+    return written.flops(steps.program.trace(*steps.arguments).jaxpr)
+
+
+def least_bytes_inside(built: Built, config: TrainConfig) -> float:
+    """Count what one inner step has to move over the data axis, received by a device.
+
+    With a sequence axis over both; what attention gathers over that is not in it.
+
+    Fully sharded data parallelism's own: each weight is gathered twice, as it is
+    computed with (forward and backward), and its float32 gradient reduce-scattered;
+    gradients of what is whole on every device are all-reduced.
+    """
+    size = built.mesh.shape[DATA] * built.mesh.shape[SEQUENCE]
+    itemsize = jnp.dtype(config.model.compute_dtype).itemsize
+    total = 0.0
+    params = built.state.region.params
+    for leaf in jax.tree.leaves(params):
+        whole = _undivided_bytes(leaf, built.mesh) // leaf.dtype.itemsize
+        is_divided = DATA in jax.tree.leaves(tuple(leaf.sharding.spec))
+        each = 2 * itemsize + leaf.dtype.itemsize
+        total += whole * (each if is_divided else 2 * leaf.dtype.itemsize)
+    return total * (size - 1) / size
+
+
+def _undivided_bytes(leaf: Any, mesh: Mesh) -> int:
+    """Return a device's bytes of an array if no axis of tokens divided it."""
+    named = jax.tree.leaves(tuple(leaf.sharding.spec))
+    over = [mesh.shape[axis] for axis in (DATA, SEQUENCE) if axis in named]
+    return device_bytes([leaf], mesh) * math.prod(over)
+
+
+def device_bytes(tree: PyTree, mesh: Mesh) -> int:
+    """Return the bytes that a device of the mesh holds of abstract arrays.
+
+    Not those that lie in its host's memory.
+    """
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf.sharding, NamedSharding)
+        and leaf.sharding.mesh == mesh
+        and leaf.sharding.memory_kind != PINNED
+    )
+
+
+def held_bytes(built: Built, listed: LoweredProgram) -> int:
+    """Return what a device holds of the run's state besides a program's arguments."""
+    state = built.state
+    others = jax.tree.leaves((state.region, state.sync.arrays if state.sync else ()))
+    taken = collections.Counter(
+        _key(x) for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding")
+    )
+    held = []
+    for leaf in others:
+        if taken[_key(leaf)] > 0:
+            taken[_key(leaf)] -= 1
+        else:
+            held.append(leaf)
+    return 0 if listed.name == FIRST_STATE else device_bytes(held, built.mesh)
+
+
+def _key(leaf: Any) -> tuple:
+    return leaf.shape, str(leaf.dtype), leaf.sharding
+
+
+def device_of(target: Target, mesh: Mesh) -> Chip:
+    """Return what a device of the mesh can do, with the links that its region has.
+
+    A region of several GPU hosts has the network between its devices; regions of one
+    TPU slice have the slice's links between them. Weights that are gathered axis by
+    axis of a torus have the links of one axis at a time.
+    """
+    chip = target.per_device(mesh.size)
+    if torus_steps(mesh):
+        chip = dataclasses.replace(chip, link_bps=chip.link_bps / chip.axes)
+    if chip.platform == "cuda" and mesh.size // mesh.shape[REGION] > GPUS_PER_HOST:
+        return dataclasses.replace(chip, link_bps=chip.network_bps)
+    if chip.platform == "tpu" and target.slices == 1:
+        return dataclasses.replace(chip, network_bps=chip.link_bps)
+    return chip

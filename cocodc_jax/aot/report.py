@@ -1,0 +1,255 @@
+"""What the compiled programs of a run say together: one summary, and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from cocodc_jax.aot.programs import INNER_STEPS
+from cocodc_jax.run.config import TrainConfig
+
+Record = dict[str, Any]
+# Tokens; with fewer, summing the head's gradient moves more than products compute.
+_SMALL_CHUNK = 512
+
+
+def summarise(about: Record, programs: list[Record]) -> Record:
+    """Sum up a run's programs.
+
+    Args:
+      about: what `child` wrote of all of them.
+      programs: their records.
+
+    Returns:
+      `fits`, `overlapped` (every message between regions crosses while the inner steps
+      run; False where none does), `temp_bytes` and `peak_bytes` (of the program that
+      needs most), `hbm_bytes`; and where the inner steps were compiled `step_seconds`
+      and `mfu` of one of them, the same with the syncs that go with it, `limit`,
+      `recomputed_flops` of a device and step, `flops_ratio` to the model's own,
+      `excess_ratio` to the model's own and what is computed again, and `inside_ratio`
+      to the least bytes. Below 1 are ratios of operations where a kernel leaves out
+      pairs of positions that the mask hides: the model's own count has them.
+    """
+    between = [
+        row
+        for record in programs
+        for row in record.get("collectives", ())
+        if record["sent_bytes"] and row["where"] == "between"
+    ]
+    summary: Record = dict(
+        fits=all(record["fits"] for record in programs),
+        overlapped=bool(between) and all(row["spans"] for row in between),
+        temp_bytes=max(record["temp_bytes"] for record in programs),
+        peak_bytes=max(record.get("peak_bytes", 0) for record in programs),
+        hbm_bytes=about["hbm_bytes"],
+    )
+    steps = next((r for r in programs if r["name"] == INNER_STEPS), {})
+    if "estimate" not in steps:
+        return summary | dict(mfu=None)
+    num_steps = about["scan_steps"]
+    step_s = steps["estimate"]["seconds"] / num_steps
+    sync_s = about["syncs_per_step"] * _mean_sync_s(about, programs, step_s)
+    least = about["least_bytes_inside"]
+    ideal_s = about["model_flops"] / about["peak_flops"]
+    return summary | dict(
+        step_seconds=step_s,
+        mfu=ideal_s / step_s,
+        step_seconds_with_syncs=step_s + sync_s,
+        mfu_with_syncs=ideal_s / (step_s + sync_s),
+        limit=steps["estimate"]["limit"],
+        recomputed_flops=about["recomputed_flops"],
+        flops_ratio=steps["flops"] / num_steps / about["model_flops"],
+        excess_ratio=excess_ratio(about, steps),
+        inside_ratio=inside_bytes(steps) / num_steps / least if least else None,
+    )
+
+
+def _mean_sync_s(about: Record, programs: list[Record], step_s: float) -> float:
+    """Return the seconds of one fragment's programs, on average, without steps."""
+    of_syncs = [
+        max(
+            record["estimate"]["seconds"] - (record.get("calls_steps") or 0) * step_s,
+            0.0,
+        )
+        for record in programs
+        if "fragment" in record["name"] or "outer step" in record["name"]
+        if "estimate" in record
+    ]
+    return sum(of_syncs) / about["num_fragments"]
+
+
+def excess_ratio(about: Record, record: Record) -> float | None:
+    """Return a program's operations by the model's own and what steps compute again.
+
+    None where it holds no inner steps.
+    """
+    is_steps = record["name"] == INNER_STEPS
+    num_steps = about["scan_steps"] if is_steps else record.get("calls_steps")
+    if not num_steps:
+        return None
+    asked = about["model_flops"] + about["recomputed_flops"]
+    return record["flops"] / num_steps / asked
+
+
+def inside_bytes(record: Record) -> float:
+    """Return the bytes that a device receives inside its region in one call."""
+    return sum(
+        row["num_bytes"]
+        for row in record.get("collectives", ())
+        if row["where"] == "inside"
+    )
+
+
+def table(about: Record, programs: list[Record]) -> Table:
+    """Lay the programs out, one a row; numbers are of one device."""
+    found = Table(box=box.SIMPLE, pad_edge=False)
+    found.add_column("program", no_wrap=True)
+    for head in (
+        "arguments",
+        "temporaries",
+        "peak",
+        "GFLOP",
+        "of asked",
+        "inside",
+        "between",
+        "spans",
+        "least",
+        "limit",
+        "compiled",
+    ):
+        found.add_column(head, justify="right", no_wrap=True)
+    for record in programs:
+        if "refused" in record:
+            needs = f"[red]{size(record['temp_bytes'])}"
+            blank = ("",) * 8
+            found.add_row(record["name"], "", needs, "", *blank)
+            continue
+        rows = [r for r in record["collectives"] if r["where"] == "between"]
+        between = sum(row["num_bytes"] for row in rows)
+        estimate, ratio = record["estimate"], excess_ratio(about, record)
+        found.add_row(
+            record["name"],
+            size(record["argument_bytes"]),
+            size(record["temp_bytes"]),
+            ("" if record["fits"] else "[red]") + size(record["peak_bytes"]),
+            f"{record['flops'] / 1e9:,.1f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            size(inside_bytes(record)),
+            size(between),
+            ("yes" if all(row["spans"] for row in rows) else "no") if rows else "",
+            f"{estimate['seconds'] * 1e3:,.2f} ms",
+            estimate["limit"],
+            f"{record['seconds']:.0f} s",
+        )
+    found.caption = (
+        f"Of one of {about['num_devices']} devices, each with "
+        f"{size(about['hbm_bytes'])}; {INNER_STEPS}: {about['scan_steps']} in one "
+        "call; asked: the model's own operations, and what is computed again"
+    )
+    return found
+
+
+def lines(
+    config: TrainConfig, about: Record, programs: list[Record], summary: Record
+) -> Iterator[str]:
+    """Say in words what the table does not."""
+    for record in programs:
+        if "refused" in record:
+            yield f"{record['name']}: {record['refused']}"
+        for option, value in record.get("options", {}).items():
+            yield f"{record['name']}: the run compiles it with {option}={value}"
+        if record["name"] == INNER_STEPS and (held := record.get("host_bytes")):
+            yield (
+                f"{record['name']}: {size(held)} of the optimizer's state lie with the "
+                f"host; a step takes them in and puts them back, {size(2 * held)} in "
+                "all, which the least time leaves out"
+            )
+        if record["name"] == INNER_STEPS and (kept := record.get("host_temp_bytes")):
+            yield (
+                f"{record['name']}: {size(kept)} of temporaries lie with the host: "
+                f"what remat={config.model.remat} keeps, which a step puts there and "
+                "takes in; the least time leaves that out"
+            )
+        for row in record.get("collectives", ()):
+            yield (
+                f"{record['name']}: {row['count']} {row['kind']}"
+                f"{' (asynchronous)' if row['is_async'] else ''} {row['where']} regions"
+                f" over {', '.join(row['axes']) or 'nothing'}, run "
+                f"{row['executions']} times, {size(row['num_bytes'])}, the largest "
+                f"{row['largest']}{', spans the inner steps' if row['spans'] else ''}"
+            )
+        if record["sent_bytes"] and any(
+            row["where"] == "between" for row in record.get("collectives", ())
+        ):
+            own = record["sent_bytes"] / config.run.devices_per_region
+            yield (
+                f"{record['name']}: the run counts {size(record['sent_bytes'])} sent "
+                f"by a region, {size(own)} a device if divided"
+            )
+    if summary["mfu"] is None:
+        return
+    ratio = summary["inside_ratio"]
+    yield (
+        f"Operations: {summary['flops_ratio']:.2f} times the model's own, "
+        f"{summary['excess_ratio']:.2f} times these and the "
+        f"{summary['recomputed_flops'] / 1e9:,.1f} GFLOP that "
+        f"remat={config.model.remat} computes again"
+        + (f"; bytes inside a region: {ratio:.2f} times FSDP's own" if ratio else "")
+    )
+    yield (
+        f"A step takes at least {summary['step_seconds'] * 1e3:,.1f} ms, by "
+        f"{summary['limit']}: MFU at most {summary['mfu']:.1%}; with its syncs "
+        f"{summary['mfu_with_syncs']:.1%}"
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes.
+
+    >>> size(0), size(1500), size(36.6e9)
+    ('0 B', '1.5 kB', '36.6 GB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Propose flags that need less memory, those that change no number first.
+
+    Each comes with those before it, but for parts of a batch and for the model axis,
+    which stand for themselves.
+
+    Yields:
+      The flags, and the configuration with them.
+    """
+    run, data = config.run, config.data
+    changes: dict[str, Any] = {}
+    if config.model.remat != "full":
+        changes["remat"] = "full"
+        yield _changed(config, changes)
+    if config.model.loss_chunk_tokens > _SMALL_CHUNK:
+        changes["loss_chunk_tokens"] = _SMALL_CHUNK
+        yield _changed(config, changes)
+    own, parts = data.batch_per_region // run.data_axis, run.accumulate_steps
+    while not run.is_pipelined and own % (2 * parts) == 0:
+        parts *= 2
+        yield _changed(config, changes | dict(accumulate_steps=parts))
+    for axis in (2, 4, 8):
+        is_longer = axis > run.model_axis and run.data_axis % axis == 0
+        if is_longer and config.model.num_kv_heads % (axis * run.model_axis) == 0:
+            axes = dict(data_axis=run.data_axis // axis, model_axis=axis)
+            yield _changed(config, changes | axes)
+    batch = data.batch_per_region
+    while batch % (2 * run.data_axis) == 0:
+        batch //= 2
+        yield _changed(config, changes | dict(batch_per_region=batch))
+
+
+def _changed(config: TrainConfig, changes: dict[str, Any]) -> tuple[str, TrainConfig]:
+    text = " ".join(f"--{name}={value}" for name, value in changes.items())
+    return text, config.replace(**changes)

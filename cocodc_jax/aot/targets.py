@@ -1,0 +1,236 @@
+"""Machines to compile for: their chips, as published, and how one is described.
+
+A target is written `v5e:4x4`, a slice of 16 TPU chips, or `h100:4`, four hosts of eight
+GPUs. Bandwidths are one way: what a device can receive while it sends as much.
+
+Sources: TPU v5e, v5p, v6e and 7x, docs.cloud.google.com/tpu/docs/ with the name, their
+tables of specifications (interconnect halved where the table says bidirectional; DCN of
+v5e as the pod's divided by its chips); v4, the same, and its interconnect of six links
+of 50 GB/s from arXiv 2304.01433, table 4; H100 and H200, NVIDIA's data sheets of the
+SXM parts, dense bf16, NVLink's 900 GB/s both ways. From memory, not looked up: 7x's
+bandwidths, the DCN of v4, v6e and 7x, and the GPUs' 400 Gbit/s of network each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import re
+from typing import Any
+
+GIB, GB, TERA = 2**30, 10**9, 10**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What one chip can do.
+
+    Attributes:
+      name: as targets write it.
+      platform: tpu or cuda.
+      hbm_bytes: main memory.
+      flops: bf16 matrix products a second, dense.
+      hbm_bps: bytes a second from main memory.
+      link_bps: bytes a second that it can receive from chips of its slice or host.
+      network_bps: bytes a second that it can receive from elsewhere.
+      axes: of a slice's shape; 1 for GPUs, whose shape is hosts.
+      topology: name that the compiler knows it by.
+    """
+
+    name: str
+    platform: str
+    hbm_bytes: int
+    flops: float
+    hbm_bps: float
+    link_bps: float
+    network_bps: float
+    axes: int
+    topology: str
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v4", "tpu", 32 * GIB, 275 * TERA, 1200 * GB, 300 * GB, 6.25 * GB, 3, "v4"
+        ),
+        # 16 GiB, of which the compiler keeps a quarter of one for itself.
+        Chip(
+            "v5e",
+            "tpu",
+            int(15.75 * GIB),
+            197 * TERA,
+            819 * GB,
+            200 * GB,
+            3.125 * GB,
+            2,
+            "v5e",
+        ),
+        Chip(
+            "v5p", "tpu", 95 * GIB, 459 * TERA, 2765 * GB, 600 * GB, 6.25 * GB, 3, "v5p"
+        ),
+        Chip(
+            "v6e", "tpu", 32 * GIB, 918 * TERA, 1638 * GB, 400 * GB, 12.5 * GB, 2, "v6e"
+        ),
+        Chip(
+            "7x",
+            "tpu",
+            192 * GIB,
+            2307 * TERA,
+            7380 * GB,
+            600 * GB,
+            12.5 * GB,
+            3,
+            "tpu7x",
+        ),
+        Chip(
+            "h100", "cuda", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 50 * GB, 1, "h100"
+        ),
+        Chip(
+            "h200",
+            "cuda",
+            141 * GB,
+            989 * TERA,
+            4800 * GB,
+            450 * GB,
+            50 * GB,
+            1,
+            "h200",
+        ),
+    )
+}
+GPUS_PER_HOST = 8
+# What each platform's compiler comes with, and the extra that installs it.
+_MODULES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine.
+
+    Attributes:
+      chip: what it is made of.
+      shape: of one slice in chips, or of GPUs the number of hosts.
+      slices: how many; 1 for GPUs.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @classmethod
+    def parse(cls, text: str, slices: int = 1) -> Target:
+        """Read `v5e:4x4`.
+
+        Args:
+          text: chip and shape.
+          slices: how many such slices; a GPU's hosts are all in its shape.
+
+        Raises:
+          ValueError: naming the flag, its value and what would be right.
+        """
+        name, _, shape = text.lower().partition(":")
+        chip = CHIPS.get(name.removeprefix("tpu"))
+        if chip is None:
+            raise ValueError(f"target={text!r} is no chip of {', '.join(CHIPS)}")
+        sizes = re.fullmatch(r"\d+(?:x\d+)*", shape)
+        dims = tuple(int(size) for size in shape.split("x")) if sizes else ()
+        if len(dims) != chip.axes or 0 in dims:
+            example = {1: "4", 2: "4x4", 3: "4x4x4"}[chip.axes]
+            raise ValueError(
+                f"target={text!r} has no shape of a {chip.name}; write it as "
+                f"{chip.name}:{example}"
+                f"{', in hosts of 8 GPUs' if chip.platform == 'cuda' else ''}"
+            )
+        if slices < 1 or (slices > 1 and chip.platform == "cuda"):
+            raise ValueError(
+                f"slices={slices} must be at least 1"
+                if slices < 1
+                else f"slices={slices} is of TPUs; give GPUs' hosts as "
+                f"target={chip.name}:{math.prod(dims) * slices}"
+            )
+        return cls(chip, dims, slices)
+
+    def check_installed(self) -> None:
+        """Refuse a machine whose compiler is not installed.
+
+        Raises:
+          ValueError: with the command that installs it.
+        """
+        platform = self.chip.platform
+        if not any(importlib.util.find_spec(name) for name in _MODULES[platform]):
+            raise ValueError(
+                f"target={self} needs the compiler of that platform; install it with "
+                f"pip install 'cocodc_jax[{platform}]'"
+            )
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        per_host = GPUS_PER_HOST if self.chip.platform == "cuda" else 1
+        return math.prod(self.shape) * self.slices * per_host
+
+    def environment(self) -> dict[str, str]:
+        """Return what must be set before JAX starts in the process that compiles.
+
+        JAX itself stays on the CPU, several processes may compile at once, and nothing
+        asks the network which TPU this is. The TPU's compiler wants to be told.
+        """
+        always = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+        if self.chip.platform == "cuda":
+            return always | {
+                "CUDA_VISIBLE_DEVICES": "-1",
+                "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+            }
+        return always | {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": "",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+            "XLA_FLAGS": "",
+        }
+
+    def devices(self) -> list[Any]:
+        """Return devices that can only be compiled for, slice by slice."""
+        from jax.experimental import topologies
+
+        if self.chip.platform == "cuda":
+            from cocodc_jax.aot import gpu
+
+            found = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=self.chip.topology,
+                target_config=gpu.TARGETS[self.chip.name],
+                topology=f"1x{math.prod(self.shape)}x{GPUS_PER_HOST}",
+            )
+            return list(found.devices)
+        shape = "x".join(map(str, self.shape))
+        # Hosts of 2 x 2 chips, as is usual; of less where a side is odd.
+        host = [2 if size % 2 == 0 else 1 for size in self.shape[:2]]
+        found = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{self.chip.topology}:{shape}",
+            num_slices=self.slices,
+            chips_per_host_bounds=[*host, 1],
+        )
+        # A single slice has no number.
+        return sorted(found.devices, key=lambda x: (getattr(x, "slice_index", 0), x.id))
+
+    def per_device(self, num_devices: int) -> Chip:
+        """Return what one of `num_devices` devices of the machine can do.
+
+        JAX shows a 7x chip as two devices.
+        """
+        share = self.num_chips / num_devices
+        numbers = {
+            name: getattr(self.chip, name) * share
+            for name in ("flops", "hbm_bps", "link_bps", "network_bps")
+        }
+        return dataclasses.replace(
+            self.chip, hbm_bytes=int(self.chip.hbm_bytes * share), **numbers
+        )
+
+    def __str__(self) -> str:
+        """Return the target as it is written."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"

@@ -1,0 +1,91 @@
+"""Operations of a program as it is written, before any compiler has seen it.
+
+A compiled program computes the model's products, those that a rematerialisation policy
+asks for again, and what the compiler adds. The second cannot be told from the third in
+the compiled program, but in the program as it is written (its jaxpr) there are only the
+first two: with a policy, less without one, are the operations computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.interpreters import partial_eval
+
+from cocodc_jax.aot.kernels import cudnn_flops, splash_flops
+
+# Whose body is an attention kernel's, and counted by its name.
+_KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
+_KERNELS += ("dot_product_attention_bwd_wrapper",)
+
+
+def flops(jaxpr: Any) -> float:
+    """Return the operations of all matrix products on all devices, 2 a product.
+
+    Not of those that no result depends on, as a policy leaves where a kernel's outputs
+    are kept.
+
+    Loops of `lax.scan` count as often as they run, those of `lax.while_loop` once; of
+    the branches of a condition the one that computes most; what a `jax.shard_map`
+    computes on each device, for every device along its axes.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jnp.zeros((2, 3))
+    >>> flops(jax.make_jaxpr(lambda x: x @ x.T)(x))
+    24.0
+
+    Args:
+      jaxpr: open or closed.
+    """
+    whole = _open(jaxpr)
+    return _sum(partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))[0])
+
+
+def _sum(jaxpr: Any) -> float:
+    return sum(_flops_of(each) for each in _open(jaxpr).eqns)
+
+
+def _flops_of(each: Any) -> float:
+    name, params = each.primitive.name, each.params
+    if name == "dot_general":
+        contracted = params["dimension_numbers"][0][0]
+        left, out = each.invars[0].aval.shape, each.outvars[0].aval.shape
+        size = math.prod(left[axis] for axis in contracted)
+        return 2.0 * math.prod(out) * size
+    if name in _KERNELS:
+        return _kernel_flops(each)
+    inside = [_sum(jaxpr) for jaxpr in _bodies(params)]
+    if name == "cond":
+        return max(inside)
+    return sum(inside) * _times(name, params)
+
+
+def _times(name: str, params: dict[str, Any]) -> int:
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        mesh, axes = params["mesh"], params["newly_manual_axes"]
+        return math.prod(mesh.shape[axis] for axis in axes)
+    return 1
+
+
+def _kernel_flops(each: Any) -> float:
+    name = each.primitive.name
+    avals = [x.aval for x in each.invars]
+    if name != "pallas_call":
+        return cudnn_flops("_bwd_" in name, avals[0].shape)
+    operands = [(str(aval.dtype), aval.shape) for aval in avals]
+    return splash_flops(str(each.params.get("name")), operands)
+
+
+def _bodies(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(_open(one), "eqns"):
+                yield one
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,0 +1,1 @@
+"""Regions that come and go: membership, messages, decisions."""

@@ -1,0 +1,372 @@
+"""A region of several processes: one speaks for it, the others are told what it hears.
+
+The processes of a region are one JAX job and run one program, call for call. Process 0
+holds the `Link` to the other regions (`Speaker`). Its answers, in the order of its
+calls, and every decision, by its sync, go to the others (`Listener`), who stand in its
+place with the same methods: so all take the same means at the same steps, and let in,
+fall behind and end together. A process that dies ends its region, as JAX has it; the
+other regions see a region that died.
+
+ZeroMQ carries them inside the region too, encrypted for who has the key. Nothing here
+is lost but with a process, and nothing is a program of the devices: whoever waits for a
+decision holds up no step.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from cocodc_jax._extras import extra
+from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.messages import (
+    Decision,
+    Seat,
+    Snapshot,
+    SyncId,
+    View,
+)
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.sockets import key_pair
+
+_ERRORS = {x.__name__: x for x in (LeftBehindError, TimeoutError)}
+_FAREWELL_MS = 5000
+_HELLO = b"hello"
+
+
+class Ears:
+    """Where process 0 tells the others of its region; made before there is a link."""
+
+    def __init__(self, place: Place):
+        """Listen at any free port.
+
+        Args:
+          place: of the region.
+        """
+        with extra("jobs"):
+            import zmq
+        self._zmq, self._context = zmq, zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        public, secret = key_pair(place.key)
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.linger = _FAREWELL_MS
+        self._socket.sndhwm = 0  # Nothing is dropped.
+        port = self._socket.bind_to_random_port("tcp://*")
+        host = place.addresses[place.region].rpartition(":")[0]
+        self.address = f"tcp://{host}:{port}"
+        self._others: list[bytes] = []
+
+    def wait_for(self, num: int, timeout_s: float) -> None:
+        """Wait until so many other processes listen.
+
+        Raises:
+          TimeoutError: if they do not.
+        """
+        self._socket.rcvtimeo = round(timeout_s * 1000)
+        while len(self._others) < num:
+            try:
+                name, word = self._socket.recv_multipart()
+            except self._zmq.Again as error:
+                raise TimeoutError(
+                    f"{num - len(self._others)} processes of this region did not come "
+                    f"to {self.address} within {timeout_s:.0f} s"
+                ) from error
+            if word == _HELLO:
+                self._others.append(name)
+
+    def tell(self, frames: Sequence[bytes]) -> None:
+        """Send to all of them; one thread alone may."""
+        for name in self._others:
+            self._socket.send_multipart([name, *frames])
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a few seconds."""
+        self._socket.close()
+        self._context.term()
+
+
+class Speaker:
+    """A `Link` whose answers the other processes of the region are told."""
+
+    def __init__(self, link: Link, ears: Ears):
+        """Tell nothing yet.
+
+        Args:
+          link: to the other regions.
+          ears: with all processes of the region there.
+        """
+        self._link, self._ears, self._calls = link, ears, 0
+        self.view = link.view
+        self._out: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Speaker:
+        """Nothing to do: it speaks."""
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave, and tell those who wait for more that there is none."""
+        self._link.close()
+        self._out.put([_header({"ended": str(exception[1] or "")})])
+        self._out.put(None)
+        self._thread.join()
+        self._ears.close()
+
+    @property
+    def place(self) -> Place:
+        """Of the region."""
+        return self._link.place
+
+    def _serve(self) -> None:
+        while (frames := self._out.get()) is not None:
+            self._ears.tell(frames)
+
+    def _answer(self, call: Callable[[], Any], write: Callable = lambda x: (x, ())):
+        """Call, and tell the others what came of it."""
+        self._calls += 1
+        value, frames, error = None, (), None
+        try:
+            found = call()
+            value, frames = write(found)
+            return found
+        except tuple(_ERRORS.values()) as raised:
+            error = [type(raised).__name__, str(raised)]
+            raise
+        finally:
+            self.view = self._link.view
+            seats = [[r, *seat] for r, seat in self.view.seats.items()]
+            told = {"call": self._calls, "value": value, "error": error}
+            told["view"] = [self.view.epoch, seats]
+            self._out.put([_header(told), *frames])
+
+    def hears_others(self, seconds: float) -> bool:
+        """See `Link.hears_others`."""
+        return self._answer(lambda: self._link.hears_others(seconds))
+
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_step`."""
+        return self._answer(lambda: self._link.wait_for_step(step, timeout_s))
+
+    def leave(self) -> None:
+        """See `Link.leave`."""
+        self._link.leave()
+
+    def join(self, timeout_s: float) -> Snapshot | None:
+        """See `Link.join`."""
+        return self._answer(lambda: self._link.join(timeout_s), _of_copy)
+
+    def at(self, oldest_step: int) -> dict[int, int]:
+        """See `Link.at`."""
+        return self._answer(
+            lambda: self._link.at(oldest_step), lambda found: (list(found.items()), ())
+        )
+
+    def finish(self, timeout_s: float) -> None:
+        """See `Link.finish`."""
+        self._answer(lambda: self._link.finish(timeout_s))
+
+    def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
+        """See `Link.let_in`."""
+        self._link.let_in(region, boot, copy, oldest_step)
+
+    def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
+        """See `Link.send`."""
+        return self._decided(self._link.send(sync, row, step_s))
+
+    def expect(self, sync: SyncId) -> Future:
+        """See `Link.expect`."""
+        return self._decided(self._link.expect(sync))
+
+    def _decided(self, future: Future) -> Future:
+        """Tell the others too what is decided."""
+
+        def tell(done: Future) -> None:
+            decision: Decision = done.result()
+            told = {
+                "sync": decision.sync,
+                "epoch": decision.epoch,
+                "regions": list(decision.rows),
+            }
+            self._out.put([_header(told), *decision.rows.values()])
+
+        future.add_done_callback(tell)
+        return future
+
+
+class Listener:
+    """What stands for the `Link` in the other processes of a region."""
+
+    def __init__(self, place: Place, address: str, process: int):
+        """Tell process 0 that this one listens.
+
+        Args:
+          place: of the region.
+          address: of its `Ears`.
+          process: which this is.
+        """
+        with extra("jobs"):
+            import zmq
+        self.place, self.view, self._calls = place, View(), 0
+        self._lock = threading.Lock()
+        self._futures: dict[SyncId, Future] = {}
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._ended = False
+        self._zmq, self._context = zmq, zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        public, secret = key_pair(place.key)
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        self._socket.curve_serverkey = public
+        self._socket.identity = f"process {process}".encode()
+        self._socket.rcvhwm = 0
+        self._socket.rcvtimeo = 100
+        self._socket.linger = 0
+        self._socket.connect(address)
+        self._socket.send(_HELLO)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Listener:
+        """Nothing to do: it listens."""
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Listen no more."""
+        self._ended = True
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._ended:
+            try:
+                head, *frames = self._socket.recv_multipart()
+            except self._zmq.Again:
+                continue
+            told = json.loads(head)
+            if "sync" in told:
+                sync = (told["sync"][0], told["sync"][1])
+                rows = dict(zip(told["regions"], frames, strict=True))
+                future = self._future(sync)
+                if not future.done():
+                    future.set_result(Decision(told["epoch"], sync, rows))
+            else:
+                self._answers.put((told, frames))
+        self._socket.close()
+        self._context.term()
+
+    def _future(self, sync: SyncId) -> Future:
+        """Return what both who asks for a decision and who brings it finds."""
+        with self._lock:
+            return self._futures.setdefault(sync, Future())
+
+    def _answer(self) -> tuple[Any, Sequence[bytes]]:
+        """Return what process 0 was answered in this process's place.
+
+        Raises:
+          LeftBehindError, TimeoutError: as process 0 got it.
+          ConnectionError: if process 0 has ended.
+          RuntimeError: if it has made another call.
+        """
+        self._calls += 1
+        told, frames = self._answers.get()
+        if "ended" in told:
+            self._answers.put((told, frames))  # For who asks again.
+            raise ConnectionError(
+                f"process 0 of region {self.place.region} has ended: {told['ended']}"
+            )
+        if told["call"] != self._calls:
+            raise RuntimeError(
+                f"call {self._calls} got the answer to call {told['call']}: the "
+                "processes of this region do not run the same program"
+            )
+        epoch, seats = told["view"]
+        self.view = View(epoch, {r: Seat(boot, since) for r, boot, since in seats})
+        if told["error"]:
+            name, text = told["error"]
+            raise _ERRORS[name](text)
+        return told["value"], frames
+
+    def hears_others(self, seconds: float) -> bool:
+        """See `Link.hears_others`."""
+        del seconds
+        return self._answer()[0]
+
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_step`."""
+        del step, timeout_s
+        return self._answer()[0]
+
+    def leave(self) -> None:
+        """Do nothing: process 0 says it."""
+
+    def join(self, timeout_s: float) -> Snapshot | None:
+        """See `Link.join`."""
+        del timeout_s
+        value, frames = self._answer()
+        return None if value is None else Snapshot(value[0], value[1], tuple(frames))
+
+    def at(self, oldest_step: int) -> dict[int, int]:
+        """See `Link.at`."""
+        with self._lock:
+            past = [s for s in self._futures if s[1] < oldest_step]
+            for sync in past:
+                del self._futures[sync]
+        return {region: boot for region, boot in self._answer()[0]}
+
+    def finish(self, timeout_s: float) -> None:
+        """See `Link.finish`."""
+        del timeout_s
+        self._answer()
+
+    def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
+        """Do nothing: process 0 does."""
+
+    def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
+        """Wait for the decision; the message is that of process 0."""
+        del row, step_s
+        return self._future(sync)
+
+    def expect(self, sync: SyncId) -> Future:
+        """See `Link.expect`."""
+        return self._future(sync)
+
+
+def _header(told: Mapping[str, Any]) -> bytes:
+    return json.dumps(told).encode()
+
+
+def _of_copy(copy: Snapshot | None) -> tuple[Any, Sequence[bytes]]:
+    return (None, ()) if copy is None else ([copy.step, copy.header], copy.arrays)
+
+
+def of_process(
+    place: Place,
+    process: int,
+    num_processes: int,
+    make_link: Callable[[], Link],
+    gather: Callable[[Any], list[Any]],
+) -> Link | Speaker | Listener:
+    """Return what this process of a region has of the region's link.
+
+    Args:
+      place: of the region.
+      process: which this is.
+      num_processes: of the region.
+      make_link: makes the region's link.
+      gather: returns what every process of the region has to say.
+
+    Raises:
+      TimeoutError: if the processes do not meet.
+    """
+    if num_processes == 1:
+        return make_link()
+    ears = Ears(place) if process == 0 else None
+    address, *_ = gather(ears.address if ears else None)
+    if ears is None:
+        return Listener(place, address, process)
+    ears.wait_for(num_processes - 1, place.timing.start_s)
+    return Speaker(make_link(), ears)

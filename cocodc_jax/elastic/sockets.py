@@ -1,0 +1,140 @@
+"""The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
+
+A stranger's bytes are refused in the handshake, before anything of them is taken for a
+message; a frame larger than the largest that can be right closes the connection before
+it is allocated. What cannot be sent to a region that is gone is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import time
+from typing import Any
+
+from cocodc_jax._extras import extra
+from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.place import Place
+
+_QUEUE = 256  # Messages that wait for one region at most.
+_FAREWELL_MS = 5000
+# ZeroMQ gives a connection up for ever when the other side's handshake fails, as it may
+# while that one ends: who cannot be sent to for so long is connected to anew.
+_GIVE_UP_S = 1.5
+_PING_MS, _PONG_MS = 2000, 10000
+
+
+def key_pair(key: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the secret key, for CURVE, of those who share `key`."""
+    with extra("jobs"):
+        import zmq
+        import zmq.utils.z85
+    digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
+    secret = zmq.utils.z85.encode(digest)
+    return zmq.curve_public(secret), secret
+
+
+class Sockets:
+    """The sockets of one region; one thread alone may use them."""
+
+    def __init__(self, place: Place, max_frame_bytes: int, waked: socket.socket):
+        with extra("jobs"):
+            import zmq
+            import zmq.utils.z85
+        self._zmq, self._waked = zmq, waked
+        self._public, self._secret = key_pair(place.key)
+        self._raw = zmq.utils.z85.decode(self._public)
+        self._context = zmq.Context()
+        self._context.max_sockets = 1023
+        # ZeroMQ asks here who may come in, before it lets anything through.
+        self._asked = self._context.socket(zmq.REP)
+        self._asked.bind("inproc://zeromq.zap.01")
+        self._in = self._context.socket(zmq.PULL)
+        self._in.curve_server = True
+        self._in.zap_domain = b"regions"
+        self._in.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
+        self._secure(self._in)
+        port = place.addresses[place.region].rpartition(":")[2]
+        try:
+            self._in.bind(f"tcp://*:{port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(
+                f"region_addresses: region {place.region} cannot listen on port {port}"
+                f" ({error}); name a free port"
+            ) from error
+        self._out = {
+            region: self._connect(address)
+            for region, address in enumerate(place.addresses)
+            if region != place.region
+        }
+        self._refused_s: dict[int, float] = {}
+        self._addresses = place.addresses
+        self._poller = zmq.Poller()
+        self._poller.register(self._in, zmq.POLLIN)
+        self._poller.register(self._asked, zmq.POLLIN)
+        self._poller.register(waked, zmq.POLLIN)
+        waked.setblocking(False)
+
+    def _secure(self, where: Any) -> None:
+        where.curve_publickey, where.curve_secretkey = self._public, self._secret
+        where.linger = _FAREWELL_MS
+        where.sndhwm = where.rcvhwm = _QUEUE
+
+    def _connect(self, address: str) -> Any:
+        out = self._context.socket(self._zmq.PUSH)
+        self._secure(out)
+        out.curve_serverkey = self._public
+        out.immediate = True  # Nothing is kept for who is not there.
+        out.setsockopt(self._zmq.RECONNECT_IVL, 100)
+        out.setsockopt(self._zmq.RECONNECT_IVL_MAX, 1000)
+        out.setsockopt(self._zmq.HEARTBEAT_IVL, _PING_MS)
+        out.setsockopt(self._zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+        out.connect(f"tcp://{address}")
+        return out
+
+    def receive(self, seconds: float) -> list[list[bytes]]:
+        """Return what has come; waits for it, for a nudge, or so many seconds."""
+        self._poller.poll(round(seconds * 1000))
+        with contextlib.suppress(BlockingIOError):
+            while self._waked.recv(4096):
+                pass
+        with contextlib.suppress(self._zmq.Again):
+            while True:
+                self._answer(self._asked.recv_multipart(self._zmq.NOBLOCK))
+        found = []
+        while len(found) < _QUEUE:
+            try:
+                found.append(self._in.recv_multipart(self._zmq.NOBLOCK))
+            except self._zmq.Again:
+                break
+        return found
+
+    def _answer(self, asked: list[bytes]) -> None:
+        """Let in who has the run's key pair (ZeroMQ's RFC 27)."""
+        version, request, *_ = asked
+        is_known = asked[5] == b"CURVE" and asked[6] == self._raw
+        status = (b"200", b"OK") if is_known else (b"400", b"another key")
+        self._asked.send_multipart([version, request, *status, b"", b""])
+
+    def send(self, region: int, frames: list[bytes]) -> None:
+        """Send, or drop it where nobody is."""
+        try:
+            self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
+            self._refused_s.pop(region, None)
+        except self._zmq.Again:
+            now = time.monotonic()
+            if now - self._refused_s.setdefault(region, now) > _GIVE_UP_S:
+                del self._refused_s[region]
+                self._out[region].close(linger=0)
+                self._out[region] = self._connect(self._addresses[region])
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a few seconds."""
+        for out in getattr(self, "_out", {}).values():
+            out.close()
+        self._in.close(linger=0)
+        self._asked.close(linger=0)
+        self._waked.close()
+        self._context.term()

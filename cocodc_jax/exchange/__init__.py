@@ -1,0 +1,1 @@
+"""Means over regions: inside compiled programs, between processes, between jobs."""

@@ -1,0 +1,257 @@
+"""The exchange over the outer mesh: beside the inner steps, between hosts.
+
+One program encodes every region's message on the inner mesh and lays it out as a flat
+buffer, each device what it has of it (`shard_buffer.py`); each process moves its own
+devices' columns of its own regions' rows to its outer device; another program crosses
+there, with the processes that stand alike in the other regions, and takes the mean of
+those columns (`combine.py`), while the inner mesh goes on. The outer state of them is
+there too, and what comes back goes to each device's shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from cocodc_jax.core.state import RegionState
+from cocodc_jax.exchange import flat_buffer
+from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.combine import make_buffer, sent_shapes
+from cocodc_jax.exchange.pseudo_gradient import (
+    abstract_sent,
+    jit_messages,
+    make_restore,
+    start_step_of,
+)
+from cocodc_jax.exchange.robust_mean import (
+    abstract_verdict,
+    make_robust_combine,
+    with_length,
+)
+from cocodc_jax.exchange.shard_buffer import ShardBuffer
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.mesh import REGION, regional
+from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
+from cocodc_jax.sharding.shardings import with_shardings
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.schedules.base import Event
+
+PyTree = Any
+
+
+class OnOuterMesh(Exchange):
+    """The compiled programs that encode fragments, and those that cross."""
+
+    @property
+    def num_regions(self) -> int:
+        """Regions whose messages there are."""
+        return self._spec.regions.num
+
+    def __init__(self, spec: SyncSpec, all_reduce: str, is_alone: bool = False):
+        """Compile nothing yet.
+
+        Args:
+          spec: of the run.
+          all_reduce: one of `collectives.ALL_REDUCES`.
+          is_alone: each process has all rows, and takes the mean by itself: nothing
+            crosses, so that threads may do it in any order.
+        """
+        self._spec = spec
+        self.all_reduce = all_reduce
+        self._is_alone = is_alone
+        self._num_times = spec.regions.num if spec.is_measured else 0
+        self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
+
+    def send(
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
+        """Send a fragment; see `Exchange.send`."""
+        staged, buffer, state, arriving = self.encoded(
+            event, weights, times, region, stale_params, compressor_state
+        )
+        channel = self._spec.shardings.channel(event.fragment_id)
+        rows = transfer.gather_rows(buffer, channel.rows)
+        mean, measured, told = arriving(rows, weights)
+        told = told if measured is None else {**told, "times": measured}
+        return staged, mean, told, state
+
+    def encoded(
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, jax.Array, PyTree, Callable]:
+        """Encode a fragment, as the arguments of `send` say, and send nothing yet.
+
+        Returns:
+          The staged copy; what regions send, `[R, n]`; the compressors' state after it;
+          and what makes `(mean, times, verdicts)` of all regions' rows on the outer
+          device, and of their weights.
+        """
+        k, rank = event.fragment_id, event.rank
+        if (k, rank) not in self._programs:
+            self._programs[k, rank] = self._make(k, rank, compressor_state)
+        encode, combine = self._programs[k, rank]
+        host = self.places(k)[0]
+        told = self._of_own_regions(times) if self._num_times else None
+        inside = self._weights(weights, regional(self._spec.mesh))
+        start_step = start_step_of(self._spec, event)
+        staged, buffer, state = encode(
+            region.params,
+            stale_params,
+            compressor_state,
+            inside,
+            region.key,
+            start_step,
+            told,
+        )
+
+        return staged, buffer, state, self._arriving(combine, host, start_step)
+
+    def list_programs(
+        self,
+        fragment_id: int,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Callable, tuple]:
+        """Return the program that encodes a fragment; see `Exchange.listed`.
+
+        The one that crosses is of the host's CPU.
+        """
+        spec = self._spec
+        encode, _ = self._make(fragment_id, 0, compressor_state)
+        told = None
+        if self._num_times:
+            where = cast(Sharding, spec.shardings.region.key)
+            told = jax.ShapeDtypeStruct(
+                (self._num_times, 2), np.float32, sharding=where
+            )
+        arguments = abstract_sent(spec, region, stale_params, compressor_state)
+        return encode, (*arguments, told)
+
+    def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
+        """Return what makes the mean of a sync, and the shape of what regions send."""
+        k, start_step = sync_id
+        draws = self._spec.sync.message.average.draws
+        host = self.places(k)[0]
+        sent = self._message_shapes(k, rank)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
+        like = jax.eval_shape(flat_buffer.pack, one)
+        step = np.int32(start_step) if draws else None
+        return self._arriving(self._make_combine(k, rank), host, step), like
+
+    def _arriving(
+        self, combine: Callable, host: Sharding, start_step: np.int32 | None
+    ) -> Callable:
+        return lambda rows, weights: combine(
+            rows, self._weights(weights, host), start_step
+        )
+
+    def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
+        layout = self._layout(k, rank)
+        compressor = self._spec.sync.message.compressor(rank)
+        pack = functools.partial(make_buffer, compressor=compressor, layout=layout)
+        where = layout.sharding if layout else None
+        encode = jit_messages(self._spec, k, rank, kept, pack, where)
+        return encode, self._make_combine(k, rank)
+
+    def _message_shapes(self, k: int, rank: int) -> PyTree:
+        """Return shapes of one region's message, with its length where it is judged."""
+        spec = self._spec
+        encoded = spec.sync.message.encoded(spec.outer_shapes[k], rank)
+        return with_length(spec, encoded, rank)
+
+    def _layout(self, k: int, rank: int) -> ShardBuffer | None:
+        """Tell how a message lies over a region's devices; None for a device's own.
+
+        Jobs hand messages to threads as they are on one device, whole.
+        """
+        spec = self._spec
+        mesh = spec.mesh
+        is_whole = mesh.size == mesh.shape[REGION] or process_grid(mesh) is None
+        if self._is_alone or is_whole:
+            return None
+        is_encoded = spec.sync.message.compressor(rank) is not None
+        shapes = self._message_shapes(k, rank)
+        sent = sent_shapes(is_encoded, shapes, self._num_times)
+        where = spec.shardings.of_all(k, sent)
+        return ShardBuffer.of(mesh, sent, jax.tree.map(lambda x: x.spec, where))
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def _make_combine(self, k: int, rank: int) -> Callable:
+        spec = self._spec
+        message = spec.sync.message
+        host = self.places(k)[0]
+        combine = make_robust_combine(
+            spec,
+            rank,
+            host,
+            message.encoded(spec.outer_shapes[k], rank),
+            self._num_times,
+            self.all_reduce,
+            self._layout(k, rank),
+        )
+        restore = make_restore(spec, k)
+        # Of each process its part, where a region's processes divide what is outer.
+        mean = host
+        if not self._is_alone:
+            mean = spec.shardings.on_host(k, spec.outer_shapes[k])
+
+        def arriving(rows, weights, start_step):
+            mean, times, told = combine(rows, weights)
+            return restore(mean, start_step), times, told
+
+        return jax.jit(arriving, out_shardings=(mean, host, host))
+
+    def places(self, k: int) -> tuple[Sharding, Sharding]:
+        """Tell where a fragment's mean is taken, and where it then is."""
+        host = self._spec.shardings.channel(k).host
+        if self._is_alone and not host.is_fully_addressable:
+            return SingleDeviceSharding(outer_device(self._spec.mesh)), host
+        return host, host
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
+    def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
+        return transfer.put(np.array(weights, float), sharding)
+
+    def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
+        """Place `times` as regional `[R, 2]`; other processes' rows are as they say."""
+        where = cast(Sharding, self._spec.shardings.region.key)
+        shape = (self._num_times, 2)
+        rows = np.broadcast_to(np.asarray(times, np.float32), shape)
+        return jax.make_array_from_callback(shape, where, rows.__getitem__)
+
+    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
+        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        host = self._spec.shardings.on_host(fragment_id, part)
+        return with_shardings(part, host)
+
+    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and shardings of what is told along with a mean, by name.
+
+        The verdicts of all regions, if any may be left out; "times", what regions had
+        measured, if they do.
+        """
+        host = self._spec.shardings.channel(fragment_id).host
+        told = abstract_verdict(self._spec, host)
+        if self._num_times:
+            shape = (self._num_times, 2)
+            told["times"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=host)
+        return told

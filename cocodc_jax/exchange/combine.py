@@ -1,0 +1,125 @@
+"""What crosses the outer mesh, and what is made of it: one program, between hosts.
+
+Pseudo-gradients as they are, are summed where they are and all-reduced; compressed
+messages are gathered as they are, and each process decodes them. Where a region is
+several processes, each does so with its share of the columns. These are its own
+devices' shards (`shard_buffer.py`), of which it makes its part of the mean; or, of
+arrays that are whole on every device, any, and what crossed is gathered inside the
+region.
+
+What regions have measured goes along in the same flat buffer: behind a compressed
+message as it is; behind a pseudo-gradient in columns of each region's own, where the
+others add zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from cocodc_jax.exchange import flat_buffer
+from cocodc_jax.exchange.collectives import (
+    gather_from_processes,
+    sum_over_processes,
+)
+from cocodc_jax.exchange.shard_buffer import ShardBuffer
+from cocodc_jax.transforms.compressor import Compressor
+
+PyTree = Any
+
+
+def make_buffer(
+    message: PyTree,
+    times: jax.Array | None,
+    compressor: Compressor | None,
+    layout: ShardBuffer | None = None,
+) -> jax.Array:
+    """Lay out what regions send, `[R, n]`.
+
+    Args:
+      message: leaves `[R, ...]`.
+      times: seconds that each region has measured, float32 `[R, 2]`, or None.
+      compressor: of the message; None for a pseudo-gradient as it is.
+      layout: where each device lays out what it has; see `sent_shapes`.
+    """
+    if times is not None and compressor is None:
+        dtype = jax.tree.leaves(message)[0].dtype
+        own = jnp.eye(len(times), dtype=dtype)
+        times = own[:, :, None] * times[:, None].astype(dtype)
+    sent = (message, times)
+    return flat_buffer.pack(sent) if layout is None else layout.pack(sent)
+
+
+def make_combine(
+    mean_of: Callable[[PyTree, jax.Array], PyTree] | None,
+    everywhere: Sharding,
+    shapes: PyTree,
+    num_times: int = 0,
+    all_reduce: str = "direct",
+    layout: ShardBuffer | None = None,
+) -> Callable:
+    """Make the program that crosses the outer mesh.
+
+    Args:
+      mean_of: `mean_of(messages, weights)`, what is made of all regions' encoded
+        messages; None for pseudo-gradients as they are.
+      everywhere: whole on every process's outer device.
+      shapes: of one region's message.
+      num_times: regions whose times go along; 0 for none.
+      all_reduce: "ring" or "direct".
+      layout: of the rows, where they are no `flat_buffer`.
+
+    Returns:
+      `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are as `make_buffer`
+      gives them, with their regions' processes; columns after them are of no account.
+      `times` are float32 `[R, 2]`, or None; those of a region of weight 0 are 0.
+    """
+    sent = sent_shapes(mean_of is not None, shapes, num_times)
+    how = everywhere, all_reduce, layout is not None
+
+    def combine(rows, weights):
+        if mean_of is None:
+            weights = weights.astype(rows.dtype)
+            crossed = sum_over_processes(rows, weights, *how)
+        else:
+            crossed = gather_from_processes(rows, *how)
+        if layout is None:
+            message, times = flat_buffer.unpack(crossed, sent)
+        else:
+            message, times = layout.unpack(crossed, everywhere)
+        if mean_of is not None:
+            return mean_of(message, weights), times
+        if times is not None:
+            share = weights[:, None]
+            known = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
+            times = known.astype(jnp.float32)
+        return message, times
+
+    return combine
+
+
+def times_bytes(compressor: Compressor | None, num_times: int) -> int:
+    """Return the bytes that the times add to one region's message."""
+    return 8 * (num_times if compressor is None else min(num_times, 1))
+
+
+def sent_shapes(
+    is_encoded: bool, shapes: PyTree, num_times: int
+) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
+    """Return the shapes of all that one region sends.
+
+    Args:
+      is_encoded: whether its message is.
+      shapes: of the message.
+      num_times: as of `make_combine`.
+    """
+    if not num_times:
+        return shapes, None
+    if is_encoded:
+        return shapes, jax.ShapeDtypeStruct((2,), jnp.float32)
+    dtype = jax.tree.leaves(shapes)[0].dtype
+    return shapes, jax.ShapeDtypeStruct((num_times, 2), dtype)

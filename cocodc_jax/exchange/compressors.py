@@ -1,0 +1,70 @@
+"""What regions' compressors remember of the messages before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cocodc_jax.core.state import SyncState
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding.local_regions import for_all_regions
+from cocodc_jax.sync.factors import SummedFactors
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.messages import Ranked
+
+PyTree = Any
+
+
+class Compressors:
+    """The states of compressors, and programs that fit them to messages of a rank."""
+
+    def __init__(self, spec: SyncSpec):
+        """Compile nothing yet."""
+        self._spec = spec
+        self._resize: dict[tuple[int, int], Callable] = {}
+
+    def init(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
+        """Return what regions' compressors remember before the first message.
+
+        Args:
+          parts: the fragments.
+          rank: of the message, where the schedule sets one.
+        """
+        spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
+        message = self._spec.sync.message
+        return tuple(
+            message.of_regions(spread(message.init(part, rank))) for part in parts
+        )
+
+    def where(self, fragment_id: int, part: Fragment, rank: int = 0) -> PyTree:
+        """Return where the state of a fragment's compressors lies.
+
+        Args:
+          fragment_id: which fragment.
+          part: its shapes.
+          rank: of the message, as of `init`.
+        """
+        (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), part)
+        return self._spec.shardings.of_regions(fragment_id, kept)
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the states of `sync` fitted to messages of `rank`."""
+        states = []
+        for k, state in enumerate(sync.compressors):
+            if (k, rank) not in self._resize:
+                part = sync.outer.params[k]
+                self._resize[k, rank] = self._make_resize(k, part, rank)
+            states.append(self._resize[k, rank](state))
+        return tuple(states)
+
+    def _make_resize(self, fragment_id: int, part: Fragment, rank: int) -> Callable:
+        message = self._spec.sync.message
+        assert isinstance(message, Ranked | SummedFactors)
+        shapes = jax.eval_shape(lambda x: x, part)
+        return jax.jit(
+            jax.vmap(lambda state: message.resize(state, shapes, rank)),
+            out_shardings=self.where(fragment_id, shapes, rank),
+        )

@@ -1,0 +1,244 @@
+"""Ways in which messages cross regions inside a program, each in two halves.
+
+`leave` encodes a fragment and has it cross; `arrive` makes the mean pseudo-gradient of
+what has crossed. Between the two stands nothing, or a scan of inner steps that hides
+the crossing (`program/segment.py`).
+
+Pseudo-gradients as they are become an all-reduce, or rings (`rings.py`), or two
+all-reduces of their factors. A compressed message stays compressed on its way: what the
+compiler gathers from all regions is the encoded arrays, and each device decodes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core import reduce
+from cocodc_jax.core.sync import Measured
+from cocodc_jax.exchange import flat_buffer
+from cocodc_jax.exchange.pseudo_gradient import (
+    in_specs,
+    make_messages,
+    make_restore,
+    sum_of_block,
+)
+from cocodc_jax.exchange.rings import make_ring_sum
+from cocodc_jax.exchange.robust_mean import filter_block, robust_mean
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
+from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.sync.factors import SummedFactors
+from cocodc_jax.sync.rings import ByRings
+
+PyTree = Any
+
+
+class Crossing(NamedTuple):
+    """How a fragment crosses.
+
+    Attributes:
+      leave: `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
+        crossed, state)`, arguments and the rest of the results as of
+        `outgoing.make_messages`; `crossed` is on every device that needs it.
+      arrive: `arrive(crossed, start_step) -> (mean, told)`: the mean pseudo-gradient,
+        and the verdicts by name.
+    """
+
+    leave: Callable
+    arrive: Callable
+
+
+def make_crossing(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
+    """Make the way of a fragment's message.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      rank: of the message, where the schedule sets one.
+    """
+    message = spec.sync.message
+    if isinstance(message, ByRings):
+        make = make_ringed
+    elif isinstance(message, SummedFactors):
+        make = make_factored
+    elif message.compressor(rank) is None:
+        make = make_summed
+    else:
+        return make_decoded(spec, fragment_id, rank)
+    restore = make_restore(spec, fragment_id)
+
+    def arrive(crossed, start_step):
+        mean, told = crossed
+        return restore(mean, start_step), told
+
+    return Crossing(make(spec, fragment_id, rank), arrive)
+
+
+def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by an all-reduce; what has crossed is `(mean, told)`."""
+    outgoing = make_messages(spec, fragment_id, rank)
+
+    def summed(params, stale_params, state, weights, keys, start_step):
+        staged, sent, state = outgoing(
+            params, stale_params, state, weights, keys, start_step
+        )
+        delta, weights, told = filter_block(spec, sent, weights)
+        mean = psum_over_regions(sum_of_block(delta, weights))
+        return staged, (mean, told), state
+
+    return region_shard_map(
+        summed,
+        spec.mesh,
+        in_specs=in_specs(spec),
+        out_specs=(P(REGION), P(), P(REGION)),
+    )
+
+
+def make_decoded(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
+    """Make the way of messages that are gathered as they are and decoded by all."""
+    encoded = region_shard_map(
+        make_messages(spec, fragment_id, rank),
+        spec.mesh,
+        in_specs=in_specs(spec),
+        out_specs=P(REGION),
+    )
+    restore = make_restore(spec, fragment_id)
+
+    def leave(params, stale_params, state, weights, keys, start_step):
+        staged, message, state = encoded(
+            params, stale_params, state, weights, keys, start_step
+        )
+        # The weights too: else every message decoded would wait for its own.
+        return staged, cross((message, weights)), state
+
+    def arrive(crossed, start_step):
+        message, weights = join(crossed)
+        mean, told = robust_mean(spec, rank, message, weights)
+        return restore(mean, start_step), told
+
+    if not spec.overlap:
+        cross, join = functools.partial(everywhere, spec.mesh), _as_it_is
+        return Crossing(leave, arrive)
+    shapes = spec.sync.message.encoded(spec.outer_shapes[fragment_id], rank)
+    if spec.sync.robust is not None:
+        shapes = Measured(shapes, jax.ShapeDtypeStruct((), jnp.float32))
+    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    cross = functools.partial(shares_everywhere, spec.mesh)
+    join = functools.partial(joined, spec.mesh, shapes=(shapes, weight))
+    return Crossing(leave, arrive)
+
+
+def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by several rings at once, as `make_summed`."""
+    outgoing = make_messages(spec, fragment_id, rank)
+    assert isinstance(spec.sync.message, ByRings)
+    ring_sum = make_ring_sum(spec.mesh, spec.sync.message)
+
+    def partial(params, stale_params, state, weights, keys, start_step):
+        staged, sent, state = outgoing(
+            params, stale_params, state, weights, keys, start_step
+        )
+        delta, weights, told = filter_block(spec, sent, weights)
+        own = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
+        return staged, own, state, told
+
+    mapped = region_shard_map(
+        partial,
+        spec.mesh,
+        in_specs=in_specs(spec),
+        out_specs=(P(REGION), P(REGION), P(REGION), P()),
+    )
+
+    def ringed(*arguments):
+        staged, own, state, told = mapped(*arguments)
+        return staged, (ring_sum(own), told), state
+
+    return ringed
+
+
+def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by sums of low-rank factors, see `core.reduce.factored`."""
+    outgoing = make_messages(spec, fragment_id, rank)
+
+    def factored(params, stale_params, state, weights, keys, start_step):
+        staged, sent, old = outgoing(
+            params, stale_params, state, weights, keys, start_step
+        )
+        delta, weights, told = filter_block(spec, sent, weights)
+
+        def summed(each):
+            return psum_over_regions(sum_of_block(each, weights))
+
+        mean, new = reduce.factored(
+            delta, old, weights, summed, spec.local.map, lambda x: x[0]
+        )
+        return staged, (mean, told), new
+
+    return region_shard_map(
+        factored,
+        spec.mesh,
+        in_specs=in_specs(spec),
+        out_specs=(P(REGION), P(), P(REGION)),
+    )
+
+
+def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
+    """Gather messages `[R, ...]` of all regions to every device, as they are."""
+    return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))
+
+
+def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
+    """Gather messages of all regions as one flat buffer, to each device its share.
+
+    One transfer, whatever a message is made of, and between two regions no byte crosses
+    twice: each device of a region sends and receives an equal part of the columns.
+
+    Args:
+      mesh: the inner mesh.
+      messages: leaves `[R, ...]`.
+
+    Returns:
+      `[D, R / D, n]`, columns over the devices of each region, all else everywhere; D
+      is the length of the region axis. As an all-gather gives it: what is made of it,
+      be it another layout, must come after the steps that hide it.
+    """
+    buffer = flat_buffer.pack(messages)
+    num_shares = math.prod(mesh.shape[axis] for axis in INSIDE)
+    buffer = jnp.pad(buffer, ((0, 0), (0, -buffer.shape[1] % num_shares)))
+    # Else parts of it would be cut into shares, gathered, and cut again.
+    buffer = jax.lax.with_sharding_constraint(buffer, regional(mesh))
+    # What all shards have is not seen to be the same.
+    return jax.shard_map(
+        lambda rows: jax.lax.all_gather(rows, REGION),
+        mesh=mesh,
+        in_specs=P(REGION, INSIDE),
+        out_specs=P(None, None, INSIDE),
+        check_vma=False,
+    )(buffer)
+
+
+def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
+    """Gather the shares of a buffer inside each region, and take it apart.
+
+    Args:
+      mesh: the inner mesh.
+      buffer: what `shares_everywhere` gave.
+      shapes: of one region's message.
+
+    Returns:
+      Messages of all regions, `[R, ...]`, whole on every device.
+    """
+    buffer = jax.lax.with_sharding_constraint(buffer, NamedSharding(mesh, P()))
+    return flat_buffer.unpack(buffer.reshape(-1, buffer.shape[-1]), shapes)
+
+
+def _as_it_is(crossed: PyTree) -> PyTree:
+    return crossed

@@ -1,0 +1,123 @@
+"""The exchange through one compiled program: it sends, and takes the mean.
+
+How messages cross is told in `crossings.py`. Where regions share a fabric the same two
+halves, leaving and arriving, stand around the inner steps (`program/segment.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core.state import RegionState
+from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.crossings import make_crossing
+from cocodc_jax.exchange.pseudo_gradient import abstract_sent, start_step_of
+from cocodc_jax.exchange.robust_mean import abstract_verdict
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.mesh import regional
+from cocodc_jax.sharding.shardings import with_shardings
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.schedules.base import Event
+
+PyTree = Any
+
+
+class InProgram(Exchange):
+    """The compiled programs that send fragments and average them."""
+
+    shares_mesh = True
+
+    @property
+    def num_regions(self) -> int:
+        """Regions whose messages there are."""
+        return self._spec.regions.num
+
+    def __init__(self, spec: SyncSpec):
+        """Compile nothing yet."""
+        self._spec = spec
+        self._programs: dict[tuple[int, int], Callable] = {}
+
+    def send(
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
+        """Send a fragment; see `Exchange.send`."""
+        del times  # What is measured crosses on the outer mesh.
+        k, rank = event.fragment_id, event.rank
+        if (k, rank) not in self._programs:
+            self._programs[k, rank] = self._make(k, rank, compressor_state)
+        staged, mean, state, told = self._programs[k, rank](
+            region.params,
+            stale_params,
+            compressor_state,
+            self.weights(weights),
+            region.key,
+            start_step_of(self._spec, event),
+        )
+        return staged, mean, told, state
+
+    def list_programs(
+        self,
+        fragment_id: int,
+        region: RegionState,
+        stale_params: Fragment,
+        compressor_state: PyTree,
+    ) -> tuple[Callable, tuple]:
+        """Return the program that sends a fragment; see `Exchange.listed`."""
+        program = self._make(fragment_id, 0, compressor_state)
+        return program, abstract_sent(
+            self._spec, region, stale_params, compressor_state
+        )
+
+    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
+        shardings = self._spec.shardings
+        keeps = STAGED in self._spec.sync.copies
+        out_shardings = (
+            shardings.staged[fragment_id] if keeps else None,
+            shardings.fragments[fragment_id],
+            shardings.of_regions(fragment_id, compressor_state),
+            NamedSharding(self._spec.mesh, P()),
+        )
+        crossing = make_crossing(self._spec, fragment_id, rank)
+
+        def sent(*arguments):
+            staged, crossed, state = crossing.leave(*arguments)
+            mean, told = crossing.arrive(crossed, arguments[-1])
+            return staged, mean, state, told
+
+        return jax.jit(sent, out_shardings=out_shardings)
+
+    def weights(self, weights: tuple[float, ...]) -> jax.Array:
+        """Place the regions' weights with them."""
+        return self._placed(weights)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
+    def _placed(self, weights: tuple[float, ...]) -> jax.Array:
+        return transfer.put(np.array(weights, float), regional(self._spec.mesh))
+
+    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
+        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        return with_shardings(part, self._spec.shardings.fragments[fragment_id])
+
+    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and shardings of what is told along with a mean, by name.
+
+        The verdicts of all regions, if any may be left out. What is measured crosses on
+        the outer mesh only.
+        """
+        del fragment_id
+        return abstract_verdict(self._spec, NamedSharding(self._spec.mesh, P()))

@@ -1,0 +1,198 @@
+"""How the inner optimizer's moments are averaged over regions, by either exchange.
+
+In the program they are summed where they are; on the outer mesh they are laid out as a
+flat buffer, cross between hosts, and the mean comes back. Both sum in at least float32,
+and count so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.exchange import flat_buffer
+from cocodc_jax.exchange.base import Exchange
+from cocodc_jax.exchange.between_hosts import OnOuterMesh
+from cocodc_jax.exchange.combine import make_combine
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.pseudo_gradient import sum_of_block
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.local_regions import for_all_regions
+from cocodc_jax.sharding.mesh import REGION, regional
+from cocodc_jax.sharding.region_map import (
+    as_varying,
+    psum_over_regions,
+    region_shard_map,
+)
+from cocodc_jax.sync import moments
+from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.transforms.numerics import wide_dtype, widen
+
+PyTree = Any
+
+
+class MomentPrograms:
+    """The compiled programs that average moments."""
+
+    def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
+        """Compile nothing yet.
+
+        Args:
+          spec: of the run.
+          exchange: that messages take.
+          opt_state: shapes of one region's inner optimizer state.
+
+        Raises:
+          ValueError: if there are no moments in it.
+        """
+        self._spec, self._exchange, self._shapes = spec, exchange, opt_state
+        if not moments.take(opt_state, ()):
+            raise ValueError(
+                "sync_moments finds no moments in the inner optimizer's state, which "
+                "holds none of Adam's; use adamw, or leave it out"
+            )
+        self._programs: dict[tuple[str, ...], Callable] = {}
+
+    def due(self, event: Event) -> tuple[str, ...]:
+        """Name the moments that go with a sync."""
+        sync = self._spec.sync
+        assert sync.moments is not None
+        return sync.moments.due(event.start_step // sync.schedule.sync_interval)
+
+    def num_bytes(self, due: tuple[str, ...]) -> int:
+        """Return the bytes that one of several regions sends of the moments due."""
+        leaves = jax.tree.leaves(moments.take(self._shapes, due))
+        if not leaves or self._spec.regions.num == 1:
+            return 0
+        size = sum(math.prod(x.shape) for x in leaves)
+        return size * _common_dtype(leaves).itemsize
+
+    def average(
+        self, opt_state: PyTree, weights: tuple[float, ...], due: tuple[str, ...]
+    ) -> tuple[PyTree, jax.Array]:
+        """Give the regions the mean of the moments due.
+
+        Args:
+          opt_state: leaves `[R, ...]`; donated.
+          weights: of the regions, of sum 1.
+          due: names of the moments, at least one.
+
+        Returns:
+          The regions' optimizer state, and an array of the mean, which is there when
+          all of it is.
+        """
+        if due not in self._programs:
+            inside = self._exchange.shares_mesh
+            make = self._make_inside if inside else self._make_outside
+            self._programs[due] = make(due)
+        host = np.array(weights, float)
+        if self._exchange.shares_mesh:
+            host = transfer.put(host, regional(self._spec.mesh))
+        return self._programs[due](opt_state, host)
+
+    def list_programs(self, opt_state: PyTree) -> list[LoweredProgram]:
+        """List the programs of the inner mesh, those that cross outside left out.
+
+        Args:
+          opt_state: shapes and shardings of the regions'.
+        """
+        sync = self._spec.sync
+        assert sync.moments is not None
+        if not self._exchange.shares_mesh:
+            return []
+        every = math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
+        found = {sync.moments.due(n): None for n in range(1, every + 1)}
+        weights = jax.ShapeDtypeStruct(
+            (self._spec.regions.num,), float, sharding=regional(self._spec.mesh)
+        )
+        return [
+            LoweredProgram(
+                f"mean of moments {', '.join(due)}",
+                self._make_inside(due),
+                (opt_state, weights),
+                self.num_bytes(due),
+            )
+            for due in found
+            if due
+        ]
+
+    def _make_inside(self, due: tuple[str, ...]) -> Callable:
+        spec = self._spec
+
+        def average(opt_state, weights):
+            wide = jax.tree.map(widen, moments.take(opt_state, due))
+            mean = psum_over_regions(sum_of_block(wide, weights))
+            new = _handed_out(opt_state, as_varying(mean), due, spec.local.size)
+            return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
+
+        return jax.jit(
+            region_shard_map(
+                average,
+                spec.mesh,
+                in_specs=(P(REGION), P(REGION)),
+                out_specs=(P(REGION), P()),
+            ),
+            donate_argnums=0,
+            out_shardings=(spec.shardings.region.opt_state, None),
+        )
+
+    def _make_outside(self, due: tuple[str, ...]) -> Callable:
+        spec, exchange = self._spec, self._exchange
+        assert isinstance(exchange, OnOuterMesh)
+        channel, mesh = spec.shardings.channel(0), spec.mesh
+        shapes = moments.take(self._shapes, due)
+        common = _common_dtype(jax.tree.leaves(shapes))
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
+
+        def lay_out(opt_state):
+            found = moments.take(opt_state, due)
+            return flat_buffer.pack(jax.tree.map(lambda x: x.astype(common), found))
+
+        pack = jax.jit(lay_out, out_shardings=spec.shardings.region.key)
+        cross = jax.jit(
+            make_combine(None, channel.host, wide, all_reduce=exchange.all_reduce),
+            out_shardings=channel.host,
+        )
+        inside = jax.tree.map(
+            lambda where: NamedSharding(mesh, P(*where.spec[1:])),
+            moments.take(spec.shardings.region.opt_state, due),
+        )
+        hand_out = jax.jit(
+            functools.partial(_handed_out, due=due, num_regions=spec.regions.num),
+            donate_argnums=0,
+            out_shardings=spec.shardings.region.opt_state,
+        )
+
+        def average(opt_state, weights):
+            rows = transfer.gather_rows(pack(opt_state), channel.rows)
+            mean, _ = cross(rows, transfer.put(weights, channel.host))
+            one = jax.tree.leaves(mean)[0]
+            return hand_out(opt_state, transfer.move(mean, inside)), one
+
+        return average
+
+
+def _handed_out(
+    opt_state: PyTree, mean: PyTree, due: tuple[str, ...], num_regions: int
+) -> PyTree:
+    """Give `num_regions` regions the mean in place of their own moments."""
+    each = jax.tree.map(
+        lambda x, like: x.astype(like.dtype),
+        for_all_regions(mean, num_regions),
+        moments.take(opt_state, due),
+    )
+    return moments.put(opt_state, each)
+
+
+def _common_dtype(leaves: list) -> np.dtype:
+    each = (wide_dtype(x.dtype) for x in leaves)
+    return np.dtype(jnp.result_type(jnp.float32, *each))

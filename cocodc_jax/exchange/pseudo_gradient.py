@@ -1,0 +1,156 @@
+"""What leaves the regions: Delta = theta^g - theta^m of each, encoded.
+
+Pseudo-gradients are old minus new and at least float32, whatever the parameters are.
+They are measured from `stale_params`: the outer fragment, the same for all regions, or
+what each last took of it, where regions come one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core.sync import encode
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding.mesh import REGION, regional
+from cocodc_jax.sharding.region_map import region_shard_map
+from cocodc_jax.sync.averages import sync_key
+from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.schedules.base import Event
+
+PyTree = Any
+
+
+def make_messages(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make what each shard does as a fragment leaves, for `region_shard_map`.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      rank: of the message, where the schedule sets one.
+
+    Returns:
+      `outgoing(params, stale_params, state, weights, keys, start_step) -> (staged,
+      message, state)` over the regions of a shard: `staged` is the fragment as it is
+      now where someone needs it, else None; `message` is what the mean is taken of (see
+      `sync.averages`), encoded where the method compresses, and `Measured` where
+      regions may be left out. A region of weight 0 keeps its compressor's state.
+      `start_step` is as of `start_step_of`.
+    """
+    sync, is_by_region = spec.sync, spec.sync.schedule.is_by_region
+    keeps = STAGED in sync.copies
+
+    def outgoing(params, stale_params, state, weights, keys, start_step):
+        staged = spec.fragments.take(params, fragment_id, lead=1)
+        key = None if start_step is None else sync_key(fragment_id, start_step)
+
+        def one_region(anchor, whole, part, memory, weight, key_data):
+            return encode(
+                sync, whole, part, anchor, memory, key_data, weight, key, rank
+            )
+
+        axes = (0 if is_by_region else None, 0, 0, 0, 0, 0)
+        message, new = spec.local.map(one_region, axes)(
+            stale_params, params, staged, state, weights, keys
+        )
+        if sync.message.compressor(rank) is not None:
+            state = new
+        return staged if keeps else None, message, state
+
+    return outgoing
+
+
+def jit_messages(
+    spec: SyncSpec,
+    fragment_id: int,
+    rank: int,
+    kept: PyTree,
+    pack: Callable,
+    where: NamedSharding | None = None,
+) -> Callable:
+    """Make the program that encodes a fragment and leaves the crossing to others.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      rank: of the message, where the schedule sets one.
+      kept: shapes of the compressors' state, `[R, ...]`.
+      pack: `pack(messages, times) -> [R, n]`, a flat buffer.
+      where: the buffer shall lie; None is whole inside each region.
+
+    Returns:
+      `encode(params, stale_params, state, weights, keys, start_step, times) ->
+      (staged, buffer, state)`, compiled; otherwise as `make_messages` says.
+    """
+    of_shard = make_messages(spec, fragment_id, rank)
+    outgoing = region_shard_map(
+        of_shard, spec.mesh, in_specs=in_specs(spec), out_specs=P(REGION)
+    )
+
+    def encode(params, stale_params, state, weights, keys, start_step, times):
+        staged, out, state = outgoing(
+            params, stale_params, state, weights, keys, start_step
+        )
+        return staged, pack(out, times), state
+
+    shardings = spec.shardings
+    staged = shardings.staged[fragment_id] if STAGED in spec.sync.copies else None
+    kept = shardings.of_regions(fragment_id, kept)
+    lying = where or shardings.region.key
+    return jax.jit(encode, out_shardings=(staged, lying, kept))
+
+
+def in_specs(spec: SyncSpec) -> tuple:
+    """Return how the arguments of `make_messages` lie over the region axis."""
+    stale = P(REGION) if spec.sync.schedule.is_by_region else P()
+    return (P(REGION), stale, *(P(REGION),) * 3, P())
+
+
+def start_step_of(spec: SyncSpec, event: Event) -> np.int32 | None:
+    """Return what a sync's key is made of, where the average draws; else None."""
+    draws = spec.sync.message.average.draws
+    return np.int32(event.start_step) if draws else None
+
+
+def abstract_sent(
+    spec: SyncSpec, region: Any, stale_params: PyTree, compressor_state: PyTree
+) -> tuple:
+    """Return shapes, dtypes and shardings of what `make_messages`'s function takes.
+
+    Args:
+      spec: of the run.
+      region: a `RegionState` of shapes.
+      stale_params: of shapes.
+      compressor_state: of shapes.
+    """
+    weights = jax.ShapeDtypeStruct(
+        (spec.regions.num,), float, sharding=regional(spec.mesh)
+    )
+    draws = spec.sync.message.average.draws
+    start_step = jax.ShapeDtypeStruct((), np.int32) if draws else None
+    state = (stale_params, compressor_state, weights, region.key, start_step)
+    return (region.params, *state)
+
+
+def make_restore(spec: SyncSpec, fragment_id: int) -> Callable:
+    """Make `restore(mean, start_step) -> mean pseudo-gradient`, see `sync.averages`."""
+    like = spec.outer_shapes[fragment_id]
+
+    def restore(mean, start_step):
+        key = None if start_step is None else sync_key(fragment_id, start_step)
+        return spec.sync.message.average.after(mean, like, key)
+
+    return restore
+
+
+def sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:
+    """Sum `[block, ...]` leaves that are at least float32, weighted."""
+    return jax.tree.map(
+        lambda x: jnp.tensordot(weights.astype(x.dtype), x, axes=1), tree
+    )

@@ -1,0 +1,299 @@
+"""Outer models of the regions' own: they lie over the mesh, and never on a host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core import reduce
+from cocodc_jax.core import regional as core
+from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
+from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.exchange.base import Times
+from cocodc_jax.exchange.crossings import everywhere
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.neighbors import from_neighbour, from_partner
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.local_regions import for_all_regions
+from cocodc_jax.sharding.mesh import REGION
+from cocodc_jax.sharding.region_map import (
+    pmean_over_regions,
+    region_shard_map,
+)
+from cocodc_jax.sharding.shardings import with_shardings
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.messages import mean_of_decoded
+from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
+
+PyTree = Any
+
+
+class RegionalOuterModels:
+    """The compiled programs around one outer model a region."""
+
+    steps_on_mesh = True
+
+    def __init__(self, spec: SyncSpec, outer: RegionalOuter):
+        """Wrap every program in one jit."""
+        self._spec, self._outer = spec, outer
+        self._compressor = spec.sync.message.compressor() or identity()
+        self._partners = matchings(spec.regions.num)
+        make_send = functools.partial(
+            make_regional_send, spec, outer, self._compressor, self._partners
+        )
+        self._send = [jax.jit(make_send(k)) for k in range(len(spec.fragments))]
+        self._step = jax.jit(make_regional_step(spec, outer), donate_argnums=(0, 1))
+        where = self._where(jax.eval_shape(self._make, spec.params))
+        self._new_outer = jax.jit(self._make, out_shardings=where)
+
+    def init(self, params: PyTree, schedule: Any) -> SyncState:
+        """Return the state before the first step; see `SharedOuterModel.init`."""
+        return SyncState(self._new_outer(params), schedule)
+
+    def _make(self, params: PyTree) -> OuterState:
+        parts = outer_parts(self._spec.fragments, params)
+        spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
+        return OuterState(
+            tuple(map(spread, parts)),
+            tuple(spread(self._outer.init(part, self._compressor)) for part in parts),
+        )
+
+    def _where(self, outer: OuterState) -> OuterState:
+        each = [
+            tuple(self._spec.shardings.of_regions(k, tree) for tree in pair)
+            for k, pair in enumerate(zip(*outer, strict=True))
+        ]
+        return OuterState(*map(tuple, zip(*each, strict=True)))
+
+    def abstract(self, schedule: Any) -> SyncState:
+        """Return shapes and shardings of the state at which `schedule` was taken."""
+        shapes = jax.eval_shape(self._make, self._spec.params)
+        return SyncState(with_shardings(shapes, self._where(shapes)), schedule)
+
+    def abstract_flight(self, fragment_id: int) -> InFlight:
+        """Return shapes and shardings of a fragment that has just left."""
+        spec, outer = self._spec, self.abstract(None).outer
+        num_regions = spec.regions.num
+        regions = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(
+                (num_regions, *x.shape), x.dtype, sharding=where
+            ),
+            spec.params,
+            spec.shardings.region.params,
+        )
+        matching = jax.ShapeDtypeStruct((), jnp.int32)
+        keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
+        _, arrived, _ = jax.eval_shape(
+            self._send[fragment_id],
+            regions,
+            outer.params[fragment_id],
+            outer.opt_states[fragment_id],
+            keys,
+            matching,
+        )
+        lay = (
+            spec.shardings.of_all
+            if self._outer.group == "all"
+            else spec.shardings.of_regions
+        )
+        return InFlight(with_shardings(arrived, lay(fragment_id, arrived)), {})
+
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes of one region's message; no schedule sets a rank here."""
+        del rank
+        outer = jax.eval_shape(self._make, self._spec.params)
+        part, state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+            (outer.params[fragment_id], outer.opt_states[fragment_id]),
+        )
+        message, _ = jax.eval_shape(
+            lambda p, s, key: self._outer.send(p, s, p, self._compressor, key),
+            part,
+            state,
+            jax.eval_shape(lambda: jax.random.key(0)),
+        )
+        return message_bytes(message)
+
+    def send(
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        sync: SyncState,
+    ) -> tuple[SyncState, InFlight]:
+        """Start a sync; see `SharedOuterModel.send`."""
+        del weights, times  # It can neither weigh regions nor measure them.
+        k, step = event.fragment_id, event.start_step
+        # The same draw on every region, and after a restart.
+        rng = np.random.default_rng((self._outer.seed, step, k))
+        matching = transfer.put(
+            np.int32(rng.integers(len(self._partners))),
+            NamedSharding(self._spec.mesh, P()),
+        )
+        outer = sync.outer
+        staged, arrived, kept = self._send[k](
+            region.params, outer.params[k], outer.opt_states[k], region.key, matching
+        )
+        outer = outer.updated(k, outer.params[k], kept)
+        copies = {} if staged is None else {STAGED: staged}
+        return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states: none, the outer optimizers have them."""
+        del rank
+        return sync.compressors
+
+    def list_programs(
+        self, fragment_id: int, region: RegionState, sync: SyncState
+    ) -> list[LoweredProgram]:
+        """List the programs of a fragment's sync; see `SharedOuterModel.listed`."""
+        k, outer = fragment_id, sync.outer
+        own = (outer.params[k], outer.opt_states[k])
+        matching = jax.ShapeDtypeStruct((), np.int32)
+        sent = (region.params, *own, region.key, matching)
+        arrived = self.abstract_flight(k).mean
+        return [
+            LoweredProgram(
+                f"send fragment {k}", self._send[k], sent, self.num_bytes(k)
+            ),
+            LoweredProgram(f"outer step {k}", self._step, (*own, arrived)),
+        ]
+
+    def abstract_broadcast(self, fragment_id: int) -> Fragment:
+        """Return shapes and shardings of what `on_mesh` gives."""
+        return self.abstract(None).outer.params[fragment_id]
+
+    def receive(
+        self, fragment_id: int, flight: InFlight, sync: SyncState
+    ) -> tuple[SyncState, jax.Array]:
+        """Return the state with the outer steps done, and the norm of what arrived."""
+        k, outer = fragment_id, sync.outer
+        params, opt_state, norm = self._step(
+            outer.params[k], outer.opt_states[k], flight.mean
+        )
+        outer = outer.updated(k, params, opt_state)
+        return dataclasses.replace(sync, outer=outer), norm
+
+    def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> PyTree:
+        """Return what arrived, where it lies."""
+        return flight.mean
+
+    def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
+        """Return the regions' outer fragments, `[R, ...]`."""
+        return sync.outer.params[fragment_id]
+
+    def hand_out(
+        self, event: Event, sync: SyncState
+    ) -> tuple[SyncState, Fragment, None]:
+        """Give each region its own outer fragment; see `SharedOuterModel.hand_out`."""
+        return sync, self.on_mesh(sync, event.fragment_id), None
+
+    def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
+        """Return the mean of the regions' outer parameters, on the mesh.
+
+        Args:
+          sync: the state.
+          region: gives the tree that fragments are put into.
+          mean: over regions, of a tree like the parameters.
+        """
+        params = region.params
+        for k, part in enumerate(sync.outer.params):
+            params = self._spec.fragments.put(params, k, part, lead=1)
+        return mean(params)
+
+
+def make_regional_send(
+    spec: SyncSpec,
+    outer: RegionalOuter,
+    compressor: Compressor,
+    partners: np.ndarray,
+    fragment_id: int,
+) -> Callable:
+    """Make the program that sends one fragment.
+
+    Args:
+      spec: of the run.
+      outer: the optimizer.
+      compressor: of the messages.
+      partners: int `[N, R]`, the matchings to choose from: each region's partner.
+      fragment_id: which fragment.
+
+    Returns:
+      `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`,
+      all with regions in front but, where every region gets the mean of all,
+      `arrived`. `matching` is an int32 scalar, the row of `partners` to use.
+    """
+    local, mesh = spec.local, spec.mesh
+    keeps = STAGED in spec.sync.copies
+
+    def one_region(outer_params, state, own, key_data):
+        return core.send(outer, compressor, own, outer_params, state, key_data)
+
+    def of_regions(params, outer_params, state, keys, matching):
+        staged = spec.fragments.take(params, fragment_id, lead=1)
+        message, state = local.map(one_region)(outer_params, state, staged, keys)
+        if outer.group == "pairs":
+            theirs = from_partner(message, matching, partners, local)
+            message = local.map(mean_of_two)(message, theirs)
+        elif outer.group == "ring":
+            num_regions = spec.regions.num
+            two = (from_neighbour(message, by, num_regions, local) for by in (-1, 1))
+            message = local.map(mean_of_two)(*two)
+        return staged if keeps else None, message, state
+
+    mean_of_two = functools.partial(reduce.mean_of_two, compressor)
+    mapped = region_shard_map(
+        of_regions, mesh, in_specs=(*(P(REGION),) * 4, P()), out_specs=P(REGION)
+    )
+
+    def send(params, outer_params, state, keys, matching):
+        staged, out, state = mapped(params, outer_params, state, keys, matching)
+        if outer.group == "all":
+            out = mean_of_decoded(everywhere(mesh, out), compressor)
+        return staged, out, state
+
+    return send
+
+
+def make_regional_step(spec: SyncSpec, outer: RegionalOuter) -> Callable:
+    """Make `step(outer_params, state, arrived) -> (outer_params, state, norm)`.
+
+    All regional; `arrived` is what `send` gave; the norm is that of what arrived, over
+    regions the root of the mean square.
+    """
+    is_for_all, num_regions = outer.group == "all", spec.regions.num
+
+    def step(outer_params, state, arrived):
+        if is_for_all:
+            arrived = jax.tree.map(
+                lambda x: jax.lax.pcast(x, REGION, to="varying"), arrived
+            )
+
+        def receive(params, state, arrived):
+            return core.receive(outer, params, state, arrived, num_regions)
+
+        axes = (0, 0, None if is_for_all else 0)
+        mapped = spec.local.map(receive, axes)
+        params, state, norms = mapped(outer_params, state, arrived)
+        return params, state, jnp.sqrt(pmean_over_regions((norms**2).mean()))
+
+    return region_shard_map(
+        step,
+        spec.mesh,
+        in_specs=(P(REGION), P(REGION), P() if is_for_all else P(REGION)),
+        out_specs=(P(REGION), P(REGION), P()),
+    )

@@ -1,0 +1,349 @@
+"""One outer model for all regions: where it lives, how fragments leave and arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.core.pending_mean import arrived
+from cocodc_jax.core.state import (
+    InFlight,
+    OuterState,
+    RegionState,
+    SyncState,
+)
+from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.combine import times_bytes
+from cocodc_jax.exchange.compressors import Compressors
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.outer_placement import OuterPlace
+from cocodc_jax.exchange.outer_programs import (
+    copies,
+    make_broadcast,
+    make_join,
+    make_steps,
+)
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.local_regions import (
+    for_all_regions,
+    where_participating,
+)
+from cocodc_jax.sharding.shardings import with_shardings
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.needs import STAGED, STALE
+from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.robust import LENGTH_BYTES
+from cocodc_jax.sync.schedules.base import Event, replaced
+
+PyTree = Any
+
+
+class SharedOuterModel:
+    """The compiled programs around one outer model.
+
+    Attributes:
+      place: of its state.
+      where: the shardings of that.
+      compressors: what the regions' remember.
+    """
+
+    def __init__(self, spec: SyncSpec, outer: SharedOuter, exchange: Exchange):
+        """Wrap every program in one jit.
+
+        Args:
+          spec: of the run.
+          outer: the optimizer, and where its state is.
+          exchange: that messages take.
+        """
+        self._spec, self._outer, self._exchange = spec, outer, exchange
+        self.place = OuterPlace(spec, outer)
+        # Whether the outer step is a program of the inner mesh.
+        self.steps_on_mesh = self.place.on_mesh
+        self.compressors = Compressors(spec)
+        each = range(len(spec.fragments))
+        self._step = make_steps(self.place)
+        if spec.overlap:
+            self._near = [make_broadcast(self.place, k) for k in each]
+        self._copy = jax.jit(copies)
+        self._take = jax.jit(_take, donate_argnums=0)
+        self._start = jax.jit(outer.start) if outer.start else None
+        self._join = make_join(self.place)
+        shardings = spec.shardings
+        shapes, regional = jax.eval_shape(self._make, spec.params)
+        self.where, _ = self._where(shapes, regional)
+        first = self.where
+        if not self.steps_on_mesh:  # One program makes all of it, so on one channel.
+            lay = functools.partial(shardings.on_host, channel=0)
+            first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
+        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
+        # By the rank of the messages, where the schedule sets one.
+        self._new_regional: dict[int, Callable] = {}
+
+    def init(self, params: PyTree, schedule: Any) -> SyncState:
+        """Return the state before the first step, or of regions that begin later.
+
+        Args:
+          params: one region's parameters, on the mesh.
+          schedule: the schedule's state; what compressors remember is of its rank.
+        """
+        shardings = self._spec.shardings
+        near = params
+        if not self.steps_on_mesh:
+            near = transfer.move(params, shardings.params_on_host())
+        outer = self._new_outer(near)
+        if len(shardings.channels) > 1:
+            outer = transfer.move(outer, self.where)
+        rank = schedule.rank
+        if rank not in self._new_regional:
+            self._new_regional[rank] = self._make_regional(rank)
+        return SyncState(outer, schedule, *self._new_regional[rank](params))
+
+    def _make_regional(self, rank: int) -> Callable:
+        """Make what makes of parameters what regions remember before messages."""
+        make = functools.partial(self._make, rank=rank)
+        outer, regional = jax.eval_shape(make, self._spec.params)
+        if not jax.tree.leaves(regional):  # Most compressors remember nothing.
+            return lambda _: regional
+        _, where = self._where(outer, regional)
+        return jax.jit(lambda x: make(x)[1], out_shardings=where)
+
+    def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
+        parts = outer_parts(self._spec.fragments, params)
+        outer = OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
+        return outer, (self.compressors.init(parts, rank), self._stale_params(parts))
+
+    def _stale_params(self, parts: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        if not self._spec.sync.schedule.is_by_region:
+            return ()
+        num_regions = self._spec.regions.num
+        return tuple(for_all_regions(part, num_regions) for part in parts)
+
+    def _where(self, outer: OuterState, regional: tuple) -> tuple[OuterState, tuple]:
+        shardings, lay = self._spec.shardings, self.place.lay
+        each = [
+            (lay(k, part), lay(k, state))
+            for k, (part, state) in enumerate(zip(*outer, strict=True))
+        ]
+        where_regional = tuple(
+            tuple(shardings.of_regions(k, x) for k, x in enumerate(entries))
+            for entries in regional
+        )
+        return OuterState(*map(tuple, zip(*each, strict=True))), where_regional
+
+    def abstract(self, schedule: Any) -> SyncState:
+        """Return shapes and shardings of the state at which `schedule` was taken."""
+        outer, regional = jax.eval_shape(
+            lambda x: self._make(x, schedule.rank), self._spec.params
+        )
+        where_outer, where_regional = self._where(outer, regional)
+        outer = with_shardings(outer, where_outer)
+        return SyncState(outer, schedule, *with_shardings(regional, where_regional))
+
+    def abstract_flight(self, fragment_id: int) -> InFlight:
+        """Return shapes and shardings of a fragment that has just left."""
+        spec = self._spec
+        part = spec.outer_shapes[fragment_id]
+        part = with_shardings(part, self.place.lay(fragment_id, part))
+        kept: dict[str, Any] = {}
+        if STALE in spec.sync.copies:
+            kept[STALE] = part
+        kept |= self._exchange.abstract_told(fragment_id)
+        return InFlight(self._exchange.abstract_mean(fragment_id, part), kept)
+
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes that one region sends for a sync.
+
+        Args:
+          fragment_id: of which fragment.
+          rank: of the message, where the schedule sets one.
+        """
+        spec, part = self._spec, self._spec.outer_shapes[fragment_id]
+        message, num_regions = spec.sync.message, self._exchange.num_regions
+        told = num_regions if spec.is_measured else 0
+        size = message.num_bytes(part, num_regions, rank)
+        size += LENGTH_BYTES if spec.sync.robust else 0
+        return size + times_bytes(message.compressor(rank), told)
+
+    def send(
+        self,
+        event: Event,
+        weights: tuple[float, ...],
+        times: Times,
+        region: RegionState,
+        sync: SyncState,
+    ) -> tuple[SyncState, InFlight]:
+        """Start a sync.
+
+        Args:
+          event: the start.
+          weights: of the regions in the mean; see `Exchange.send`.
+          times: likewise.
+          region: read only.
+          sync: its compressors' states are replaced.
+
+        Returns:
+          The state after it, and what is on its way.
+        """
+        k, rank = event.fragment_id, event.rank
+        if rank != sync.schedule.rank:  # That of the messages before.
+            states = self.resized(sync, rank)
+            sync = dataclasses.replace(sync, compressors=states)
+        kept = {}
+        if STALE in self._spec.sync.copies:  # The outer step donates them.
+            kept[STALE] = self._copied(sync.outer.params[k])
+        stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
+        staged, mean, told, state = self._exchange.send(
+            event,
+            weights,
+            times,
+            self._sending(k, region),
+            stale,
+            sync.compressors[k],
+        )
+        if staged is not None:
+            kept[STAGED] = staged
+        kept |= told
+        compressors = replaced(sync.compressors, k, state)
+        sync = dataclasses.replace(sync, compressors=compressors)
+        return sync, InFlight(mean, kept)
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states fitted to messages of `rank`."""
+        return self.compressors.resized(sync, rank)
+
+    def list_programs(
+        self, fragment_id: int, region: RegionState, sync: SyncState
+    ) -> list[LoweredProgram]:
+        """List the programs of the inner mesh that a fragment's sync runs.
+
+        Args:
+          fragment_id: which.
+          region: abstract.
+          sync: abstract.
+        """
+        k = fragment_id
+        stale = (
+            sync.stale_params[k] if sync.stale_params else self.abstract_broadcast(k)
+        )
+        region = self._sending(k, region)
+        send = self._exchange.list_programs(k, region, stale, sync.compressors[k])
+        sent = LoweredProgram(f"send fragment {k}", *send, self.num_bytes(k))
+        if not self.steps_on_mesh:  # The outer step is the host's.
+            return [sent]
+        params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
+        flight = self.abstract_flight(k)
+        mean = flight.mean if self._spec.overlap else params
+        arguments = (params, opt_state, mean, flight.kept.get(STALE))
+        return [sent, LoweredProgram(f"outer step {k}", self._step[k], arguments)]
+
+    def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
+        """Return what a message is made of: the leaves that hold some of the fragment.
+
+        All of them where regions may be left out, who are judged by all that they hold.
+        """
+        if self._spec.sync.robust:
+            return region
+        only = self._spec.fragments.only(region.params, fragment_id)
+        return region._replace(params=only)
+
+    def abstract_broadcast(self, fragment_id: int) -> Fragment:
+        """Return shapes and shardings of what `on_mesh` gives."""
+        return with_shardings(
+            self._spec.outer_shapes[fragment_id],
+            self._spec.shardings.fragments[fragment_id],
+        )
+
+    def receive(
+        self, fragment_id: int, flight: InFlight, sync: SyncState
+    ) -> tuple[SyncState, jax.Array]:
+        """Return the state with the outer step done, and the norm of what arrived."""
+        k, outer = fragment_id, sync.outer
+        params, opt_state, norm = self._step[k](
+            outer.params[k],
+            outer.opt_states[k],
+            self.arrived(k, flight, sync),
+            flight.kept.get(STALE),
+        )
+        outer = outer.updated(k, params, opt_state)
+        return dataclasses.replace(sync, outer=outer), norm
+
+    def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
+        """Return the mean where the outer step is."""
+        if self._spec.overlap:
+            return flight.mean
+        outer = sync.outer.params[fragment_id]
+        where = jax.tree.map(lambda x: x.sharding, outer)
+        return transfer.move(arrived(flight.mean), where)
+
+    def _copied(self, part: Fragment) -> Fragment:
+        """Return a copy of outer parameters, where they are."""
+        if self.place.memory_kind is None:
+            return self._copy(part)
+        where = jax.tree.map(lambda x: x.sharding, part)
+        return jax.device_put(part, where, may_alias=False)
+
+    def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
+        """Return what regions are given of an outer fragment, where they are."""
+        part = sync.outer.params[fragment_id]
+        if self._spec.overlap:
+            return self._near[fragment_id](*self.given(sync, fragment_id))
+        if self._start is not None:
+            part = self._start(part, sync.outer.opt_states[fragment_id])
+        return transfer.move(part, self._spec.shardings.fragments[fragment_id])
+
+    def given(self, sync: SyncState, fragment_id: int) -> tuple[Fragment, PyTree]:
+        """Return what `OuterPlace.broadcast` takes to make what regions are given."""
+        outer = sync.outer
+        return self.place.given(
+            outer.params[fragment_id], outer.opt_states[fragment_id]
+        )
+
+    def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
+        """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
+        parts, shardings = sync.outer.params, self._spec.shardings
+        if len(shardings.channels) > 1:  # One program joins them, so on one channel.
+            lay = functools.partial(shardings.on_host, channel=0)
+            parts = transfer.move(parts, tuple(map(lay, range(len(parts)), parts)))
+        whole = self._join(parts)
+        if self._spec.overlap:
+            return whole
+        return transfer.move(whole, shardings.params)
+
+    def hand_out(
+        self, event: Event, sync: SyncState
+    ) -> tuple[SyncState, Fragment, jax.Array | None]:
+        """Give an outer fragment to the regions that merge it.
+
+        Args:
+          event: that it has come to.
+          sync: the state after the outer step.
+
+        Returns:
+          The state after it, the fragment where regions can take it in, and who
+          merges it, bool `[R]`; None is all.
+        """
+        k, spec = event.fragment_id, self._spec
+        outer = self.on_mesh(sync, k)
+        if not spec.sync.schedule.is_by_region:
+            return sync, outer, None
+        each = np.isin(np.arange(spec.regions.num), event.participating or ())
+        participating = transfer.put(each, spec.shardings.region.key)
+        stale = self._take(sync.stale_params[k], outer, participating)
+        stale_params = replaced(sync.stale_params, k, stale)
+        sync = dataclasses.replace(sync, stale_params=stale_params)
+        return sync, outer, participating
+
+
+def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:
+    spread = jax.tree.map(
+        lambda o, a: jnp.broadcast_to(o[None], a.shape).astype(a.dtype), outer, stale
+    )
+    return where_participating(participating, spread, stale)

@@ -1,0 +1,66 @@
+"""What every program of a run is made from, gathered once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.shardings import Shardings
+from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.method import Sync
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.regions import Regions
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncSpec:
+    """A sync, the model and regions it is for, and where they lie.
+
+    Attributes:
+      sync: bound to the regions.
+      regions: all of them.
+      fragments: the cut of the parameters.
+      shardings: where everything lies.
+      params: shapes of one region's parameters.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a
+        `model_state` see there.
+      supplies: what only the user knows.
+      local: the regions that a device holds.
+      model_state: of the model, None if it has none.
+      overlap: whether syncs and inner steps are one program, see `program/segment.py`.
+    """
+
+    sync: Sync
+    regions: Regions
+    fragments: Fragments
+    shardings: Shardings
+    params: PyTree
+    loss_fn: AnyLossFn
+    supplies: Supplies
+    local: LocalRegions
+    model_state: ModelState | None = None
+    overlap: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """The inner mesh."""
+        return self.shardings.mesh
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether what regions measure goes with their messages."""
+        return self.sync.schedule.is_measured
+
+    @functools.cached_property
+    def outer_shapes(self) -> tuple[Fragment, ...]:
+        """Shapes of the outer fragments."""
+        return jax.eval_shape(lambda x: outer_parts(self.fragments, x), self.params)

@@ -1,0 +1,245 @@
+"""How messages cross between regions: resolved once to an `Exchange`.
+
+- `in_program.InProgram`: the program that sends takes the mean as well;
+- `outer_mesh.OnOuterMesh`: a second program crosses between hosts, beside the steps;
+- `jobs.BetweenJobs`: every region is a job of its own, which may die and come back, and
+  threads carry messages from host to host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.exchange.base import Exchange
+from cocodc_jax.exchange.between_hosts import OnOuterMesh
+from cocodc_jax.exchange.between_jobs import BetweenJobs
+from cocodc_jax.exchange.collectives import ALL_REDUCES
+from cocodc_jax.exchange.in_program import InProgram
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.sharding.mesh import REGION, is_cpu
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.model_state import ModelState
+from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
+from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.regions import Regions
+
+EXCHANGES = ("auto", "program", "outer", "jobs")
+FUSES = ("auto", "yes", "no")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport:
+    """How messages cross regions.
+
+    Attributes:
+      exchange: "program" averages messages in a program of the inner mesh, "outer" on
+        the outer mesh, beside the inner steps; "auto" is the latter where there are
+        several processes and the method allows it; "jobs" has every region be a job of
+        its own.
+      all_reduce: how they cross between processes, where this package chooses: "direct"
+        or "ring", see `collectives.py`.
+      outer_channels: outer meshes side by side; fragment k crosses on number
+        k mod outer_channels, so that as many can be on their way at once.
+      place: of this process's region among the jobs, for "jobs".
+      fuse_syncs: whether syncs and the inner steps are one program, so that messages
+        cross while it computes, see `program/segment.py`: "yes", "no", or "auto", where
+        regions lie on several accelerators and messages cross in the program.
+    """
+
+    exchange: str = "auto"
+    all_reduce: str = "direct"
+    outer_channels: int = 1
+    place: Place | None = None
+    fuse_syncs: str = "auto"
+
+    def __post_init__(self):
+        """Check the names and the number.
+
+        Raises:
+          ValueError: naming the field, its value and what would be right.
+        """
+        if self.exchange not in EXCHANGES:
+            raise ValueError(
+                f"exchange={self.exchange!r} is unknown; use one of {EXCHANGES}"
+            )
+        if self.all_reduce not in ALL_REDUCES:
+            raise ValueError(
+                f"all_reduce={self.all_reduce!r} is unknown; use one of {ALL_REDUCES}"
+            )
+        if self.fuse_syncs not in FUSES:
+            raise ValueError(
+                f"fuse_syncs={self.fuse_syncs!r} is unknown; use one of {FUSES}"
+            )
+        if self.outer_channels < 1:
+            raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
+        if self.exchange == "jobs" and self.outer_channels > 1:
+            raise ValueError(
+                f"outer_channels={self.outer_channels} has no meaning for exchange="
+                "'jobs', where every message has a thread of its own; use 1"
+            )
+
+    def own(self, regions: Regions, method: Method) -> Regions:
+        """Return the regions that this program trains, of all `regions`.
+
+        Raises:
+          ValueError: if they or the method cannot be jobs of their own.
+        """
+        if self.exchange != "jobs":
+            return regions
+        if self.place is None:
+            raise ValueError(
+                "exchange='jobs' needs to know which region this is: place="
+            )
+        if self.place.num_regions != regions.num:
+            raise ValueError(
+                f"regions={regions.num} but region_addresses has "
+                f"{self.place.num_regions}; one for each"
+            )
+        if regions != Regions(
+            regions.step_times[:1] * regions.num, regions.batch_sizes[:1] * regions.num
+        ):
+            raise ValueError(
+                f"step_times={regions.step_times} and batch_sizes="
+                f"{regions.batch_sizes} must be alike for exchange='jobs'"
+            )
+        if why := _not_between_jobs(method):
+            raise ValueError(
+                f"exchange='jobs' is not possible for method={method.name!r}: {why}; "
+                "use 'auto'"
+            )
+        assert method.sync is not None
+        if self.place.late_mean == "merge" and HALFWAY in method.sync.copies:
+            raise ValueError(
+                f"late_mean='merge' is not possible for method={method.name!r}: its "
+                "merge looks at where a region was halfway, of a delay that is known "
+                "before; use late_mean='wait', or another curvature"
+            )
+        return Regions(regions.step_times[:1], regions.batch_sizes[:1])
+
+    def check_model_state(self, model_state: ModelState) -> None:
+        """Refuse a state that jobs of their own would have to average.
+
+        Raises:
+          ValueError: saying what would be right.
+        """
+        if self.exchange == "jobs" and model_state.averaged_bytes:
+            raise ValueError(
+                "exchange='jobs' does not average a model_state over regions; use "
+                "ModelState(init, average=False), or exchange='outer'"
+            )
+
+    def own_keys(self, keys: jax.Array) -> jax.Array:
+        """Return the keys of the regions that this program trains, of all regions'."""
+        if self.exchange != "jobs" or self.place is None:
+            return keys
+        return keys[self.place.region][None]
+
+    def resolve(self, method: Method, num_processes: int) -> str:
+        """Return "program", "outer" or "jobs".
+
+        Args:
+          method: whose messages cross.
+          num_processes: that the regions live in.
+
+        Raises:
+          ValueError: for what the method cannot have.
+        """
+        if self.exchange == "jobs":
+            return "jobs"
+        crosses_outside = self._crosses_outside(method, num_processes)
+        if self.outer_channels == 1:
+            return "outer" if crosses_outside else "program"
+        if method.sync is None or not crosses_outside:
+            raise ValueError(
+                f"outer_channels={self.outer_channels} has no meaning for method="
+                f"{method.name!r} with exchange={self.exchange!r} and processes="
+                f"{num_processes}: its messages do not cross on the outer mesh; use 1"
+            )
+        if self.outer_channels > method.num_fragments:
+            raise ValueError(
+                f"outer_channels={self.outer_channels} must be at most num_fragments="
+                f"{method.num_fragments}: a fragment crosses on one channel"
+            )
+        return "outer"
+
+    def _crosses_outside(self, method: Method, num_processes: int) -> bool:
+        why = method.sync.only_in_program if method.sync else None
+        is_measured = method.sync is not None and method.sync.schedule.is_measured
+        if is_measured and (why or self.exchange == "program"):
+            raise ValueError(
+                f"exchange={self.exchange!r} is not possible for method="
+                f"{method.name!r} with delay_steps='auto' or syncs_per_interval="
+                "'auto': what regions measure goes with messages on the outer mesh"
+                f"{why and f', but {why}' or ''}; use numbers"
+            )
+        if self.exchange == "outer" and why:
+            raise ValueError(
+                f"exchange='outer' is not possible for method={method.name!r}: {why}; "
+                "use 'program'"
+            )
+        if self.exchange == "auto":
+            return is_measured or (num_processes > 1 and why is None)
+        return self.exchange == "outer"
+
+    def fuses(self, method: Method, mesh: Mesh, kind: str) -> bool:
+        """Tell whether syncs and inner steps are one program.
+
+        Args:
+          method: whose messages cross.
+          mesh: the inner mesh.
+          kind: what `resolve` named.
+
+        Raises:
+          ValueError: if they cannot be, and shall.
+        """
+        why = None
+        if method.sync is None or not isinstance(method.sync.outer, SharedOuter):
+            why = f"method={method.name!r} has no outer model that regions share"
+        elif kind != "program":
+            why = f"messages cross by exchange={kind!r}; use 'program'"
+        elif mesh.shape[REGION] == 1:
+            why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
+        if self.fuse_syncs == "yes" and why:
+            raise ValueError(f"fuse_syncs='yes' is not possible: {why}")
+        return why is None and (
+            not is_cpu(mesh) if self.fuse_syncs == "auto" else self.fuse_syncs == "yes"
+        )
+
+    def exchange_of(self, spec: SyncSpec, kind: str) -> Exchange:
+        """Make the exchange that `resolve` named."""
+        if kind == "program":
+            return InProgram(spec)
+        if kind == "jobs":
+            assert self.place is not None
+            return BetweenJobs(spec, self.place)
+        return OnOuterMesh(spec, self.all_reduce)
+
+
+def _not_between_jobs(method: Method) -> str | None:
+    """Tell why a method's messages cannot cross between jobs, None if they can."""
+    sync = method.sync
+    if method.per_step is not None:
+        return "its regions exchange at every step"
+    if sync is None:
+        return "it exchanges nothing"
+    if not isinstance(sync.outer, SharedOuter):
+        return "its outer parameters lie in the regions"
+    if sync.only_in_program:
+        return sync.only_in_program
+    if sync.message.is_numbered:
+        return "each region sends a part of its own, by its number in the program"
+    if sync.moments:
+        return "it averages the inner optimizer's state too"
+    if sync.schedule.is_by_region:
+        return "its regions come one by one"
+    if getattr(sync.schedule, "participating", None) is not None:
+        return "a part of its regions takes part, which each would be by itself"
+    if sync.schedule.is_measured:
+        return "delay_steps='auto' and syncs_per_interval='auto' follow all regions"
+    if sync.schedule.needs & MEASURED_NOW:
+        return "its schedule looks at all regions' parameters"
+    return None

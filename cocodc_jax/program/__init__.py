@@ -1,0 +1,23 @@
+"""A method around a loss, compiled: `RegionProgram`, its states and what it returns.
+
+Names are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cocodc_jax._lazy import attach
+
+if TYPE_CHECKING:
+    from cocodc_jax.program.region_program import Output, RegionProgram
+
+__all__ = ["Output", "RegionProgram"]
+
+# Where each is: MODULE, or MODULE:NAME.
+_PLACES = {
+    "Output": "region_program:Output",
+    "RegionProgram": "region_program:RegionProgram",
+}
+
+__getattr__, __dir__ = attach(__name__, _PLACES)

@@ -1,0 +1,287 @@
+"""What a program is put together from: arguments checked, the rest made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.core.checks import (
+    check_accumulation,
+    check_arrays,
+    check_feedback,
+    check_params,
+    checked_fragments,
+)
+from cocodc_jax.core.regional import make_correct
+from cocodc_jax.exchange.base import Exchange
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program import checks
+from cocodc_jax.program import inner_step as step
+from cocodc_jax.program.batches import Batches
+from cocodc_jax.program.executor import Executor
+from cocodc_jax.program.frozen import Trainable, find_trained, split, without_masks
+from cocodc_jax.program.init_state import InitState
+from cocodc_jax.program.length_buckets import LENGTH_BUCKET
+from cocodc_jax.program.region_metrics import RegionMetrics
+from cocodc_jax.program.segment import InnerSteps
+from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
+from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.mesh import REGION, is_cpu, is_one_cpu, make_mesh
+from cocodc_jax.sharding.optimizer_memory import memory_kind
+from cocodc_jax.sharding.shardings import Shardings, with_shardings
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.regions import Regions
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The arguments of `RegionProgram`, see there, each of its kind and checked.
+
+    Attributes:
+      optimizer: taken as one that is given `value=`.
+      method: bound to the regions.
+      whole: shapes of one region's parameters.
+      trained: bools like them, None where all are; see `frozen.find_trained`.
+      params: those that are trained.
+      regions: all of them.
+      own: those that this program trains.
+      exchange: the name of the way that messages take.
+      overlap: whether syncs and inner steps are one program.
+    """
+
+    loss_fn: AnyLossFn
+    optimizer: optax.GradientTransformation
+    method: Method
+    whole: PyTree
+    trained: PyTree
+    params: PyTree
+    regions: Regions
+    own: Regions
+    mesh: Mesh
+    fragments: Fragments
+    supplies: Supplies
+    transport: Transport
+    model_state: ModelState | None
+    exchange: str
+    overlap: bool
+
+
+class Parts(NamedTuple):
+    """Of what a program consists; each compiled program is wrapped in one jit.
+
+    Attributes:
+      shardings: of everything.
+      whole: shapes of one region's parameters, and how they lie.
+      first: makes the regions' state before the first step.
+      batches: places them on the mesh.
+      read: reads the regions.
+      corrects: whether the inner steps are given the outer state as well.
+      steps: the inner steps, `(region, batches, participating, counted, *outer)`.
+      exchange: the way that messages take; None without syncs.
+      syncs: their programs; None without syncs.
+    """
+
+    shardings: Shardings
+    whole: PyTree
+    first: InitState
+    batches: Batches
+    read: RegionMetrics
+    corrects: bool
+    steps: Any
+    exchange: Exchange | None
+    syncs: Executor | None
+
+
+def checked(
+    loss_fn: AnyLossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    method: Method | str,
+    params: PyTree,
+    regions: int | Regions,
+    mesh: Mesh | None,
+    fragments: Fragments | None,
+    supplies: Supplies,
+    transport: Transport,
+    model_state: ModelState | None,
+    trainable: Trainable,
+) -> Given:
+    """Return what a program is given, defaults filled in.
+
+    Raises:
+      ValueError: see `RegionProgram`.
+    """
+    checks.check_functions(loss_fn, optimizer)
+    accumulates = optimizer
+    if not isinstance(regions, Regions):
+        regions = Regions.alike(regions)
+    if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
+        each: Any = optimizer.init, optimizer.update
+        optimizer = optax.GradientTransformationExtraArgs(*each)
+    if isinstance(method, str):
+        method = methods.get(method)
+    for argument, value, kind, made_by in (
+        ("method", method, Method, "methods.get(NAME, ...) gives one"),
+        ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
+        ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
+        ("supplies", supplies, Supplies, "Supplies(learning_rate=...), say"),
+        ("transport", transport, Transport, "Transport(exchange=...), say"),
+        ("model_state", model_state, ModelState, "ModelState(init), say"),
+    ):
+        if value is not None or argument in ("method", "supplies", "transport"):
+            checks.check_kind(argument, value, kind, made_by)
+    own = transport.own(regions, method)
+    mesh = make_mesh(own.num) if mesh is None else mesh
+    checks.check_mesh(mesh, own.num)
+    check_arrays(params)
+    whole = jax.eval_shape(lambda x: x, params)
+    trained = find_trained(trainable, whole, optimizer)
+    params, _ = split(whole, trained)
+    check_params(params)
+    needs.check(method.needs, supplies, f"method={method.name!r}")
+    method = method.bind(regions)
+    check_accumulation(accumulates, method)
+    if model_state is not None:
+        model_state.check(method)
+        transport.check_model_state(model_state)
+    exchange = transport.resolve(method, jax.process_count())
+    overlap = transport.fuses(method, mesh, exchange)
+    fragments = checked_fragments(method, params, fragments)
+    check_feedback(method, fragments, params)
+    if supplies.outputs is not None:
+        outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
+        supplies = dataclasses.replace(supplies, outputs=outputs)
+    if trained is not None and supplies.second_moment is not None:
+        found = without_masks(supplies.second_moment, params)
+        supplies = dataclasses.replace(supplies, second_moment=found)
+    return Given(
+        trace_without_mesh_if_needed(loss_fn),
+        optimizer,
+        method,
+        whole,
+        trained,
+        params,
+        regions,
+        own,
+        mesh,
+        fragments,
+        supplies,
+        transport,
+        model_state,
+        exchange,
+        overlap,
+    )
+
+
+def assemble(
+    given: Given,
+    param_specs: PyTree | None,
+    local_regions: str,
+    optimizer_memory: str,
+) -> Parts:
+    """Put a program together; compiles nothing.
+
+    Args:
+      given: of `checked`.
+      param_specs: see `RegionProgram`, like the next.
+      local_regions: how a device computes several regions.
+      optimizer_memory: where the inner optimizer's state is kept.
+
+    Raises:
+      ValueError: see `RegionProgram`.
+    """
+    method, mesh, transport = given.method, given.mesh, given.transport
+    memory = memory_kind(optimizer_memory, mesh, method)
+    specs = P() if param_specs is None else param_specs
+    # Of boxed parameters too, whose specs have no boxes (Flax Linen).
+    specs = jax.tree.unflatten(
+        jax.tree.structure(given.whole),
+        jax.tree.leaves(jax.tree.broadcast(specs, given.whole)),
+    )
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    shardings = Shardings.of(
+        mesh,
+        given.fragments,
+        given.optimizer,
+        given.params,
+        split(specs, given.trained)[0],
+        transport.outer_channels,
+        # Nothing would run beside the steps of a CPU but what they wait for.
+        is_near=given.exchange == "program" and is_one_cpu(mesh),
+        divides_host=given.exchange == "outer",
+        optimizer_memory=memory,
+    )
+    first = InitState(
+        given.params,
+        given.optimizer,
+        shardings,
+        given.own.num,
+        transport.own_keys,
+        given.regions.num,
+        method.per_step,
+        given.model_state,
+    )
+    if "second_moment" in method.needs:
+        checks.check_second_moment(given.supplies, first.abstract().opt_state)
+    num_params = sum(x.size for x in jax.tree.leaves(given.params))
+    local = LocalRegions.of(mesh, given.own.num, local_regions, num_params)
+    correct = make_correct(method.sync, given.fragments, given.own.num)
+    steps = step.make_steps(
+        given.loss_fn,
+        given.optimizer,
+        mesh,
+        local,
+        method.per_step,
+        transport.all_reduce,
+        correct,
+        given.model_state,
+        None if memory is None else shardings.region.opt_state,
+    )
+    # Losses are whole inside each region: every process reads those of its own.
+    inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
+    exchange, syncs = _syncs(given, shardings, local, inner)
+    length_bucket = LENGTH_BUCKET if is_cpu(mesh) and not given.overlap else None
+    return Parts(
+        shardings,
+        with_shardings(given.whole, where),
+        first,
+        Batches(mesh, given.own.num, length_bucket),
+        RegionMetrics(mesh),
+        correct is not None,
+        inner.compiled(),
+        exchange,
+        syncs,
+    )
+
+
+def _syncs(
+    given: Given, shardings: Shardings, local: LocalRegions, inner: InnerSteps
+) -> tuple[Exchange | None, Executor | None]:
+    if given.method.sync is None:
+        return None, None
+    spec = SyncSpec(
+        given.method.sync,
+        given.own,
+        given.fragments,
+        shardings,
+        given.params,
+        given.loss_fn,
+        given.supplies,
+        local,
+        given.model_state,
+        given.overlap,
+    )
+    exchange = given.transport.exchange_of(spec, given.exchange)
+    return exchange, Executor(spec, exchange, given.optimizer, inner)

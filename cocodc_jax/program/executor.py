@@ -1,0 +1,735 @@
+"""Carries out what a schedule says: segments of inner steps, starts and finishes.
+
+The life of a fragment in one place. Each start and each finish is a compiled program of
+its own, or part of the segment of inner steps between them (`segment.py`):
+
+    start     `Outer.send` encodes the fragment and hands it to the exchange
+    midway    a copy of the regions' fragments, for merges that compare two halves
+    finish    `Outer.receive` takes the outer step with the mean; then the merge
+
+A mean that comes from other jobs is waited for where it is due, or at the next slot if
+the exchange goes on without it: no fragment starts before all that was due is applied,
+so that all regions choose alike and measure from the same outer fragments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax.core.pending_mean import PendingMean, landed
+from cocodc_jax.core.state import (
+    AppliedSync,
+    InFlight,
+    RegionState,
+    SyncId,
+    SyncState,
+    TrainState,
+)
+from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.model_state import make_average
+from cocodc_jax.exchange.moments import MomentPrograms
+from cocodc_jax.exchange.regional_outer import RegionalOuterModels
+from cocodc_jax.exchange.shared_outer import SharedOuterModel
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.program.merge import (
+    jit_remember,
+    make_gap,
+    make_merge,
+    merge_arguments,
+    merging,
+)
+from cocodc_jax.program.restore import Restore
+from cocodc_jax.program.segment import InnerSteps, Merged, Segments
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.mesh import is_cpu
+from cocodc_jax.sharding.shardings import with_shardings
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT, left_out
+from cocodc_jax.sync.schedules.base import (
+    FINISH,
+    MIDWAY,
+    START,
+    Applied,
+    Event,
+    Pending,
+    events_at,
+    replaced,
+)
+from cocodc_jax.sync.schedules.slotted import Slotted
+
+PyTree = Any
+
+
+class CollectiveGuard:
+    """Has programs with collectives run one at a time where they share a CPU's threads.
+
+    Two of them at once take each other's threads there, and wait for ever.
+    """
+
+    def __init__(self, is_needed: bool):
+        self._is_needed, self._last = is_needed, None
+
+    def run(self, program: Callable, proof: Callable = lambda out: out) -> Any:
+        """Run `program()` after what ran before.
+
+        Args:
+          program: hands out the work.
+          proof: takes from what it returns arrays that are there when all is done, and
+            that no later program is given to keep.
+        """
+        if self._is_needed:
+            jax.block_until_ready(self._last)
+        out = program()
+        self._last = proof(out)
+        return out
+
+
+@dataclasses.dataclass
+class _Run:
+    """What changes while the events of one step are carried out."""
+
+    region: RegionState
+    sync: SyncState
+    step: int
+    frozen: PyTree
+    batch: PyTree = None  # The last one trained on, `[R, ...]`, where merges need it.
+    times: Times = (0.0, 0.0)
+    merged: dict[SyncId, Merged] = dataclasses.field(default_factory=dict)
+    bytes_sent: int = 0
+    applied: list[AppliedSync] = dataclasses.field(default_factory=list)
+    late: list[Pending] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, state: TrainState, *rest: Any) -> _Run:
+        """Begin at a state."""
+        assert state.sync is not None
+        return cls(state.region, state.sync, state.step, state.frozen, *rest)
+
+    def replace(self, **changes: Any) -> None:
+        """Replace fields of the `SyncState`."""
+        self.sync = dataclasses.replace(self.sync, **changes)
+
+    def launch(self, sync_id: SyncId, flight: InFlight) -> None:
+        """Put a fragment in flight, or replace it."""
+        self.replace(in_flight={**self.sync.in_flight, sync_id: flight})
+
+    def take(self, sync_id: SyncId) -> InFlight:
+        """Take a fragment out of flight."""
+        flights = dict(self.sync.in_flight)
+        flight = flights.pop(sync_id)
+        self.replace(in_flight=flights)
+        return flight
+
+    def after(self, state: TrainState) -> TrainState:
+        """Return `state` with what was done."""
+        sent = state.bytes_sent + self.bytes_sent
+        return dataclasses.replace(
+            state, region=self.region, sync=self.sync, bytes_sent=sent
+        )
+
+
+class Executor:
+    """The compiled programs of every fragment, run as the schedule's events say.
+
+    Attributes:
+      merges: program of every fragment's merge, for the schedule's own delay.
+    """
+
+    def __init__(
+        self,
+        spec: SyncSpec,
+        exchange: Exchange,
+        optimizer: optax.GradientTransformation,
+        steps: InnerSteps,
+    ):
+        """Wrap every program in one jit; compiles nothing.
+
+        Args:
+          spec: of the run.
+          exchange: that messages cross by.
+          optimizer: the inner optimizer.
+          steps: the inner steps, for segments that hold more.
+
+        Raises:
+          ValueError: if a part of the method needs what is not given.
+        """
+        self._spec, self._exchange = spec, exchange
+        sync, self._schedule = spec.sync, spec.sync.schedule
+        each = range(len(spec.fragments))
+        self._moments = None
+        if sync.moments:
+            shapes = jax.eval_shape(optimizer.init, spec.params)
+            self._moments = MomentPrograms(spec, exchange, shapes)
+        self._restore = self._segments = None
+        if isinstance(sync.outer, RegionalOuter):
+            self._outer = RegionalOuterModels(spec, sync.outer)
+        else:
+            self._outer = SharedOuterModel(spec, sync.outer, exchange)
+            if sync.robust:
+                self._restore = Restore(spec, self._outer, optimizer)
+            if Segments.can_wait(spec):
+                self._segments = Segments(
+                    spec,
+                    self._outer,
+                    lambda event: self._exchange.weights(self._weights(event)),
+                    steps,
+                )
+        self._average_state = make_average(spec)
+        # On the outer mesh a message has a device, and so its threads, to itself.
+        is_inside = is_cpu(spec.mesh) and exchange.shares_mesh
+        self._guard = CollectiveGuard(is_inside and spec.mesh.devices.size > 1)
+        shardings = spec.shardings
+        self._copy = [
+            jax.jit(
+                functools.partial(spec.fragments.take, fragment_id=k, lead=1),
+                out_shardings=shardings.staged[k],
+            )
+            for k in each
+        ]
+        self._gaps = {n: jax.jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
+        self.merges = [self._make_merge(k) for k in each]
+        self._remember = None
+        if sync.merge.feedback_weight:
+            self._remember = [jit_remember(spec, k) for k in each]
+        # Whose slots means may be late until; None waits for them where they are due.
+        self._slots: Slotted | None = None
+        if exchange.goes_on and isinstance(self._schedule, Slotted):
+            self._slots = self._schedule
+        self._restored_step = 0
+        self._keep = jax.jit(
+            lambda outer, own: jax.tree.map(
+                lambda o, d: o - d.astype(o.dtype), outer, own
+            )
+        )
+        self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
+        self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
+        self._do = {
+            START: self._start,
+            MIDWAY: self._look_midway,
+            FINISH: self._finish_or_wait,
+        }
+
+    # States.
+
+    def init(
+        self, params: PyTree, region: RegionState, schedule: Any = None
+    ) -> SyncState:
+        """Return what a run has besides its regions before the first step.
+
+        Args:
+          params: one region's parameters, on the mesh.
+          region: of all regions.
+          schedule: the schedule's state, what is in flight messages of zero; None is
+            that before the first step.
+        """
+        schedule = self._schedule.init() if schedule is None else schedule
+        sync = self._outer.init(params, schedule)
+        flights = {
+            pending.sync_id: self._message_of_zero(pending.fragment_id, params, region)
+            for pending in schedule.in_flight
+        }
+        return dataclasses.replace(sync, in_flight=flights)
+
+    def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
+        """Make what arrives at a stale schedule's first slot."""
+        flight: InFlight = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
+            self._outer.abstract_flight(k),
+        )
+        if needs.STAGED in self._spec.sync.copies:
+            flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
+        stale = flight.kept.get(needs.STALE)
+        if stale is not None:
+            part = self._spec.fragments.take(params, k)
+            copy = jax.tree.map(
+                lambda x, like: jnp.array(x, like.dtype, copy=True),
+                transfer.move(part, jax.tree.map(_where, stale)),
+                stale,
+            )
+            flight = flight.with_kept(needs.STALE, copy)
+        return flight
+
+    def abstract(self, schedule: Any, region: RegionState) -> SyncState:
+        """Return shapes and shardings of the state at which `schedule` was taken.
+
+        Args:
+          schedule: the schedule's state, which says what is in flight.
+          region: abstract.
+        """
+        flights, copies = {}, self._spec.sync.copies
+        for pending in schedule.in_flight:
+            k = pending.fragment_id
+            flight = self._outer.abstract_flight(k)
+            if needs.STAGED in copies:
+                flight = flight.with_kept(needs.STAGED, self._abstract_copy(k, region))
+            if needs.HALFWAY in copies and pending.midway_step is None:
+                flight = flight.with_kept(needs.HALFWAY, self._abstract_copy(k, region))
+            flights[pending.sync_id] = flight
+        sync = self._outer.abstract(schedule)
+        return dataclasses.replace(sync, in_flight=flights)
+
+    def _abstract_copy(self, k: int, region: RegionState) -> PyTree:
+        shapes = jax.eval_shape(self._copy[k], region.params)
+        return with_shardings(shapes, self._spec.shardings.staged[k])
+
+    # Segments and events.
+
+    def run_segment(
+        self, state: TrainState, batches: PyTree, participating: PyTree, step: int
+    ) -> tuple[TrainState, tuple, dict[SyncId, Merged]] | None:
+        """Run inner steps with what leaves before them; None where nothing does.
+
+        Args:
+          state: donated.
+          batches: of the steps, `[T, R, ...]`, on the mesh.
+          participating: as of the inner steps.
+          step: that they lead to.
+
+        Returns:
+          The regions and syncs after it (at the step before), `(losses, aux)`, and what
+          was merged, for `run_events`.
+        """
+        if self._segments is None or state.sync is None or not state.sync.leaving:
+            return None
+        run = functools.partial(
+            self._segments.run,
+            state.region,
+            state.sync,
+            batches,
+            participating,
+            step,
+            state.frozen,
+        )
+        region, sync, outputs, merged = self._guard.run(run, lambda out: out[2])
+        return dataclasses.replace(state, region=region, sync=sync), outputs, merged
+
+    def run_events(
+        self,
+        state: TrainState,
+        batches: PyTree,
+        num_steps: int,
+        times: Times = (0.0, 0.0),
+        merged: dict[SyncId, Merged] | None = None,
+    ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
+        """Carry out the events of `state.step`.
+
+        Args:
+          state: region parameters and outer state are donated.
+          batches: leaves `[T, R, ...]`, or with more behind.
+          num_steps: T, the inner steps just done.
+          times: as this process has measured them, for schedules that go by them.
+          merged: what a segment that led here merged.
+        """
+        last = None
+        if needs.wants_batch(self._spec.sync.merge.needs):
+            last = jax.tree.map(lambda x: x[num_steps - 1], batches)
+        run = _Run.of(state, last, times, merged or {})
+        observe = functools.partial(self._observe, run)
+        for schedule, event in events_at(
+            self._schedule, run.sync.schedule, state.step, observe
+        ):
+            if event is not None:
+                self._do[event.kind](run, event)
+            run.replace(schedule=schedule)
+        if run.late:
+            schedule = run.sync.schedule
+            flying = (*run.late, *schedule.in_flight)
+            run.replace(schedule=dataclasses.replace(schedule, in_flight=flying))
+        if run.applied and self._average_state is not None:
+            self._average_model_state(run, self._average_state)
+        return run.after(state), tuple(run.applied)
+
+    # Start.
+
+    def _start(self, run: _Run, event: Event) -> None:
+        """Have a fragment leave, now or with the inner steps that follow."""
+        if self._segments is None:
+            self._send(run, event)
+        else:
+            run.replace(leaving=(*run.sync.leaving, event))
+        # Regions that send at different times count as one of them at each time.
+        share = 1 / self._spec.regions.num if self._schedule.is_by_region else 1
+        run.bytes_sent += round(self.sent_bytes(event) * share)
+
+    def _send(self, run: _Run, event: Event) -> None:
+        """Send a fragment by a program of its own."""
+        weights = self._weights(event)
+        send = functools.partial(
+            self._outer.send, event, weights, run.times, run.region, run.sync
+        )
+        run.sync, flight = self._guard.run(send, lambda out: out[1].mean)
+        if self._moments and (due := self._moments.due(event)):
+            average = functools.partial(
+                self._moments.average, run.region.opt_state, weights, due
+            )
+            opt_state, _ = self._guard.run(average, lambda out: out[1])
+            run.region = run.region._replace(opt_state=opt_state)
+        run.launch(event.sync_id, flight)
+
+    def _weights(self, event: Event) -> tuple[float, ...]:
+        """Return the regions' weights in a mean, of sum 1; of weight 0 none is sent."""
+        weights = self._spec.regions.weights(
+            event.since_step,
+            event.start_step,
+            self._spec.sync.weigh,
+            event.participating,
+        )
+        return tuple(weights.tolist())
+
+    def _settle(self, run: _Run) -> None:
+        """Have what waits for inner steps leave now, by programs of its own."""
+        for event in run.sync.leaving:
+            self._send(run, event)
+        run.replace(leaving=())
+
+    def sent_bytes(self, event: Event) -> int:
+        """Count what one region sends for a sync, moments included."""
+        num_bytes = self.message_bytes(event.fragment_id, event.rank)
+        if self._moments:
+            num_bytes += self._moments.num_bytes(self._moments.due(event))
+        return num_bytes
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes that one region sends for a sync; a region alone none."""
+        if self._exchange.num_regions == 1:
+            return 0
+        return self._outer.num_bytes(fragment_id, rank)
+
+    # Midway.
+
+    def _look_midway(self, run: _Run, event: Event) -> None:
+        """Keep a copy of a fragment that is halfway to its merge."""
+        self._settle(run)
+        copy = self._copy[event.fragment_id](run.region.params)
+        flight = run.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
+        run.launch(event.sync_id, flight)
+
+    # Finish.
+
+    def _finish_or_wait(self, run: _Run, event: Event) -> None:
+        """Apply what arrived, or put it off to the next slot if it has not."""
+        if self._slots is not None and self._is_missing(run, event):
+            slot = self._slots.next_slot(run.step - 1)
+            if slot > run.step:
+                rest = event.participating, event.rank
+                run.late.append(
+                    Pending(event.fragment_id, event.start_step, slot, None, *rest)
+                )
+                return
+        self._finish(run, event)
+
+    @staticmethod
+    def _is_missing(run: _Run, event: Event) -> bool:
+        mean = run.sync.in_flight[event.sync_id].mean
+        return isinstance(mean, PendingMean) and not mean.is_ready()
+
+    def _finish(self, run: _Run, event: Event) -> None:
+        """Take an outer step with a mean, and merge it into the regions.
+
+        Waits for the mean if it comes from other jobs.
+        """
+        k = event.fragment_id
+        done = run.merged.get(event.sync_id)
+        if done is None:
+            self._settle(run)  # Merges change what would leave.
+        flight = run.take(event.sync_id)
+        if done is None:
+            self._remember_dropped(run, k, flight)
+            receive = functools.partial(self._outer.receive, k, flight, run.sync)
+            if self._outer.steps_on_mesh:
+                run.sync, norm = self._guard.run(receive, lambda out: out[1])
+            else:
+                run.sync, norm = receive()
+            flight = self._restore_left_out(run, event, flight)
+            done = norm, self._merge(run, event, flight)
+        norm, metrics = done
+        num_bytes = 0
+        if event.start_step > 0:  # Not a stale schedule's message of zero.
+            num_bytes = self.sent_bytes(event)
+            self._note(run, k, flight, norm)
+        verdict = flight.kept.get(VERDICT, landed(flight.mean).verdict)
+        run.applied.append(
+            AppliedSync(
+                k, event.start_step, run.step, num_bytes, norm, metrics, verdict
+            )
+        )
+
+    def _remember_dropped(self, run: _Run, k: int, flight: InFlight) -> None:
+        """Keep for the next message what the merge will drop; see `core.remember`."""
+        if self._remember is None:
+            return
+        params = merging(self._spec, k, run.region).params
+        memories = run.sync.compressors
+        memory = self._remember[k](params, flight.kept[needs.STAGED], memories[k])
+        run.replace(compressors=replaced(memories, k, memory))
+
+    def _restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
+        """Restore the regions that were left out of a mean which is now there.
+
+        Waits for the verdict, so that nothing is done where nobody was left out.
+        """
+        verdict = flight.kept.get(VERDICT)
+        if verdict is None and (verdict := landed(flight.mean).verdict) is not None:
+            # What left before this region was restored is no reason to do it again.
+            is_new = event.start_step >= self._restored_step
+            verdict = self._exchange.own_verdict(np.asarray(verdict)) * is_new
+        if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
+            return flight
+        self._restored_step = run.step
+        run.launch(event.sync_id, flight)
+        run.region, run.sync = self.restore(run.region, run.sync, bad)
+        return run.take(event.sync_id)
+
+    def _merge(self, run: _Run, event: Event, flight: InFlight) -> dict:
+        k, rule = event.fragment_id, self._spec.sync.merge.needs
+        run.sync, outer, participating = self._outer.hand_out(event, run.sync)
+        own = landed(flight.mean).uncounted
+        if own is not None:
+            # Apply the region's own update if it missed the mean: its work stays with
+            # it, and is in its next message.
+            outer = self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
+        age = run.step - event.start_step
+        is_late = self._slots is not None and age > self._slots.delay_steps
+        merge = self._late_merge(k) if is_late else self.merges[k]
+        arguments = merge_arguments(
+            rule,
+            merging(self._spec, k, run.region),
+            {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES},
+            outer,
+            run.batch,
+            self._spec.supplies.rate(run.step) if "learning_rate" in rule else None,
+            participating,
+            np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
+            np.int32(event.start_step),
+            run.frozen,
+        )
+        merged, metrics = merge(*arguments)
+        params = self._spec.fragments.over(run.region.params, merged)
+        run.region = run.region._replace(params=params)
+        return metrics
+
+    def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
+        where = self._spec.shardings.region
+        only = merging(self._spec, fragment_id, where)
+        return jax.jit(
+            make_merge(self._spec, fragment_id, is_late=is_late),
+            donate_argnums=0,
+            out_shardings=(only.params, where.key),
+        )
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def _late_merge(self, fragment_id: int) -> Callable:
+        """Return the program that merges for an age that it is given."""
+        return self._make_merge(fragment_id, is_late=True)
+
+    def _average_model_state(self, run: _Run, average: Callable) -> None:
+        assert self._spec.model_state is not None
+        average = functools.partial(
+            average, run.region.model_state, self._checked(run.region)
+        )
+        model_state, _ = self._guard.run(average, lambda out: out[1])
+        run.region = run.region._replace(model_state=model_state)
+        run.bytes_sent += self._spec.model_state.averaged_bytes
+        run.bytes_sent += LENGTH_BYTES if self._spec.sync.robust else 0
+
+    def _checked(self, region: RegionState) -> PyTree:
+        """Return by what it is decided whose model state counts; None where all do."""
+        return region.params if self._spec.sync.robust else None
+
+    # What the schedule observes.
+
+    def _note(self, run: _Run, k: int, flight: InFlight, norm: jax.Array) -> None:
+        """Keep what the schedule needs to know of an applied mean, on its devices."""
+        seen = {needs.NORM: norm, "times": flight.kept.get("times")}
+        wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
+        if self._is_seen:  # Not part of the outer step, which regions wait for.
+            wanted |= self._see(self._outer.arrived(k, flight, run.sync))
+        if wanted:
+            run.replace(observed=(*run.sync.observed, (k, wanted)))
+
+    def _observe(self, run: _Run, name: str) -> Any:
+        """Answer a schedule, see `Schedule.next_event`; waits for what it needs."""
+        if name == "applied":
+            found = self._read(run.sync)
+            run.replace(observed=())
+            return found
+        each = range(len(self._spec.fragments))
+        outer = tuple(self._outer.on_mesh(run.sync, k) for k in each)
+        return np.asarray(self._gaps[name](run.region.params, outer)).tolist()
+
+    def _read(self, sync: SyncState) -> list[Applied]:
+        """Read what the schedule has not been told; waits for it."""
+        num_params = self._spec.fragments.num_params
+        return [
+            Applied(k, num_params[k], {name: _plain(x) for name, x in seen.items()})
+            for k, seen in sync.observed
+        ]
+
+    # Between steps.
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Have what waits for inner steps leave now, by programs of its own."""
+        run = _Run.of(state)
+        if not run.sync.leaving:
+            return state
+        self._settle(run)
+        return run.after(state)
+
+    def synchronize(self, state: TrainState) -> TrainState:
+        """Tell the schedule of every update applied; nothing waits to leave then."""
+        state = self.settle(state)
+        assert state.sync is not None
+        schedule = state.sync.schedule
+        for applied in self._read(state.sync):
+            schedule = self._schedule.learn(schedule, applied)
+        sync = dataclasses.replace(state.sync, schedule=schedule, observed=())
+        return dataclasses.replace(state, sync=sync)
+
+    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
+        """Apply all that is in flight now, oldest first, as if it had arrived.
+
+        Where messages are a whole round late, what regions did since then leaves before
+        and is applied too, as at the end of a round: their merge replaces it.
+
+        Args:
+          state: donated.
+
+        Returns:
+          The state with nothing in flight, and what could not be applied and was
+          dropped: where merges need the last batch, or a copy of halfway that is not
+          there yet, all of it.
+        """
+        run = _Run.of(state)
+        self._settle(run)
+        schedule, copies = run.sync.schedule, self._spec.sync.copies
+        flying = list(schedule.in_flight)
+        lacks_copy = needs.HALFWAY in copies and any(
+            needs.HALFWAY not in run.sync.in_flight[p.sync_id].kept for p in flying
+        )
+        dropped: tuple[Pending, ...] = ()
+        if lacks_copy or needs.wants_batch(self._spec.sync.merge.needs):
+            dropped, flying = tuple(flying), []
+        elif state.step and self._schedule.init().in_flight:
+            for k, last in enumerate(schedule.last_start):
+                if last < state.step and needs.HALFWAY not in copies:
+                    pending = Pending(k, state.step, state.step, rank=schedule.rank)
+                    start = pending.event(START)._replace(since_step=max(last, 0))
+                    self._start(run, start)
+                    flying.append(pending)
+        for pending in flying:
+            self._finish(run, pending.event(FINISH))
+        run.replace(schedule=self._schedule.landed(schedule), in_flight={})
+        return run.after(state), dropped
+
+    def restore(
+        self, region: RegionState, sync: SyncState, bad: np.ndarray
+    ) -> tuple[RegionState, SyncState]:
+        """Have the regions `bad`, bool `[R]`, begin anew; see `restore.py`."""
+        assert self._restore is not None
+        return self._restore(region, sync, bad)
+
+    def outer_params(self, state: TrainState, mean: Any) -> PyTree:
+        """Return the outer parameters on the mesh; `mean` is over regions."""
+        assert state.sync is not None
+        return self._outer.whole(state.sync, state.region, mean)
+
+    def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
+        """Return what regions remember of messages, as of messages of `rank`."""
+        if rank == sync.schedule.rank:
+            return sync.compressors
+        return self._outer.resized(sync, rank)
+
+    def copy(self, region: RegionState, fragment_id: int) -> PyTree:
+        """Return a copy of the regions' fragment as it is now."""
+        return self._copy[fragment_id](region.params)
+
+    # What a run compiles.
+
+    def list_programs(
+        self,
+        region: RegionState,
+        sync: SyncState,
+        batches: PyTree,
+        participating: Any,
+        frozen: PyTree,
+    ) -> list[LoweredProgram]:
+        """List the programs that syncs run on the inner mesh.
+
+        Args:
+          region: abstract, as the others are.
+          sync: of a message without a rank.
+          batches: of the inner steps, `[T, R, ...]`.
+          participating: likewise.
+          frozen: of `TrainState`.
+        """
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
+        )
+        segments = {}
+        if self._segments is not None:
+            segments = self._segments.list_programs(
+                region, sync, batches, participating, self.sent_bytes, frozen
+            )
+        found = []
+        for k, merge in enumerate(self.merges):
+            of_fragment = self._outer.list_programs(k, region, sync)
+            arguments = self._abstract_merge(k, region, batch, frozen)
+            of_fragment.append(LoweredProgram(f"merge fragment {k}", merge, arguments))
+            if k in segments:
+                segment, finishes = segments[k]
+                of_fragment = [segment, *(() if finishes else of_fragment[1:])]
+            found += of_fragment
+        if self._moments:
+            found += self._moments.list_programs(region.opt_state)
+        if self._average_state is not None:
+            states = (region.model_state, self._checked(region))
+            found.append(
+                LoweredProgram("mean of model state", self._average_state, states)
+            )
+        return found
+
+    def _abstract_merge(
+        self, k: int, region: RegionState, batch: PyTree, frozen: PyTree
+    ) -> tuple:
+        """Return shapes and shardings of the arguments of a merge."""
+        spec, step = self._spec, jax.ShapeDtypeStruct((), np.int32)
+        everyone = jax.ShapeDtypeStruct(
+            (spec.regions.num,), bool, sharding=spec.shardings.region.key
+        )
+        copies = needs.REGIONAL_COPIES
+        return merge_arguments(
+            spec.sync.merge.needs,
+            merging(spec, k, region),
+            {
+                n: self._abstract_copy(k, region)
+                for n in copies
+                if n in spec.sync.copies
+            },
+            self._outer.abstract_broadcast(k),
+            batch,
+            jax.ShapeDtypeStruct((), np.float32),
+            everyone if self._schedule.is_by_region else None,
+            step if self._schedule.is_measured else None,
+            step,
+            frozen,
+        )
+
+
+def _plain(x: jax.Array) -> Any:
+    """Read an observed value: a number, or a row for every region."""
+    return float(x) if x.ndim == 0 else transfer.local_rows(x).tolist()
+
+
+def _where(x: jax.Array) -> Any:
+    return x.sharding

@@ -1,0 +1,166 @@
+"""What of a state fits another program: as it is, averaged, or cut another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.model_state import is_float
+from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.numerics import widen
+
+PyTree = Any
+
+# States of Optax, not all of them public, whose `count` is where a schedule stands.
+_SCHEDULED = (
+    "ScaleByScheduleState",
+    "WrappedScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+)
+
+
+def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
+    """Say how two trees of arrays differ, None where they are alike.
+
+    Args:
+      old: arrays or shapes.
+      new: likewise.
+      lead: leading axes that may differ.
+    """
+    there, here = (
+        {path: f"{x.dtype}{list(x.shape[lead:])}" for path, x in named_leaves(tree)}
+        for tree in (old, new)
+    )
+    for path in sorted(there.keys() | here.keys()):
+        if there.get(path) != here.get(path):
+            return (
+                f"{path} was {there.get(path, 'not there')} and is "
+                f"{here.get(path, 'not there')}"
+            )
+    is_alike = jax.tree.structure(old) == jax.tree.structure(new)
+    return None if is_alike else "it is of another kind"
+
+
+def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
+    """Set what an optimizer's own schedules count, and nothing else.
+
+    Moments, and the counts that correct their bias, stay.
+
+    Args:
+      opt_state: of the regions, leaves `[R, ...]` on their devices.
+      steps_done: of each region, int `[R]`.
+
+    Returns:
+      The same state, or `opt_state` itself where no schedule counts.
+    """
+
+    def set_count(x: Any) -> Any:
+        if not _is_scheduled(x):
+            return x
+        # Schedules may wrap schedules. An array for each: the state is donated.
+        count = transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
+        inside = {name: walk(getattr(x, name)) for name in x._fields}
+        return x._replace(**{**inside, "count": count})
+
+    def walk(tree: PyTree) -> PyTree:
+        return jax.tree.map(set_count, tree, is_leaf=_is_scheduled)
+
+    found = jax.tree.leaves(opt_state, is_leaf=_is_scheduled)
+    return walk(opt_state) if any(map(_is_scheduled, found)) else opt_state
+
+
+def with_counts(opt_state: PyTree, counted: PyTree) -> PyTree:
+    """Return a state whose own schedules stand where those of another one do.
+
+    Args:
+      opt_state: whatever its counts.
+      counted: of the same optimizer.
+    """
+
+    def take_count(x: Any, like: Any) -> Any:
+        if not _is_scheduled(x):
+            return x
+        inside = {
+            name: with_counts(getattr(x, name), getattr(like, name))
+            for name in x._fields
+        }
+        return x._replace(**{**inside, "count": like.count})
+
+    return jax.tree.map(take_count, opt_state, counted, is_leaf=_is_scheduled)
+
+
+def _is_scheduled(x: Any) -> bool:
+    return type(x).__name__ in _SCHEDULED
+
+
+def mean_over_all(x: jax.Array) -> jax.Array:
+    """Average over the regions in front; of counters take the largest."""
+    if not is_float(x):
+        return x.max(0)
+    return widen(x).mean(0).astype(x.dtype)
+
+
+def inside(tree: PyTree) -> PyTree:
+    """Return how one region's part of leaves `[R, ...]` lies."""
+    return jax.tree.map(
+        lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), tree
+    )
+
+
+def recut(
+    states: tuple[PyTree, ...], old: Fragments, new: Fragments
+) -> tuple[PyTree, ...] | None:
+    """Join the states of fragments and cut them as `new` does.
+
+    What is like a fragment (a dict of its paths) is joined to a tree like the
+    parameters; of whatever else there is, such as a counter, the largest is taken.
+
+    Args:
+      states: of each fragment of `old`, without axes in front.
+      old: how the parameters were cut.
+      new: how they are, of the same tree.
+
+    Returns:
+      States of each fragment of `new`; None where the states are not alike, or hold
+      something that is neither.
+    """
+    paths = [{part.path for part in slices} for slices in old.slices]
+    flat = [
+        jax.tree.flatten(state, is_leaf=lambda x, own=own: _is_like(x, own))
+        for state, own in zip(states, paths, strict=True)
+    ]
+    _, first = flat[0]
+    if any(treedef != first for _, treedef in flat):
+        return None
+    columns = list(zip(*(nodes for nodes, _ in flat), strict=True))
+    for column in columns:
+        are_parts = [isinstance(node, dict) for node in column]
+        if any(are_parts) != all(are_parts):
+            return None
+        if not all(are_parts) and any(jnp.ndim(node) for node in column):
+            return None
+
+    def cut(columns):
+        rows = []
+        for column in columns:
+            if isinstance(column[0], dict):
+                whole = old.join(column)
+                rows.append([new.take(whole, k) for k in range(len(new))])
+            else:
+                rows.append([jnp.stack(column).max(0)] * len(new))
+        return [list(nodes) for nodes in zip(*rows, strict=True)]
+
+    made = jax.jit(cut)(columns) if columns else [[] for _ in range(len(new))]
+    return tuple(first.unflatten(nodes) for nodes in made)
+
+
+def _is_like(node: Any, paths: set[str]) -> bool:
+    return isinstance(node, dict) and set(node) == paths

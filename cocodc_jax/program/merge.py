@@ -1,0 +1,274 @@
+"""What regions do with an arriving fragment, and how far they have drifted by then.
+
+Programs over the inner mesh: the merge rule of `sync/merge.py` mapped over regions,
+with whatever else it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core import sync as core
+from cocodc_jax.core.state import RegionState
+from cocodc_jax.exchange.compressors import Compressors
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.program.frozen import joined
+from cocodc_jax.sharding.local_regions import where_participating
+from cocodc_jax.sharding.mesh import REGION
+from cocodc_jax.sharding.optimizer_memory import load
+from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.averages import sync_key
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.model_state import at_state
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.transforms.numerics import widen
+
+PyTree = Any
+
+
+def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
+    """Make the program that merges one fragment into the regions.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      is_late: whether it may be later than the schedule says.
+
+    Returns:
+      `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
+      delay_steps, start_step) -> (params, metrics)`: `params` of the regions, which may
+      be donated; `opt_state` and `keys` theirs, each None unless the rule needs it;
+      `kept` the copies that the rule needs; `batch` the last one trained on `[R, ...]`
+      with the regions' `RegionState.model_state` and the frozen parameters, and
+      `learning_rate` a float32 scalar, each None unless the rule needs it;
+      `participating` bool `[R]`, the regions that merge, or None for all; `delay_steps`
+      an int32 scalar, at least 1, or None where the schedule says it (and it is not
+      late); `start_step` of
+      the sync, an int32 scalar, None unless the rule needs its key. Metrics are float32
+      `[R]`.
+    """
+    sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
+    is_told = sync.schedule.is_measured or is_late
+    fixed_delay = None if is_told else sync.schedule.delay_steps
+    is_regional = isinstance(sync.outer, RegionalOuter)
+
+    def one_region(local, kept, outer, moments, params, batch, key_data, told):
+        learning_rate, delay_steps, start_step, frozen = told
+        steps = delay_steps if fixed_delay is None else fixed_delay
+        loss_fn, supplies = spec.loss_fn, spec.supplies
+        if batch is not None:
+            batch, model_state = batch
+            if spec.model_state is not None:
+                loss_fn, supplies = at_state(loss_fn, supplies, model_state)
+        seen = needs.MergeContext(
+            local=local,
+            outer=outer,
+            kept=kept,
+            delay_steps=steps,
+            regional=moments,
+            learning_rate=learning_rate,
+            batch=batch,
+            key=None if key_data is None else core.merge_key(key_data),
+            whole=lambda part: joined(fragments.put(params, fragment_id, part), frozen),
+            loss_fn=loss_fn,
+            supplies=supplies,
+            sync_key=None if start_step is None else sync_key(fragment_id, start_step),
+        )
+        return core.merge(sync, seen)
+
+    def merge(
+        params,
+        opt_state,
+        keys,
+        kept,
+        outer,
+        batch,
+        rate,
+        participating,
+        delay_steps,
+        start_step,
+    ):
+        if opt_state is not None:
+            opt_state = load(opt_state, spec.shardings.region.opt_state)
+        moments = {
+            name: fragments.take(tree, fragment_id, lead=1)
+            for name, tree in needs.regional(
+                rule.needs, opt_state, spec.supplies
+            ).items()
+        }
+        frozen: PyTree = ()
+        if batch is not None:
+            *batch, frozen = batch
+        told = (rate, delay_steps, start_step, frozen)
+        shared = told if is_regional else (outer, told)
+        shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
+        outer, told = (outer, shared) if is_regional else shared
+        local = fragments.take(params, fragment_id, lead=1)
+        axes = (0, 0, 0 if is_regional else None, 0, 0, 0, 0, None)
+        merged, metrics = spec.local.map(one_region, axes)(
+            local,
+            kept,
+            outer,
+            moments,
+            params if batch is not None else None,
+            batch,
+            keys,
+            told,
+        )
+        if participating is not None:
+            merged = where_participating(participating, merged, local)
+        return fragments.put(params, fragment_id, merged, lead=1), metrics
+
+    of_outer = P(REGION) if is_regional else P()
+    of_batch: Any = P(REGION)
+    if needs.wants_batch(rule.needs):
+        of_batch = (P(REGION), P(REGION), P())
+    return region_shard_map(
+        merge,
+        spec.mesh,
+        in_specs=(*(P(REGION),) * 4, of_outer, of_batch, P(), P(REGION), P(), P()),
+        out_specs=(P(REGION), P(REGION)),
+    )
+
+
+def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionState:
+    """Return what of the regions a merge is given; None stands for the rest.
+
+    Of the parameters the leaves that hold some of the fragment, or all where the rule
+    asks for the loss of the whole model.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      region: arrays or whatever stands for them.
+    """
+    rule, params = spec.sync.merge.needs, region.params
+    wants_batch = needs.wants_batch(rule)
+    return region._replace(
+        params=params if wants_batch else spec.fragments.only(params, fragment_id),
+        opt_state=region.opt_state if needs.wants_state(rule) else None,
+        key=region.key if needs.wants_key(rule) else None,
+        per_step=(),
+        model_state=region.model_state if wants_batch else (),
+    )
+
+
+def merge_arguments(
+    rule: Collection[str],
+    region: RegionState,
+    kept: PyTree,
+    outer: PyTree,
+    batch: PyTree,
+    rate: Any,
+    participating: Any,
+    delay_steps: Any,
+    start_step: Any,
+    frozen: PyTree,
+) -> tuple:
+    """Return the arguments of a merge, without those that its rule does not need.
+
+    Args:
+      rule: needs of the merge rule.
+      region: of all regions, before the merge.
+      kept: as of `make_merge`, as all that follow are.
+      outer: the fragment.
+      batch: without the model's state.
+      rate: the learning rate.
+      participating: regions that merge.
+      delay_steps: where it is told.
+      start_step: of the sync.
+      frozen: of `TrainState`.
+    """
+    return (
+        region.params,
+        region.opt_state if needs.wants_state(rule) else None,
+        region.key if needs.wants_key(rule) else None,
+        kept,
+        outer,
+        (batch, region.model_state, frozen) if needs.wants_batch(rule) else None,
+        rate if "learning_rate" in rule else None,
+        participating,
+        delay_steps,
+        start_step if "sync_key" in rule else None,
+    )
+
+
+def make_gap(spec: SyncSpec, name: str) -> Callable:
+    """Make `gap(params [R, ...], outer fragments) -> [K]`, measured now.
+
+    See `core.sync.gap`; at the price of a reduction of K scalars.
+
+    Args:
+      spec: of the run.
+      name: of the need.
+    """
+    fragments, num_regions = spec.fragments, spec.regions.num
+
+    def gap(params: PyTree, outer: tuple[Fragment, ...]):
+        each = [
+            core.gap(name, part, fragments.take(params, k, lead=1), num_regions)
+            for k, part in enumerate(outer)
+        ]
+        return psum_over_regions(jnp.stack(each))
+
+    return region_shard_map(gap, spec.mesh, in_specs=(P(REGION), P()), out_specs=P())
+
+
+def region_drift(params: PyTree) -> jax.Array:
+    """Tell how far regions are apart: RMS distance to their mean over its length.
+
+    Args:
+      params: of the regions, leaves `[R, ...]`.
+
+    Returns:
+      Float32 scalar, 0 where all are equal.
+    """
+
+    def squares(x):
+        x = widen(x)
+        mean = x.mean(0)
+        return jnp.square(x - mean[None]).sum() / x.shape[0], jnp.square(mean).sum()
+
+    each = [squares(x) for x in jax.tree.leaves(params)]
+    apart, length = (sum(column) for column in zip(*each, strict=True))
+    return jnp.sqrt(apart / length).astype(jnp.float32)
+
+
+def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
+    """Make what remembers what the merge of a fragment will leave out, not yet jitted.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+
+    Returns:
+      `remember(params, staged, state) -> state`: `params` of the regions before the
+      merge, the copy from when the sync started, and the regions' compressors' state
+      `[R, ...]`.
+    """
+    share = spec.sync.merge.feedback_weight
+
+    def remember(params, staged, state):
+        local = spec.fragments.take(params, fragment_id, lead=1)
+        return core.remember(share, local, staged, state)
+
+    regions = P(REGION)
+    return region_shard_map(
+        remember, spec.mesh, in_specs=(regions,) * 3, out_specs=regions
+    )
+
+
+def jit_remember(spec: SyncSpec, fragment_id: int) -> Callable:
+    """Compile `make_remember` as a program of its own, which donates the state."""
+    part = spec.outer_shapes[fragment_id]
+    return jax.jit(
+        make_remember(spec, fragment_id),
+        donate_argnums=2,
+        out_shardings=Compressors(spec).where(fragment_id, part),
+    )

@@ -1,0 +1,457 @@
+"""One method around one loss: inner steps, and the syncs that are due after them.
+
+`RegionProgram` holds what is compiled; the run itself is the `TrainState` that goes
+in and comes out. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core.state import AppliedSync, TrainState
+from cocodc_jax.exchange.base import Times
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program import checks
+from cocodc_jax.program.assemble import assemble, checked
+from cocodc_jax.program.frozen import Trainable, copied, joined, split
+from cocodc_jax.program.warm_start import Adopted, adopt
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.ambient import methods_in_own_context
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.base import Pending
+
+PyTree = Any
+
+NOTHING, AUTO = Supplies(), Transport()
+
+
+class Output(NamedTuple):
+    """What `RegionProgram.advance` did, still on its devices.
+
+    Attributes:
+      losses: float32, or wider where the loss is, `[T, R]`.
+      aux: the loss function's aux, each `[T, R]`.
+      syncs: the syncs that were applied after the last step.
+      bytes_sent: bytes one region had sent by the end of each step, its events
+        included.
+    """
+
+    losses: jax.Array
+    aux: dict[str, jax.Array]
+    syncs: tuple[AppliedSync, ...]
+    bytes_sent: tuple[int, ...]
+
+
+@methods_in_own_context
+class RegionProgram:
+    """Compiled programs of one method for one model on one mesh.
+
+    Example: see `running.run`. Everything mutable is in the `TrainState` that goes in
+    and comes out; region arrays are donated, so an old state must not be used again.
+
+    Attributes:
+      param_shapes: of one region's parameters, and how they lie.
+      trained: bools like them, None where all are trained.
+    """
+
+    def __init__(
+        self,
+        loss_fn: AnyLossFn,
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        method: Method | str,
+        params: PyTree,
+        regions: int | Regions,
+        *,
+        mesh: Mesh | None = None,
+        fragments: Fragments | None = None,
+        param_specs: PyTree | None = None,
+        supplies: Supplies = NOTHING,
+        transport: Transport = AUTO,
+        model_state: ModelState | None = None,
+        local_regions: str = "auto",
+        optimizer_memory: str = "device",
+        trainable: Trainable = None,
+    ):
+        """Prepare the programs; nothing is compiled before the first call.
+
+        Args:
+          loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict
+            of scalars. With a `model_state` it is `(params, model_state, batch, key)
+            -> (loss, (aux, new_model_state))`.
+          optimizer: the inner optimizer, the same for every region. One that takes
+            `value=` is given the region's loss, or the mean of all regions' where they
+            exchange something at every step. A step is one of its updates: under
+            `optax.MultiSteps(inner, k)` one of the k that make up one of `inner`'s, and
+            the method's interval, delay and slots must be multiples of k.
+          method: from `cocodc_jax.methods`, or the name of one, for its defaults.
+          params: one region's parameters, or their shapes.
+          regions: M, or how fast each of them is.
+          mesh: the inner mesh; by default as many regions side by side as devices
+            allow.
+          fragments: how to cut the parameters; by default as the method says.
+          param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
+            inside a region (Flax Linen: `nn.get_partition_spec(params)`); replicated
+            by default.
+          supplies: what only the user knows, for merges that need it.
+          transport: how messages cross regions.
+          model_state: what the model has that is not trained, such as BatchNorm's
+            statistics, and whether regions average it.
+          local_regions: how a device computes several regions: "batched", "in_turn", or
+            "auto", which is batched where that is faster; see `LocalRegions.of`.
+          optimizer_memory: "host" keeps the inner optimizer's state in the memory of
+            the devices' hosts; see `devices/optimizer_place.py`.
+          trainable: which parameters are trained: a bool for each, or for all below a
+            node of their tree; a predicate on their paths, parts joined by "/"; or
+            "optimizer", those that it changes (`optax.set_to_zero()` changes none). The
+            others have one copy for all regions, no gradient, and are not sent. None
+            is all. `param_specs` are of all; `fragments` are cut of a tree with None
+            for what is not trained.
+
+        Raises:
+          ValueError: for an argument of another kind, or an unknown `local_regions`;
+            for a `trainable` that trains nothing, or freezes nothing by name;
+            if the mesh does not divide the regions, the parameters do not cut into the
+            method's fragments, the merge needs what is not given, or the method cannot
+            be had with these regions or this transport.
+        """
+        given = checked(
+            loss_fn,
+            optimizer,
+            method,
+            params,
+            regions,
+            mesh,
+            fragments,
+            supplies,
+            transport,
+            model_state,
+            trainable,
+        )
+        parts = assemble(given, param_specs, local_regions, optimizer_memory)
+        self.regions, self.num_regions = given.regions, given.own.num
+        self.mesh, self.shardings = given.mesh, parts.shardings
+        self.method, self.fragments = given.method, given.fragments
+        self.model_state, self.exchange = given.model_state, parts.exchange
+        self.trained, self.param_shapes = given.trained, parts.whole
+        self._first, self._batches, self._read = parts.first, parts.batches, parts.read
+        self._steps, self._syncs = parts.steps, parts.syncs
+        self._corrects = parts.corrects
+
+    @functools.cached_property
+    def bytes_per_step(self) -> int:
+        """Bytes one region sends at every inner step, besides syncs."""
+        if self.method.per_step is None or self.num_regions == 1:
+            return 0
+        of_state = self.model_state.averaged_bytes if self.model_state else 0
+        return self.method.per_step.num_bytes(self._first.shapes[0]) + of_state
+
+    def init(self, params: PyTree, key: jax.Array) -> TrainState:
+        """Make the state before the first step: all regions and the outer model alike.
+
+        Args:
+          params: one region's parameters.
+          key: PRNG key of the implementation that was JAX's default when the program
+            was made; each region gets its own from it.
+
+        Raises:
+          ValueError: if `params` has other shapes than the program's, or `key` is not
+            one key, or of another implementation.
+        """
+        checks.check_like(params, self.param_shapes)
+        everywhere = NamedSharding(self.mesh, P())
+        key_data = transfer.put(self._first.key_data(key), everywhere)
+        where = jax.tree.map(lambda x: x.sharding, self.param_shapes)
+        params = transfer.put(params, where)
+        return self.begin(params, key_data)
+
+    def begin(
+        self, params: PyTree, key_data: jax.Array, schedule: Any = None
+    ) -> TrainState:
+        """Make a first state of what lies on the mesh already; see `init`.
+
+        Args:
+          params: one region's parameters.
+          key_data: of the key.
+          schedule: the schedule's state; None is that before the first step.
+        """
+        params, frozen = split(params, self.trained)
+        region, sync = self._first.make(params, key_data), None
+        if self._syncs is not None:
+            sync = self._syncs.init(params, region, schedule)
+        return TrainState(region, sync, frozen=copied(frozen))
+
+    def abstract(self, schedule: Any = None) -> TrainState:
+        """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
+
+        Args:
+          schedule: the schedule's state then, which tells what is in flight; None is
+            that before the first step, without anything in flight.
+
+        Returns:
+          A `TrainState` of `jax.ShapeDtypeStruct`s.
+        """
+        region = self._first.abstract()
+        _, frozen = split(self.param_shapes, self.trained)
+        if self._syncs is None or self.method.sync is None:
+            return TrainState(region, frozen=frozen)
+        if schedule is None:
+            schedule = self.method.sync.schedule
+            schedule = schedule.landed(schedule.init())
+        sync = self._syncs.abstract(schedule, region)
+        return TrainState(region, sync, frozen=frozen)
+
+    def list_programs(self, batches: PyTree) -> list[LoweredProgram]:
+        """List the programs of the inner mesh that a run compiles; compiles nothing.
+
+        The mesh may be of devices that are not there (`jax.experimental.topologies`).
+
+        Args:
+          batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
+        """
+        state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
+        batches, counted = self._batches.abstract(batches)
+        room = jax.tree.leaves(batches)[0].shape[0]
+        params, frozen = split(self.param_shapes, self.trained)
+        participating = None
+        if not self.regions.are_even:
+            participating = jax.ShapeDtypeStruct((room, self.num_regions), bool)
+        outer = (state.sync.outer,) if self._corrects and state.sync else ()
+        steps = (state.region, batches, participating, counted, frozen, *outer)
+        sent_bytes = num_steps * self.bytes_per_step
+        inner = LoweredProgram("inner steps", self._steps, steps, sent_bytes, num_steps)
+        found = [
+            LoweredProgram(
+                "first state", self._first.make, (params, self._first.shapes[1])
+            ),
+            inner,
+            LoweredProgram("mean of regions", self._read.mean, (state.region.params,)),
+        ]
+        if self._syncs is None or state.sync is None:
+            return found
+        return found + self._syncs.list_programs(
+            state.region, state.sync, batches, participating, frozen
+        )
+
+    @property
+    def length_bucket(self) -> int | None:
+        """The inner steps that one program has room for, whatever their number.
+
+        None where every number of steps is a program of its own.
+        """
+        return self._batches.length_bucket
+
+    def steps_to_event(self, state: TrainState) -> int | None:
+        """Return the inner steps until the next event; None where there are none."""
+        if self.method.sync is None or state.sync is None:
+            return None
+        return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
+
+    def put_batches(self, batches: PyTree) -> PyTree:
+        """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
+
+        With several processes each gives the rows of its own regions, whole, also
+        those that it shares with other processes.
+        """
+        return self._batches.put(batches)
+
+    def advance(
+        self,
+        state: TrainState,
+        batches: PyTree,
+        times: Times = (0.0, 0.0),
+        on_steps: Callable[[int, jax.Array], None] = lambda step, losses: None,
+    ) -> tuple[TrainState, Output]:
+        """Run T inner steps, then the events of the step they lead to.
+
+        Args:
+          state: donated.
+          batches: leaves `[T, R, B, ...]`, on the mesh or on the host; T at most
+            `steps_to_event(state)`.
+          times: seconds of an inner step and of a sync as this process has measured
+            them, 0 for not yet; for schedules that go by them.
+          on_steps: takes the step that the inner steps lead to, and their losses, as
+            soon as they are handed out: the events may wait for other jobs.
+
+        Raises:
+          ValueError: if T leads past the next event, `batches` does not have the
+            regions along its second axis, or `state` was donated before.
+        """
+        checks.check_alive(state)
+        num_steps = self._batches.num_steps(batches)
+        limit = self.steps_to_event(state)
+        if limit is not None and num_steps > limit:
+            raise ValueError(
+                f"{num_steps} steps lead past the next event, which is {limit} steps "
+                "ahead; pass at most `steps_to_event(state)`"
+            )
+        batches, counted = self._batches.for_steps(batches)
+        before, step = state.bytes_sent, state.step + num_steps
+        state, outputs, merged = self._inner_steps(state, batches, counted, num_steps)
+        if jax.tree.leaves(outputs)[0].shape[0] > num_steps:
+            outputs = self._read.first(outputs, num_steps)
+        losses, aux = outputs
+        state = dataclasses.replace(state, step=step)
+        on_steps(step, losses)
+        syncs = ()
+        if self._syncs is not None:
+            state, syncs = self._syncs.run_events(
+                state, batches, num_steps, times, merged
+            )
+        of_events = state.bytes_sent - before
+        sent = [before + i * self.bytes_per_step for i in range(1, num_steps + 1)]
+        sent[-1] += of_events
+        state = dataclasses.replace(state, bytes_sent=sent[-1])
+        return state, Output(losses, aux, syncs, tuple(sent))
+
+    def _inner_steps(
+        self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
+    ) -> tuple[TrainState, tuple, dict]:
+        """Run inner steps, with what leaves before them where that is one program.
+
+        Returns:
+          The state after them but for its step, `(losses, aux)` `[room, R]`, and what a
+          segment merged.
+        """
+        participating = None
+        if not self.regions.are_even:
+            room = len(jax.tree.leaves(batches)[0])
+            participating = self.regions.participating(state.step, room)
+        if self._syncs is not None and state.sync is not None:
+            step = state.step + num_steps
+            ran = self._syncs.run_segment(state, batches, participating, step)
+            if ran is not None:
+                return ran
+        outer = (state.sync.outer,) if self._corrects and state.sync else ()
+        region, outputs = self._steps(
+            state.region, batches, participating, counted, state.frozen, *outer
+        )
+        return dataclasses.replace(state, region=region), outputs, {}
+
+    def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
+        """Go on from a state of another program of the same model.
+
+        It may have another number of regions, mesh, schedule, method or optimizer. What
+        fits is kept, what does not is told by name; see `runtime.adopt` for the rules.
+
+        Args:
+          state: donated.
+          of: the program that `state` is of.
+
+        Returns:
+          This program's state, what was kept and what was lost.
+
+        Raises:
+          ValueError: if `of` has other parameters.
+        """
+        checks.check_alive(state)
+        checks.check_like(of.param_shapes, self.param_shapes)
+        return adopt(self, state, of)
+
+    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
+        """Apply all that is in flight now; see `Executor.land`.
+
+        Returns:
+          The state after it, and what could not be applied.
+        """
+        checks.check_alive(state)
+        return self._syncs.land(state) if self._syncs else (state, ())
+
+    def synchronize(self, state: TrainState) -> TrainState:
+        """Tell the schedule of every update applied; waits for what it needs.
+
+        Of a state like that, all can be saved: what was to leave with the inner steps
+        that follow has left.
+        """
+        checks.check_alive(state)
+        if self._syncs is None or state.sync is None:
+            return state
+        return self._syncs.synchronize(state)
+
+    def finite_regions(self, state: TrainState) -> jax.Array:
+        """Tell whether all parameters of a region are finite, bool `[R]`."""
+        checks.check_alive(state)
+        return self._read.are_finite(state.region.params)
+
+    def restore_regions(self, state: TrainState, bad: np.ndarray) -> TrainState:
+        """Have the regions `bad`, bool `[R]`, begin anew from the outer parameters.
+
+        Raises:
+          ValueError: if the method leaves nobody out of its means (`exclude_above`).
+        """
+        if self._syncs is None or state.sync is None or not self.method.can_restore:
+            raise ValueError(
+                f"method={self.method.name!r} restores no region; pass exclude_above"
+            )
+        state = self._syncs.settle(state)
+        assert state.sync is not None
+        region, sync = self._syncs.restore(state.region, state.sync, bad)
+        return dataclasses.replace(state, region=region, sync=sync)
+
+    def mean_params(self, state: TrainState) -> PyTree:
+        """Return the mean of the regions' parameters: what methods are judged by."""
+        checks.check_alive(state)
+        return joined(self._read.mean(state.region.params), state.frozen)
+
+    def mean_model_state(self, state: TrainState) -> PyTree:
+        """Return the model's state for an evaluation, `()` where it has none.
+
+        Floating-point leaves are the means over regions, others the first region's.
+        """
+        checks.check_alive(state)
+        return self._read.mean_state(state.region.model_state)
+
+    def region_drift(self, state: TrainState) -> jax.Array:
+        """Return how far the regions are apart, see `merge.region_drift`."""
+        checks.check_alive(state)
+        return self._read.drift(state.region.params)
+
+    def are_equal(self, params: PyTree, others: PyTree) -> bool:
+        """Tell whether two trees of one region's parameters are; waits for them."""
+        return bool(self._read.are_equal(params, others))
+
+    def outer_params(self, state: TrainState) -> PyTree:
+        """Return the outer parameters, on the mesh; means where regions have theirs."""
+        checks.check_alive(state)
+        if self._syncs is None:
+            return self.mean_params(state)
+        outer = self._syncs.outer_params(state, self._read.mean)
+        return joined(outer, state.frozen)
+
+    def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
+        """Return a copy of the regions' fragment as it is now, `[R, ...]`."""
+        assert self._syncs is not None
+        return self._syncs.copy(state.region, fragment_id)
+
+    def compressors_of(self, state: TrainState, rank: int) -> PyTree:
+        """Return what regions remember of messages, fitted to those of another rank.
+
+        Args:
+          state: at whose schedule's rank they are.
+          rank: see `messages.Ranked`; 0 where the schedule sets none.
+        """
+        assert self._syncs is not None
+        assert state.sync is not None
+        return self._syncs.compressors_of(state.sync, rank)
+
+    def outer_bytes(self, state: TrainState) -> int:
+        """Count the bytes a method keeps besides the regions' own training.
+
+        Outer parameters and optimizer, fragments in flight, compressors: of all regions
+        together, each array counted once.
+        """
+        kept = (state.sync.arrays if state.sync else (), state.region.per_step)
+        return sum(x.nbytes for x in jax.tree.leaves(kept))

@@ -1,0 +1,412 @@
+"""Inner steps with the ends of syncs around them, as one compiled program.
+
+A `Segment` says what one program holds:
+
+    before    encode, send                  of each fragment that starts at step s
+    steps     inner steps s .. s + T
+    after     decode, outer step, merge     of one that started at s and is due at s + T
+
+Most have steps alone: what starts or is finished then is a program of its own. Where
+regions share a fabric (slices of a TPU, GPUs) programs follow one another on a device,
+and a message sent by its own program is waited for. In one program with the scan of
+inner steps the compiler begins the crossing before the scan and ends it after, so that
+the message crosses while the device computes (`overlap`; tests read it off compiled
+programs).
+
+What has crossed is tied to the losses by a barrier, and nothing else is: without it the
+compiler decodes a compressed message at once and waits for it, and a barrier over more
+would serialize the steps.
+
+**What overlaps.** A start waits for the segment that follows it; nothing comes between.
+With tau at most the H / K steps between two starts, T is tau: one segment from a start
+to its merge. With a longer tau a segment ends at the next event of another fragment,
+and its mean is in flight until its own step. Likewise where an evaluation or a
+checkpoint cuts the steps, and where regions may be left out of a mean, as they are
+checked before the merge. At a checkpoint exactly at a start, the fragment is sent by
+its own program, so that what is saved is the same. Never hidden are messages that
+arrive at the step at which they leave, those a whole round late (they leave before a
+merge at the same step), and those of methods whose regions come one by one, whose
+message rank follows the updates, or which average the inner optimizer's moments.
+
+**How many programs.** One a fragment, times the lengths T that occur: of a schedule
+with regular starts one (two where tau is longer than H / K, as there is no merge in the
+first round), and one more for each way in which evaluations and checkpoints cut it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState
+from cocodc_jax.core.sync import outer_step
+from cocodc_jax.exchange.crossings import make_crossing
+from cocodc_jax.exchange.lowered_program import LoweredProgram, first_starts
+from cocodc_jax.exchange.outer_placement import OuterPlace
+from cocodc_jax.exchange.pseudo_gradient import start_step_of
+from cocodc_jax.exchange.shared_outer import SharedOuterModel
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.program.merge import make_merge, make_remember, merge_arguments
+from cocodc_jax.sharding.mesh import regional
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.needs import STAGED, STALE
+from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
+
+PyTree = Any
+# The norm of a mean (float32 scalar), and the metrics of its merge (each `[R]`).
+Merged = tuple[jax.Array, dict[str, jax.Array]]
+
+# How many collectives may be on their way at once on a GPU; XLA's own is 1. Those of a
+# loop's body all count: one between regions spans it only if the limit is above them.
+_GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 256}
+
+
+class Segment(NamedTuple):
+    """What one program holds besides its inner steps; static.
+
+    Attributes:
+      before: fragment and rank of each message that leaves before them.
+      after: the fragment of `before` that is merged after them; None is none.
+    """
+
+    before: tuple[tuple[int, int], ...] = ()
+    after: int | None = None
+
+
+def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | None]:
+    """Return the segment that leads to `step`, and the `FINISH` that ends it, if any.
+
+    That is what happens first at `step`, of a sync that leaves in this segment.
+    """
+    leaving = tuple((event.fragment_id, event.rank) for event in sync.leaving)
+    due = {
+        pending.sync_id
+        for pending in sync.schedule.in_flight
+        if pending.apply_step == step
+    } & {event.sync_id for event in sync.leaving}
+    if not due or spec.sync.robust:
+        return Segment(leaving), None
+    _, event = spec.sync.schedule.next_event(sync.schedule, step, nothing)
+    if event is None or event.kind != FINISH or event.sync_id not in due:
+        return Segment(leaving), None
+    return Segment(leaving, event.fragment_id), event
+
+
+def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callable:
+    """Make the program of a segment with starts, not yet jitted.
+
+    Args:
+      place: of the outer state.
+      steps: the inner steps, of `step.make_steps`.
+      segment: what it holds.
+
+    Returns:
+      `run(region, batches, participating, starts, outer, told) -> (region, (losses,
+      aux), sent, outer, merged)`. `starts` has for each of `before` what
+      `OuterPlace.broadcast` takes (None for `after`, whose `outer` it is), the
+      compressors' states, the weights `[R]` and the start step; `sent` has what is in flight (less
+      of `after`) and the compressors' states. `outer` is outer fragment and optimizer
+      state of `after`; `told` the frozen parameters, and learning rate and start step
+      for its merge; `merged` a `Merged`. The last two results are None without `after`.
+    """
+    spec = place.spec
+    crossings = [make_crossing(spec, k, rank) for k, rank in segment.before]
+    finish = None if segment.after is None else make_finish(place, segment.after)
+    is_seen = any(needs.NEEDS[n].of_mean for n in spec.sync.schedule.needs)
+
+    def run(region, batches, participating, starts, outer, told):
+        left = []
+        for (k, _), crossing, (given, memory, weights, start_step) in zip(
+            segment.before, crossings, starts, strict=True
+        ):
+            near = place.broadcast(k, *(outer if given is None else given))
+            left.append(
+                crossing.leave(
+                    region.params, near, memory, weights, region.key, start_step
+                )
+            )
+        region, (losses, aux) = steps(region, batches, participating, None, told[0])
+        # What is made of a message comes after the steps: its crossing spans them.
+        crossed = [each for _, each, _ in left]
+        crossed, losses = jax.lax.optimization_barrier((crossed, losses))
+        sent, merged = [], None
+        for (k, _), crossing, (*_, start_step), each, (staged, _, memory) in zip(
+            segment.before, crossings, starts, crossed, left, strict=True
+        ):
+            mean, told_along = crossing.arrive(each, start_step)
+            copies = {} if staged is None else {STAGED: staged}
+            flight = InFlight(mean, copies | told_along)
+            if k == segment.after:
+                assert finish is not None
+                batch = jax.tree.map(lambda x: x[-1], batches)
+                params, outer, memory, merged = finish(
+                    region, outer, memory, flight, batch, told
+                )
+                region = region._replace(params=params)
+                flight = InFlight(mean if is_seen else None, told_along)
+            sent.append((flight, memory))
+        return region, (losses, aux), tuple(sent), outer, merged
+
+    return run
+
+
+def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
+    """Make outer step and merge of a fragment in one program of the mesh.
+
+    Returns:
+      `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
+      merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
+    """
+    spec = place.spec
+    merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
+    remember = None
+    if spec.sync.merge.feedback_weight:
+        remember = make_remember(spec, fragment_id)
+
+    def finish(region: RegionState, outer, memory, flight: InFlight, batch, told):
+        if remember is not None:
+            memory = remember(region.params, flight.kept[STAGED], memory)
+        params, opt_state, mean = (
+            place.load(fragment_id, tree) for tree in (*outer, flight.mean)
+        )
+        params, opt_state, norm = outer_step(
+            place.outer.optimizer, params, opt_state, mean, None
+        )
+        frozen, rate, start_step = told
+        arguments = merge_arguments(
+            rule,
+            region,
+            {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES},
+            place.broadcast(fragment_id, params, opt_state),
+            batch,
+            rate,
+            participating=None,
+            delay_steps=None,
+            start_step=start_step,
+            frozen=frozen,
+        )
+        merged, metrics = merge(*arguments)
+        outer = tuple(place.offload(fragment_id, tree) for tree in (params, opt_state))
+        return merged, outer, memory, (norm, metrics)
+
+    return finish
+
+
+class InnerSteps(NamedTuple):
+    """The inner steps that segments hold.
+
+    Attributes:
+      run: of `step.make_steps`, not jitted.
+      region: shardings of the `RegionState`.
+      losses: sharding of what `[T, R]` they give.
+    """
+
+    run: Callable
+    region: RegionState
+    losses: NamedSharding
+
+    def compiled(self) -> Callable:
+        """Compile the steps by themselves; see `step.make_steps`."""
+        where = self.region, self.losses
+        return jax.jit(self.run, donate_argnums=0, out_shardings=where)
+
+
+class Segments:
+    """The compiled programs of segments whose starts cross beside the steps."""
+
+    def __init__(
+        self,
+        spec: SyncSpec,
+        outer: SharedOuterModel,
+        weights_of: Callable[[Event], jax.Array],
+        steps: InnerSteps,
+    ):
+        """Compile nothing yet.
+
+        Args:
+          spec: of the run.
+          outer: the outer model.
+          weights_of: places the regions' weights in a mean, `[R]`.
+          steps: the inner steps.
+        """
+        self._spec, self._outer, self._steps = spec, outer, steps
+        self._weights_of = weights_of
+        self._programs: dict[Segment, Callable] = {}
+
+    @staticmethod
+    def can_wait(spec: SyncSpec) -> bool:
+        """Tell whether starts may wait for the segment that follows them."""
+        sync = spec.sync
+        return spec.overlap and not (
+            sync.schedule.is_by_region
+            or sync.schedule.init().in_flight
+            or sync.moments
+            or sync.message.is_ranked
+            or STALE in sync.copies
+        )
+
+    def run(
+        self,
+        region: RegionState,
+        sync: SyncState,
+        batches: PyTree,
+        participating: PyTree,
+        step: int,
+        frozen: PyTree,
+    ) -> tuple[RegionState, SyncState, tuple, dict[SyncId, Merged]]:
+        """Run the segment that leads to `step`.
+
+        Args:
+          region: donated.
+          sync: with what leaves; the outer state of what arrives is donated.
+          batches: `[T, R, ...]`, of the inner steps.
+          participating: as of the inner steps.
+          step: that the segment leads to.
+          frozen: of `TrainState`.
+
+        Returns:
+          The regions and the state after it, losses and aux of the inner steps, and
+          what was merged, by its sync; that is in flight until its event comes up.
+        """
+        segment, finish = plan(self._spec, sync, step)
+        if segment not in self._programs:
+            self._programs[segment] = self._make(segment, sync)
+        outer = None if finish is None else sync.outer.entry(finish.fragment_id)
+        region, outputs, sent, outer, merged = self._programs[segment](
+            region,
+            batches,
+            participating,
+            tuple(
+                self._start(event, sync, segment, self._weights_of)
+                for event in sync.leaving
+            ),
+            outer,
+            self._told(finish, step, frozen),
+        )
+        memories, flights = sync.compressors, dict(sync.in_flight)
+        for event, (flight, memory) in zip(sync.leaving, sent, strict=True):
+            memories = replaced(memories, event.fragment_id, memory)
+            flights[event.sync_id] = flight
+        sync = dataclasses.replace(
+            sync, compressors=memories, in_flight=flights, leaving=()
+        )
+        if finish is None:
+            return region, sync, outputs, {}
+        new = sync.outer.updated(finish.fragment_id, *outer)
+        sync = dataclasses.replace(sync, outer=new)
+        return region, sync, outputs, {finish.sync_id: merged}
+
+    def list_programs(
+        self,
+        region: RegionState,
+        sync: SyncState,
+        batches: PyTree,
+        participating: Any,
+        num_bytes: Callable[[Event], int],
+        frozen: PyTree,
+    ) -> dict[int, tuple[LoweredProgram, bool]]:
+        """List the first segment of each fragment, cut by events alone.
+
+        Args:
+          region: abstract, as the others are.
+          sync: before the first step.
+          batches: of any number of inner steps, `[T, R, ...]`.
+          participating: as of the inner steps.
+          num_bytes: that one region sends for a sync.
+          frozen: of `TrainState`.
+
+        Returns:
+          By the fragment the program, and whether it finishes what it starts.
+        """
+        found = {}
+        for event, num_steps, finish in first_starts(self._spec.sync.schedule):
+            k = event.fragment_id
+            segment = Segment(((k, 0),), None if finish is None else k)
+            of_steps = jax.tree.map(
+                lambda x, n=num_steps: jax.ShapeDtypeStruct(
+                    (n, *x.shape[1:]), x.dtype, sharding=x.sharding
+                ),
+                (batches, participating),
+            )
+            start = self._start(event, sync, segment, self._abstract_weights)
+            own = None if finish is None else sync.outer.entry(k)
+            told = self._told(finish, num_steps, frozen)
+            listed = LoweredProgram(
+                f"start fragment {k}, inner steps{'' if finish is None else ', merge'}",
+                self._make(segment, sync),
+                (region, *of_steps, (start,), own, told),
+                num_bytes(event),
+                num_steps,
+                self._options,
+            )
+            found[k] = listed, finish is not None
+        return found
+
+    def _abstract_weights(self, event: Event) -> jax.ShapeDtypeStruct:
+        del event
+        spec = self._spec
+        where = regional(spec.mesh)
+        return jax.ShapeDtypeStruct((spec.regions.num,), float, sharding=where)
+
+    def _start(
+        self, event: Event, sync: SyncState, segment: Segment, weights_of: Callable
+    ) -> tuple:
+        k = event.fragment_id
+        return (
+            None if k == segment.after else self._outer.given(sync, k),
+            sync.compressors[k],
+            weights_of(event),
+            start_step_of(self._spec, event),
+        )
+
+    def _told(self, finish: Event | None, step: int, frozen: PyTree) -> tuple:
+        """Return the last argument of a segment, None for what no merge asks for."""
+        if finish is None:
+            return frozen, None, None
+        rule, rate = self._spec.sync.merge.needs, self._spec.supplies.rate
+        return (
+            frozen,
+            rate(step) if "learning_rate" in rule else None,
+            np.int32(finish.start_step) if "sync_key" in rule else None,
+        )
+
+    def _make(self, segment: Segment, sync: SyncState) -> Callable:
+        """Wrap a segment in one jit; see `make_segment`."""
+        spec, shardings = self._spec, self._spec.shardings
+        is_seen = any(needs.NEEDS[n].of_mean for n in spec.sync.schedule.needs)
+        sent = []
+        for k, _ in segment.before:
+            flight = jax.tree.map(lambda x: x.sharding, self._outer.abstract_flight(k))
+            if k == segment.after:
+                flight = flight if is_seen else flight._replace(mean=None)
+            elif STAGED in spec.sync.copies:
+                flight = flight.with_kept(STAGED, shardings.staged[k])
+            sent.append((flight, shardings.of_regions(k, sync.compressors[k])))
+        outer = merged = None
+        if segment.after is not None:
+            outer = self._outer.where.entry(segment.after)
+            merged = NamedSharding(spec.mesh, P()), shardings.region.key
+        return jax.jit(
+            make_segment(self._outer.place, self._steps.run, segment),
+            donate_argnums=(0, 4),
+            out_shardings=(
+                self._steps.region,
+                self._steps.losses,
+                tuple(sent),
+                outer,
+                merged,
+            ),
+            compiler_options=dict(self._options),
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Of the compiler, by platform."""
+        platform = self._spec.mesh.devices.flat[0].platform
+        return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}

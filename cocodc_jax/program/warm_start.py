@@ -1,0 +1,376 @@
+"""A running state of one program as the state of another.
+
+The other program may have another number of regions, another mesh, schedule, method or
+inner optimizer; the model is the same. What fits is kept, what does not is told by name
+(`Adopted`). The rules:
+
+- The step and the bytes sent are kept, and so are the outer parameters, which are the
+  mean of the regions' where the one before had none.
+- What is each region's own (parameters, inner optimizer, keys, the model's state, what
+  is remembered of messages) stays each region's own where there are as many as before.
+  Otherwise every region begins at the mean over all of them, of counters the largest:
+  what they did since their last sync is in it, and goes with the next message. Keys are
+  then drawn anew from the first region's, and the entries of messages that
+  each region owns (`sync.masked`) are dealt anew.
+- An optimizer's state is kept if it has the same structure; else the new optimizer's
+  begins, but learning rates that follow a schedule go on at the step.
+- The outer optimizer's state is kept if it has the same structure, cut anew where
+  fragments are others.
+- The schedule stays where it is if it is the same, and so does what is in flight, if
+  that is of the same shapes. Otherwise what is in flight is applied at once, as if it
+  had arrived, by the program that sent it; where merges lack something then (the last
+  batch), it is dropped: the regions still have their own progress. A new schedule
+  begins after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core.state import OuterState, RegionState, SyncState, TrainState
+from cocodc_jax.program.fit import at_step, difference, inside, mean_over_all, recut
+from cocodc_jax.program.frozen import joined, split
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.local_regions import for_all_regions
+from cocodc_jax.sharding.shardings import Shardings
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.outer import SharedOuter
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.base import Pending
+
+PyTree = Any
+
+
+class Adopted(NamedTuple):
+    """What a program has made of another one's state.
+
+    Attributes:
+      state: of the program that adopts.
+      kept: what went over, and how, by name.
+      lost: what did not, and why, by name.
+    """
+
+    state: TrainState
+    kept: dict[str, str]
+    lost: dict[str, str]
+
+
+class Program(Protocol):
+    """What is asked of a `RegionProgram`."""
+
+    regions: Regions
+    method: Method
+    fragments: Fragments
+    shardings: Shardings
+    mesh: Mesh
+    param_shapes: PyTree
+    trained: PyTree
+
+    def synchronize(self, state: TrainState) -> TrainState:
+        """Tell the schedule of every update applied."""
+        ...
+
+    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
+        """Apply all that is in flight."""
+        ...
+
+    def outer_params(self, state: TrainState) -> PyTree:
+        """Return the outer parameters, on the mesh."""
+        ...
+
+    def abstract(self, schedule: Any = None) -> TrainState:
+        """Return shapes and shardings of a state."""
+        ...
+
+    def begin(self, params: PyTree, key_data: PyTree, schedule: Any) -> TrainState:
+        """Make a first state of parameters on the mesh."""
+        ...
+
+
+def adopt(program: Program, state: TrainState, of: Program) -> Adopted:
+    """Make `program`'s state of a running one of another program.
+
+    Args:
+      program: that adopts.
+      state: donated.
+      of: the program that `state` is of, of the same model.
+    """
+    return _Adoption(program, of).run(state)
+
+
+class _Adoption:
+    """One adoption: both programs, and what there is to tell."""
+
+    def __init__(self, program: Program, of: Program):
+        self._new, self._old = program, of
+        self._num, self._was = program.regions.num, of.regions.num
+        self._kept: dict[str, str] = {}
+        self._lost: dict[str, str] = {}
+
+    def run(self, state: TrainState) -> Adopted:
+        state = self._old.synchronize(state)
+        self._kept["step"], self._kept["bytes_sent"] = "as it was", "as it was"
+        flies = self._flies_on(state)
+        state = self._without_flights(state, flies)
+        schedule = self._schedule(state, flies)
+        where = jax.tree.map(lambda x: x.sharding, self._new.param_shapes)
+        whole = transfer.move(self._old.outer_params(state), where)
+        narrow = jax.jit(
+            lambda whole: jax.tree.map(
+                lambda x, like: x.astype(like.dtype), whole, self._new.param_shapes
+            )
+        )
+        fresh = self._new.begin(narrow(whole), self._new_key(state), schedule)
+        if self._num != self._was:
+            self._lost["regions"] = (
+                f"{self._was} are {self._num}: each begins at the mean of all"
+            )
+        whole, _ = split(whole, self._new.trained)
+        region = state.region
+        if jax.tree.leaves(self._new.trained) != jax.tree.leaves(self._old.trained):
+            self._lost["trainable"] = "others: what is frozen now is the outer model's"
+            shared = for_all_regions(state.frozen, self._was)
+            params = split(joined(region.params, shared), self._new.trained)[0]
+            region = region._replace(params=params)
+        region = self._region(region, fresh.region, state.step)
+        sync = fresh.sync
+        if sync is not None:
+            sync = self._sync(state.sync, sync, whole, flies)
+        elif state.sync is not None:
+            self._lost["outer model"] = "the method has none"
+        adopted = TrainState(region, sync, state.step, state.bytes_sent, fresh.frozen)
+        return Adopted(adopted, self._kept, self._lost)
+
+    def _flies_on(self, state: TrainState) -> bool:
+        """Tell whether what is in flight can stay so, in the same schedule."""
+        if state.sync is None or not self._is_same_schedule():
+            return False
+        like = self._new.abstract(state.sync.schedule).sync
+        assert like is not None
+        now = state.sync
+        return (
+            self._num == self._was
+            and self._is_same_cut()
+            and difference(now.in_flight, like.in_flight) is None
+            # Messages of a rank go with what is remembered of that rank.
+            and not (
+                now.schedule.rank and difference(now.compressors, like.compressors)
+            )
+        )
+
+    def _is_same_schedule(self) -> bool:
+        schedule = self._new.method.schedule
+        return schedule is not None and schedule == self._old.method.schedule
+
+    def _is_same_cut(self) -> bool:
+        return self._new.fragments == self._old.fragments
+
+    def _without_flights(self, state: TrainState, flies: bool) -> TrainState:
+        if state.sync is None or not state.sync.in_flight:
+            return state
+        names = _named(state.sync.schedule.in_flight)
+        if flies:
+            self._kept["in flight"] = names
+            return state
+        state, dropped = self._old.land(state)
+        if dropped:
+            self._lost["in flight"] = (
+                f"{names}: not applied, as the merge needs what is not at hand"
+            )
+            self._lost["compressors"] = "they go with messages that were dropped"
+        elif names:
+            self._kept["in flight"] = f"{names}: applied at once"
+        return self._old.synchronize(state)
+
+    def _schedule(self, state: TrainState, flies: bool) -> Any:
+        """Return the new schedule's state, None where there is none."""
+        schedule = self._new.method.schedule
+        if schedule is None:
+            return None
+        if state.sync is not None:
+            always_flies = bool(schedule.init().in_flight)
+            if self._is_same_schedule() and (flies or not always_flies):
+                self._kept["schedule"] = "where it was"
+                return state.sync.schedule
+            self._lost["schedule"] = f"it begins after step {state.step}"
+        return schedule.begin_at(state.step)
+
+    def _new_key(self, state: TrainState) -> jax.Array:
+        """Draw a key for regions that have none."""
+        everywhere = NamedSharding(self._old.mesh, P())
+        first = jax.jit(lambda x: x[0], out_shardings=everywhere)(state.region.key)
+        key = jax.random.fold_in(
+            jax.random.wrap_key_data(jnp.asarray(np.asarray(first))), 4
+        )
+        where = NamedSharding(self._new.mesh, P())
+        return transfer.put(jax.random.key_data(key), where)
+
+    def _region(self, old: RegionState, fresh: RegionState, step: int) -> RegionState:
+        opt_state = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
+        if "inner optimizer" in self._lost:
+            begun, done = opt_state, self._new.regions.steps_done(step)
+            opt_state = at_step(begun, done)
+            if opt_state is not begun:
+                self._kept["learning rate"] = "its schedule goes on"
+        if self._num == self._was:
+            key = transfer.move(old.key, fresh.key.sharding)
+            self._kept["keys"] = "of each region"
+        else:
+            key = fresh.key
+            self._lost["keys"] = "drawn anew from the first region's"
+        return RegionState(
+            self._regional("parameters", old.params, fresh.params),
+            opt_state,
+            key,
+            self._regional("per_step", old.per_step, fresh.per_step),
+            self._regional("model_state", old.model_state, fresh.model_state),
+        )
+
+    def _regional(
+        self,
+        name: str,
+        old: PyTree,
+        fresh: PyTree,
+        of_regions: Callable = lambda tree: tree,
+    ) -> PyTree:
+        """Return `old`, leaves `[R, ...]`, for the new regions, where it fits.
+
+        Args:
+          name: what is told of it.
+          old: of the regions before.
+          fresh: of the new ones.
+          of_regions: makes of what is the same for all what is each region's own.
+        """
+        if not jax.tree.leaves(old) or name in self._lost:
+            return fresh
+        why = difference(old, fresh, lead=1)
+        if why is not None:
+            self._lost[name] = why
+            return fresh
+        where = jax.tree.map(lambda x: x.sharding, fresh)
+        if self._num == self._was:
+            self._kept[name] = "of each region"
+            return transfer.move(old, where)
+        self._kept[name] = f"the mean of {self._was} regions"
+        old = transfer.out_of_host_memory(old)
+        mean = jax.jit(
+            lambda tree: jax.tree.map(mean_over_all, tree), out_shardings=inside(old)
+        )(old)
+        return jax.jit(
+            lambda tree: of_regions(for_all_regions(tree, self._num)),
+            out_shardings=where,
+        )(transfer.move(mean, inside(fresh)))
+
+    def _sync(
+        self, old: SyncState | None, fresh: SyncState, whole: PyTree, flies: bool
+    ) -> SyncState:
+        before = old.outer if old else None
+        outer = OuterState(
+            self._outer_params(before, fresh.outer.params, whole),
+            self._outer_states(before, fresh.outer),
+        )
+        if old is None:
+            return SyncState(
+                outer,
+                fresh.schedule,
+                fresh.compressors,
+                fresh.stale_params,
+                fresh.in_flight,
+            )
+        like = self._new.abstract(fresh.schedule).sync
+        assert like is not None
+        flights = fresh.in_flight
+        if flies:
+            where = jax.tree.map(lambda x: x.sharding, like.in_flight)
+            flights = transfer.move(old.in_flight, where)
+        compressors = fresh.compressors
+        if self._is_same_cut():
+            assert self._new.method.sync is not None
+            of_regions = self._new.method.sync.message.of_regions
+            compressors = self._regional(
+                "compressors",
+                old.compressors,
+                compressors,
+                lambda states: tuple(map(of_regions, states)),
+            )
+        elif jax.tree.leaves(old.compressors):
+            self._lost["compressors"] = "the model is cut into other fragments"
+        stale = fresh.stale_params
+        if self._num == self._was:
+            stale = self._regional("stale_params", old.stale_params, stale)
+        elif old.stale_params:
+            self._lost["stale_params"] = "regions measure from the outer parameters"
+        return SyncState(outer, fresh.schedule, compressors, stale, flights)
+
+    def _outer_params(
+        self, old: OuterState | None, fresh: tuple, whole: PyTree
+    ) -> tuple:
+        where = jax.tree.map(lambda x: x.sharding, fresh)
+        if old is not None and self._is_same_cut():
+            if difference(old.params, fresh) is None:
+                self._kept["outer parameters"] = "as they were"
+                return transfer.move(old.params, where)
+        self._kept["outer parameters"] = (
+            "the mean of the regions'" if old is None else "cut or spread anew"
+        )
+        fragments = self._new.fragments
+        like = jax.tree.map(lambda x: (x.ndim, x.dtype), fresh)
+
+        def cut(whole):
+            parts = tuple(fragments.take(whole, k) for k in range(len(fragments)))
+            return jax.tree.map(
+                lambda x, to: _spread(x, to[0], self._num).astype(to[1]), parts, like
+            )
+
+        return transfer.move(jax.jit(cut)(whole), where)
+
+    def _outer_states(self, old: OuterState | None, fresh: OuterState) -> tuple:
+        where = jax.tree.map(lambda x: x.sharding, fresh.opt_states)
+        if old is None or not jax.tree.leaves(old.opt_states):
+            return fresh.opt_states
+        why = difference(old.opt_states, fresh.opt_states)
+        if self._is_same_cut() and why is None:
+            self._kept["outer optimizer"] = "as it was"
+            return transfer.move(old.opt_states, where)
+        before, states = self._old.method.sync, old.opt_states
+        trees = self._old.fragments.treedef, self._new.fragments.treedef
+        if (
+            self._is_same_cut()
+            or not (before and isinstance(before.outer, SharedOuter))
+            or trees[0] != trees[1]
+        ):
+            self._lost["outer optimizer"] = why or "the model is cut otherwise"
+            return fresh.opt_states
+        if len(self._old.shardings.channels) > 1:  # One program joins them.
+            states = transfer.move(states, self._old.shardings.channels[0].host)
+        states = transfer.out_of_host_memory(states)
+        cut = recut(states, self._old.fragments, self._new.fragments)
+        if cut is None or (why := difference(cut, fresh.opt_states)):
+            self._lost["outer optimizer"] = (
+                "its state is not one of fragments" if cut is None else str(why)
+            )
+            return fresh.opt_states
+        self._kept["outer optimizer"] = "cut anew"
+        return transfer.move(cut, where)
+
+
+def _named(in_flight: tuple[Pending, ...]) -> str:
+    """Name what is in flight; messages of zero have no name."""
+    return ", ".join(
+        f"fragment {p.fragment_id} of step {p.start_step}"
+        for p in in_flight
+        if p.start_step > 0
+    )
+
+
+def _spread(x: jax.Array, ndim: int, num_regions: int) -> jax.Array:
+    """Give every region `x`, where there is an axis of regions."""
+    return x if x.ndim == ndim else for_all_regions(x, num_regions)

@@ -1,0 +1,118 @@
+"""Names what is faulty among regions that are jobs, while they train."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cocodc_jax.elastic.link import Faulty
+from cocodc_jax.elastic.messages import SyncId
+from cocodc_jax.elastic.straggler_detector import Silence
+from cocodc_jax.elastic.times import Measured
+from cocodc_jax.network.faults import Finding, Messages, Regions
+
+FAULTS_FILE = "faults.jsonl"
+ON_FAULT = ("warn", "exclude", "route")
+# What is told of who is faulty: a region, not a link.
+_OF_A_REGION = ("sender", "region", "slow")
+# Of `robust_z`: a step counts as slow above 2.2 times its own past, if the others' are
+# not as well.
+_STEP_FLOOR = 0.2
+
+
+class FaultWatch:
+    """Looks at what messages and steps took, sync by sync.
+
+    What is named goes to the console and to a file, with the evidence, when it begins
+    and when it ends.
+    """
+
+    def __init__(self, folder: pathlib.Path, on_fault: str, least_s: float):
+        """Begin with nothing known.
+
+        Args:
+          folder: of the region.
+          on_fault: "warn", "exclude" regions that are named, or "route" around links.
+          least_s: seconds by which lateness is measured at least, see `robust_z`.
+        """
+        self._path, self._on_fault = folder / FAULTS_FILE, on_fault
+        self._messages = Messages(least=least_s)
+        self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
+        self._named: dict[tuple, Finding] = {}
+        self._silent: dict[int, Finding] = {}
+        self._seen: set[int] = set()
+        self._last: SyncId = (0, 0)
+
+    def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
+        """Take in one sync; see `membership.link.Watch`."""
+        self._last = measured.sync
+        found = self._messages.observe(np.array(measured.seconds))
+        found += self._steps.observe(np.array(measured.step_s))
+        self._seen |= set(present)
+        found = [x for x in found if set(x.where) <= set(present)]
+        found += [
+            Finding("gone", (r,), np.inf, 0.0, np.inf)
+            for r in sorted(self._seen - set(present))
+        ]
+        named = {(x.kind, x.where): x for x in found}
+        self._tell_changes(self._named, named)
+        self._named = named
+        return self._to_do(named)
+
+    def silent(self, silences: Mapping[int, Silence]) -> None:
+        """Take in who is silent; see `membership.link.Watch`."""
+        found = {}
+        for region, (seconds, usual) in silences.items():
+            ratio = seconds / usual if usual else np.inf
+            found[region] = Finding("silent", (region,), seconds, usual, ratio)
+        self._tell_changes(self._silent, found)
+        self._silent = found
+
+    def _tell_changes(self, before: dict, now: dict) -> None:
+        """Tell which findings are new, and which are there no more."""
+        for key in sorted(now.keys() - before.keys()):
+            self._tell("begins", now[key])
+        for key in sorted(before.keys() - now.keys()):
+            self._tell("ends", before[key])
+
+    def _to_do(self, named: dict[tuple, Finding]) -> Faulty:
+        shunned, detours = frozenset(), frozenset()
+        if self._on_fault == "exclude":
+            shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
+        if self._on_fault == "route":
+            detours = {where for kind, where in named if kind == "link"}
+        return frozenset(shunned), frozenset(detours)
+
+    def _tell(self, what: str, finding: Finding) -> None:
+        is_step = finding.kind == "slow"
+        unit = "s a step" if is_step else "s a message"
+        text = finding.explain(unit="s" if finding.kind == "silent" else unit)
+        fragment, start_step = self._last
+        print(
+            f"fault {what} at the sync of step {start_step}: {text}",
+            file=sys.stderr,
+            flush=True,
+        )
+        line = {
+            "fault": what,
+            "kind": finding.kind,
+            "where": finding.where,
+            "fragment": fragment,
+            "start_step": start_step,
+            "seconds": _plain(finding.seconds),
+            "usual": finding.usual,
+            "score": _plain(finding.score),
+            "time": time.time(),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _plain(number: float) -> float | None:
+    """Return a number that JSON has; None is a message that never came."""
+    return number if np.isfinite(number) else None

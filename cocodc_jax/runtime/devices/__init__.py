@@ -1,5 +1,0 @@
-"""Meshes, where every array lies, and how values move between devices."""
-
-from cocodc_jax._lazy import attach, modules_of
-
-__getattr__, __dir__ = attach(__name__, modules_of(__path__))

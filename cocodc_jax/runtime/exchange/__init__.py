@@ -1,5 +1,0 @@
-"""How fragments leave the regions, cross, and become outer parameters."""
-
-from cocodc_jax._lazy import attach, modules_of
-
-__getattr__, __dir__ = attach(__name__, modules_of(__path__))

@@ -1,5 +1,0 @@
-"""The loop around a program: records, clock, evaluation, checkpoints."""
-
-from cocodc_jax._lazy import attach, modules_of
-
-__getattr__, __dir__ = attach(__name__, modules_of(__path__))

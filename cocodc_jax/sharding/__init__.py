@@ -1,0 +1,1 @@
+"""Where arrays of a run are placed: meshes, sharding rules, transfers."""

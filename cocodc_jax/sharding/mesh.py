@@ -1,0 +1,194 @@
+"""Devices: the inner mesh of regions.
+
+The inner mesh has the axes `(region, stage, data, sequence, model)`. Programs are
+manual over `region` alone; data and tensor parallelism inside a region stay with the
+compiler, or with the loss function (`models/divided.py`, and `models/pipeline.py` for
+the stages of a pipeline), and shares of a sequence with that alone.
+With fewer devices than regions each shard of the region axis holds a block of
+regions. With several processes each holds whole regions, or each region is several
+whole processes.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
+
+from cocodc_jax.sharding.host_memory import keep_freed_memory
+
+REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
+SEQUENCE = "sequence"
+# The axes inside a region, in the mesh's order.
+INSIDE = (STAGE, DATA, SEQUENCE, MODEL)
+
+
+def use_cpu_devices(num_devices: int) -> None:
+    """Ask for virtual CPU devices: call before the first JAX computation.
+
+    One device a region and one for the outer state is the fast layout on a CPU: the
+    same regions mapped over a single device are about 1.6 times slower. The process
+    keeps memory that it frees from then on, see `host_memory`.
+
+    Args:
+      num_devices: how many virtual devices the CPU shall show.
+
+    Raises:
+      RuntimeError: if JAX has started with another number, saying what to do.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"use_cpu_devices({num_devices}) comes after JAX has started: call it "
+            "before the first JAX call (in a notebook restart the kernel, and run it "
+            f"first), or set JAX_NUM_CPU_DEVICES={num_devices} in the environment"
+        ) from error
+    keep_freed_memory()
+
+
+def make_mesh(
+    num_regions: int,
+    data: int = 1,
+    model: int = 1,
+    devices: Sequence[Any] | None = None,
+    *,
+    stage: int = 1,
+    sequence: int = 1,
+) -> Mesh:
+    """Make the inner mesh, with a region axis as long as devices and regions allow.
+
+    Args:
+      num_regions: regions to train, M.
+      data: devices along each region's data axis.
+      model: devices along each region's model axis.
+      devices: `jax.Device`s to build from, in this order. By default all of them; of
+        several processes the first ones of each, equally many, so that each has
+        regions of its own and may keep a device for the outer state.
+      stage: devices along each region's stage axis, a pipeline's stages.
+      sequence: devices along each region's sequence axis, which share positions.
+
+    Returns:
+      A mesh of shape `(d, stage, data, sequence, model)`, d the largest divisor of
+      `num_regions` for which there are devices. It takes the first devices.
+
+    Raises:
+      ValueError: if a size is below 1, one region does not fit the devices, or several
+        processes cannot share the regions evenly.
+    """
+    sizes = {"stage": stage, "data": data, "sequence": sequence, "model": model}
+    for name, size in {"regions": num_regions, **sizes}.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    inside = stage * data * sequence * model
+    there = len(jax.devices() if devices is None else devices)
+    if inside > there:
+        raise ValueError(
+            f"one region needs {' * '.join(sizes)} = "
+            f"{' * '.join(map(str, sizes.values()))} = {inside} devices, but there are "
+            f"{there}; lower stages, data_axis, sequence_axis or model_axis"
+        )
+    if devices is None:
+        devices = _shared_devices(num_regions, inside)
+    length = next(d for d in _divisors(num_regions) if d * inside <= len(devices))
+    grid = np.array(devices[: length * inside]).reshape(length, *sizes.values())
+    axes = (REGION, *INSIDE)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _divisors(num: int) -> list[int]:
+    """List the divisors of `num`, the largest first."""
+    return [d for d in range(num, 0, -1) if num % d == 0]
+
+
+def _shared_devices(num_regions: int, inside: int) -> list[Any]:
+    """List the devices of the longest region axis that processes share evenly.
+
+    Each holds whole shards of it, or each shard is so many whole processes.
+
+    Args:
+      num_regions: regions to train, M.
+      inside: devices of a shard of the region axis.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    of_process = collections.Counter(d.process_index for d in jax.devices())
+    num, least = len(of_process), min(of_process.values())
+    for length in _divisors(num_regions):
+        each, rest = divmod(length * inside, num)
+        if rest or not 0 < each <= least:
+            continue
+        if each % inside == 0 or inside % each == 0:
+            return inner_devices(each)
+    raise ValueError(
+        f"regions={num_regions}, each of {inside} devices ({' * '.join(INSIDE)}), "
+        f"cannot be shared evenly by {num} processes with {least} devices each: make "
+        "the regions a multiple of the processes, or data, model or stage so large "
+        "that each region is so many whole processes; or pass devices"
+    )
+
+
+def inner_devices(per_process: int) -> list[Any]:
+    """List the first devices of every process, which leaves CPU processes one outside.
+
+    Those of a process stand together, whatever their ids, so that neighbours share a
+    region before processes do.
+
+    Args:
+      per_process: how many of each.
+    """
+    by_process = sorted(jax.devices(), key=lambda d: d.process_index)
+    return [d for d in by_process if _index_in_process(d) < per_process]
+
+
+def _index_in_process(device: Any) -> int:
+    """Tell where `device` stands among those of its process and kind."""
+    alike = [d for d in jax.devices() if d.process_index == device.process_index]
+    return alike.index(device)
+
+
+def is_cpu(mesh: Mesh) -> bool:
+    """Tell whether the devices are CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def is_one_cpu(mesh: Mesh) -> bool:
+    """Tell whether all regions are computed by one CPU device."""
+    return mesh.size == 1 and is_cpu(mesh)
+
+
+def wants_flat_buffer(mesh: Mesh) -> bool:
+    """Tell whether what crosses regions should be one flat buffer.
+
+    Between processes of CPU devices gloo takes one array after another, and each waits
+    for the network's delay. Elsewhere the compiler does better by itself, and where a
+    region's arrays lie in parts over its devices, packing would move them.
+    """
+    is_whole = mesh.size == mesh.shape[REGION]
+    return jax.process_count() > 1 and is_cpu(mesh) and is_whole
+
+
+def spec_axes(spec: Iterable[Any]) -> list[tuple[str, ...]]:
+    """Return the axes of each entry of a `PartitionSpec`, the major one first.
+
+    >>> spec_axes(PartitionSpec("data", None, ("model", "stage")))
+    [('data',), (), ('model', 'stage')]
+    """
+    return [
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec
+    ]
+
+
+def regional(mesh: Mesh, inside: Iterable[Any] = ()) -> NamedSharding:
+    """Shard an array `[R, ...]`: regions over the mesh, the rest as `inside`."""
+    return NamedSharding(mesh, PartitionSpec(REGION, *inside))

@@ -1,0 +1,96 @@
+"""Where the inner optimizer's state lies: beside the parameters, or with the host.
+
+Of P parameters of 4 bytes Adam keeps 8 P bytes that a step needs once, at its end. In
+the memory of the accelerators' hosts ("pinned") they take none of the accelerators',
+where activations are what fills it; each inner step takes in what a device has of them
+and puts it back, 16 bytes a parameter over the link to the host, beside the products
+where the compiler finds room. What is no array like a parameter stays on the devices.
+
+In a window (`program/segment.py`) a TPU's compiler (libtpu 0.0.42) then takes the last
+step out of the scan, and has a message arrive before that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from cocodc_jax.sharding.transfer import PINNED
+from cocodc_jax.sync.method import Method
+
+PyTree = Any
+
+MEMORIES = ("device", "host")
+
+
+def check_memory(memory: str) -> None:
+    """Refuse what is none of `MEMORIES`.
+
+    Raises:
+      ValueError: naming it, and what would be right.
+    """
+    if memory not in MEMORIES:
+        raise ValueError(
+            f"optimizer_memory={memory!r} is unknown; use one of {MEMORIES}"
+        )
+
+
+def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
+    """Return the kind of memory that JAX knows `memory` by; None is the devices' own.
+
+    Args:
+      memory: "device" or "host".
+      mesh: the inner mesh.
+      method: whose syncs may take the state too.
+
+    Raises:
+      ValueError: if there is no such memory, or the method has another use for the
+        state than inner steps and merges.
+    """
+    check_memory(memory)
+    if memory == "device":
+        return None
+    device = mesh.devices.flat[0]
+    there = sorted(each.kind for each in device.addressable_memories())
+    if PINNED not in there:
+        raise ValueError(
+            f"optimizer_memory={memory!r} needs memory of the kind {PINNED!r}, and "
+            f"{device.platform} has {there}; use 'device'"
+        )
+    sync = method.sync
+    if sync is not None and (sync.moments or sync.robust):
+        what = "averages moments" if sync.moments else "puts regions back"
+        raise ValueError(
+            f"optimizer_memory={memory!r} is not for method={method.name!r}, which "
+            f"{what}; use 'device'"
+        )
+    return PINNED
+
+
+def load(opt_state: PyTree, lies: PyTree) -> PyTree:
+    """Take what lies with the host onto the devices, in a program of the mesh.
+
+    Args:
+      opt_state: arrays.
+      lies: their shardings.
+    """
+    return _moved(opt_state, lies, jax.memory.Space.Device)
+
+
+def offload(opt_state: PyTree, lies: PyTree) -> PyTree:
+    """Undo `load`."""
+    return _moved(opt_state, lies, jax.memory.Space.Host)
+
+
+def _moved(opt_state: PyTree, lies: PyTree, space: Any) -> PyTree:
+    def one(x, sharding):
+        if isinstance(x, optax.MaskedNode):
+            return x
+        return jax.device_put(x, space) if sharding.memory_kind == PINNED else x
+
+    return jax.tree.map(
+        one, opt_state, lies, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+    )

@@ -1,0 +1,72 @@
+"""How often things happen in a run, and where its scans are cut for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cocodc_jax.core.state import TrainState
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.train.run_steps import scan_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Cadence:
+    """How often things happen, in inner steps; 0 is never (but at the end).
+
+    Attributes:
+      log_every: steps that one training record averages over, at least 1.
+      eval_every: steps between evaluations.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    log_every: int = 10
+    eval_every: int = 0
+    checkpoint_every: int = 0
+
+    def __post_init__(self):
+        """Check the numbers.
+
+        Raises:
+          ValueError: for a `log_every` below 1 or another number below 0.
+        """
+        if self.log_every < 1:
+            raise ValueError(f"log_every={self.log_every} must be at least 1 step")
+        for name in ("eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least 0 (0 is never)"
+                )
+
+    def steps_to_cut(
+        self, program: RegionProgram, state: TrainState, num_steps: int
+    ) -> int:
+        """Return the inner steps to hand out at once: nothing is due before their end.
+
+        Args:
+          program: of the run.
+          state: as it is now.
+          num_steps: the step that the run ends at.
+        """
+        ahead = [num_steps - state.step]
+        event = program.steps_to_event(state)
+        if event is not None:
+            ahead.append(event)
+        every = (self.eval_every, self.checkpoint_every)
+        # Without events, records would come as late as scans are long.
+        every += () if event is not None else (self.log_every,)
+        ahead.extend(n - state.step % n for n in every if n)
+        schedule = program.method.schedule
+        num_steps = scan_steps(program, min(ahead))
+        if program.length_bucket or schedule is None or not schedule.is_measured:
+            return num_steps
+        # Its events may be any number of steps apart, and every length of a scan is
+        # compiled: powers of two are few.
+        return 1 << (num_steps.bit_length() - 1)
+
+
+EVERY_TEN = Cadence()  # A record every ten steps, and nothing else before the end.
+
+
+def is_due(every: int, step: int, last: int) -> bool:
+    """Tell whether what happens every so many steps happens now, or the run ends."""
+    return step == last or (every > 0 and step % every == 0)

@@ -1,0 +1,363 @@
+"""Save and restore everything a run is made of, fragments in flight included.
+
+Arrays go to Orbax, asynchronously: training goes on as soon as they are copied to
+the host. What is not an array (the schedule's memory, bytes sent, and whatever the
+caller adds: positions in the data and in the metrics file) is JSON in the same
+checkpoint, which Orbax makes visible only when all of it is on disk. So a killed
+process leaves either a whole checkpoint or none.
+
+Disks and copies damage files without a word. Each checkpoint therefore has checksums,
+made by the thread that finishes it; one whose files are not what was written is passed
+over, and the newest whole one is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from cocodc_jax._extras import later
+from cocodc_jax.buckets import is_in_bucket
+from cocodc_jax.core.state import TrainState
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.ambient import methods_in_own_context
+from cocodc_jax.train import checksums
+from cocodc_jax.transforms.layers import named_leaves
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+    ocp = later("orbax.checkpoint", "train")
+
+PyTree = Any
+
+
+_ITEMS = ("arrays", "rest")
+# What paths of fragments in flight begin with.
+_IN_FLIGHT = "in_flight/"
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written, or none of them can be restored."""
+
+
+class _DamagedError(Exception):
+    """A checkpoint without checksums cannot be restored."""
+
+
+def steps_in(directory: Any) -> list[int]:
+    """Return the steps that a folder, or one of a bucket, has checkpoints of.
+
+    Args:
+      directory: as of `Checkpoints`, which is not opened; it may be missing.
+    """
+    # Orbax gives a checkpoint its step as a name when all of it is there.
+    names = (x.name for x in directory.iterdir()) if directory.is_dir() else ()
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+@methods_in_own_context
+class Checkpoints:
+    """The checkpoints of one run, newest last; use as a context manager."""
+
+    def __init__(self, directory: str | pathlib.Path, keep: int = 2):
+        """Open or create `directory`.
+
+        Args:
+          directory: where checkpoints go, one folder a step; a path of a bucket too,
+            as of `buckets.in_bucket`.
+          keep: how many of the newest to keep, at least 1.
+
+        Raises:
+          ValueError: for a `keep` below 1.
+          OSError: if the folder cannot be made.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1 checkpoint")
+        self._in_bucket = is_in_bucket(directory)
+        self._directory: Any = directory
+        if not self._in_bucket:
+            self._directory = pathlib.Path(directory).absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            item_names=_ITEMS,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, async_options=finishing
+            ),
+        )
+
+    def __enter__(self) -> Checkpoints:
+        """Nothing to do: the folder is open."""
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Wait for a save that is still being written; raises if it failed."""
+        with self._explained():
+            self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint, None if there is none.
+
+        It may still be being written, which `wait` waits for.
+        """
+        return self._manager.latest_step()
+
+    def save(
+        self, program: RegionProgram, state: TrainState, extra: dict
+    ) -> TrainState:
+        """Start to save.
+
+        Args:
+          program: whose state it is.
+          state: may be used (and donated) as soon as this returns.
+          extra: JSON-able, given back by `restore`.
+
+        Returns:
+          The state, with the norms that the schedule had not seen read.
+
+        Raises:
+          CheckpointError: if this save cannot be started, or the one before failed.
+          ValueError: if the folder holds a checkpoint of this step or a later one.
+        """
+        if self.latest_step is not None and self.latest_step >= state.step:
+            raise ValueError(
+                f"{self._directory} holds a checkpoint of step {self.latest_step}, so "
+                f"step {state.step} cannot be saved; restore it, or use another folder"
+            )
+        state = program.synchronize(state)
+        rest = {
+            "method": program.method.name,
+            "schedule": state.sync.schedule.to_json() if state.sync else None,
+            "bytes_sent": state.bytes_sent,
+            "shapes": _shapes(state),
+            "extra": extra,
+        }
+        items = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(_arrays(state)), rest=ocp.args.JsonSave(rest)
+        )
+        with self._explained():
+            self._manager.save(state.step, args=items)
+        return state
+
+    def forget_after(self, step: int) -> None:
+        """Delete the checkpoints after a step, which the run comes to again."""
+        self.wait()
+        for past in [s for s in self._manager.all_steps() if s > step]:
+            self._manager.delete(past)
+
+    def restore(
+        self, program: RegionProgram, step: int | None = None
+    ) -> tuple[TrainState, dict] | None:
+        """Return the newest whole checkpoint and the `extra` saved with it.
+
+        Damaged ones that are newer are passed over with a word on standard error, and
+        moved aside, as the run comes to their steps again. Call it in every process.
+
+        Args:
+          program: of the same method, model and number of regions; what it restores
+            another one can go on from by `RegionProgram.adopt`.
+          step: of the checkpoint to restore, and no other; None is the newest.
+
+        Returns:
+          None where there is no checkpoint at all.
+
+        Raises:
+          CheckpointError: if there are checkpoints, and all are damaged.
+          ValueError: if the checkpoint's arrays are not those of `program`, naming the
+            methods of both where one cannot land what is in flight of the other; or
+            there is none of `step`.
+        """
+        if step is not None:
+            return self._restore_exactly(step, program)
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
+            if why is None:
+                try:
+                    found = self._restore(step, program)
+                except _DamagedError as error:
+                    why = str(error)
+                else:
+                    if damaged:
+                        checksums.set_aside(self._directory, damaged, step)
+                        self._manager.reload()
+                    return found
+            damaged[step] = why
+        if damaged:
+            raise CheckpointError(
+                f"all checkpoints in {self._directory} are damaged: "
+                f"{checksums.listed(damaged)}; bring one back from a copy, or delete "
+                "them to begin anew"
+            )
+        return None
+
+    def _restore_exactly(
+        self, step: int, program: RegionProgram
+    ) -> tuple[TrainState, dict]:
+        steps = sorted(self._manager.all_steps())
+        if step not in steps:
+            raise ValueError(
+                f"step={step} has no checkpoint in {self._directory}; there are those "
+                f"of steps {', '.join(map(str, steps))}"
+            )
+        try:
+            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
+            if why is None:
+                return self._restore(step, program)
+        except _DamagedError as error:
+            why = str(error)
+        raise CheckpointError(
+            f"the checkpoint of step {step} in {self._directory} is damaged: {why}"
+        )
+
+    def _restore(self, step: int, program: RegionProgram) -> tuple[TrainState, dict]:
+        only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
+        with self._judged(step):
+            rest: dict = self._manager.restore(step, args=only_rest)["rest"]
+            bytes_sent, extra = rest["bytes_sent"], rest["extra"]
+            _ = rest["method"], rest["schedule"], rest["shapes"]
+        where = f"the checkpoint of step {step} in {self._directory}"
+        abstract = _abstract(program, rest, where)
+        only_arrays = ocp.args.Composite(
+            arrays=ocp.args.StandardRestore(_arrays(abstract))
+        )
+        with self._judged(step):
+            arrays = self._manager.restore(step, args=only_arrays)["arrays"]
+        sync = abstract.sync
+        if sync is not None:
+            sync = sync.with_arrays(arrays["sync"])
+        frozen = arrays.get("frozen", ())
+        return TrainState(arrays["region"], sync, step, bytes_sent, frozen), extra
+
+    @contextlib.contextmanager
+    def _judged(self, step: int) -> Iterator[None]:
+        """Take what Orbax finds wrong for damage, where there are no checksums.
+
+        With several processes only one of them may have come upon it; then all end.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_whole = checksums.are_in(self._directory / str(step))
+            if is_whole or jax.process_count() > 1:
+                raise
+            raise _DamagedError(f"it cannot be read: {_first_line(error)}") from error
+
+    def _write_checksums(self) -> None:
+        """Note what all files of the finished checkpoint are, before it is visible."""
+        # A bucket has checksums of its own, and no folder that is not visible yet.
+        if jax.process_index() == 0 and not self._in_bucket:
+            for folder in self._directory.glob("*.orbax-checkpoint-tmp"):
+                checksums.write(folder)
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk.
+
+        Raises:
+          CheckpointError: if it failed.
+        """
+        with self._explained():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        # Orbax lets through whatever the storage raised.
+        try:
+            yield
+        except Exception as error:
+            last = self.latest_step
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self._directory}: {error}; "
+                f"last good checkpoint: {'none' if last is None else f'step {last}'}"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
+    """Return the shapes of the program's state when a checkpoint was saved.
+
+    Args:
+      program: to restore into.
+      rest: what the checkpoint has besides arrays.
+      where: names the checkpoint.
+
+    Raises:
+      ValueError: if the checkpoint has others.
+    """
+    shapes, saved = rest["shapes"], rest["schedule"]
+    # Nothing in flight yet: another method's fragments need not exist here.
+    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
+    landed = program.abstract(_landed(program, saved))
+    there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
+    if wrong := _differences(lasting, _shapes(landed)):
+        raise ValueError(
+            f"{where} is of another model, method or number of regions (saved by "
+            f"{there}, restored into {here}): {wrong}"
+        )
+    schedule = program.method.schedule
+    try:
+        state = schedule.restore(saved) if schedule and saved else None
+    except (KeyError, TypeError):
+        state, wrong = None, "what the schedule remembers is of another kind"
+    found = program.abstract(state)
+    if wrong := wrong or _differences(shapes, _shapes(found)):
+        raise ValueError(
+            f"{where} was saved by {there} in the middle of what {here}, as this "
+            f"program has it, cannot go on with: {wrong}; restore it into {there} with "
+            "the arguments that it was saved with"
+        )
+    return found
+
+
+def _landed(program: RegionProgram, saved: dict | None) -> Any:
+    """Restore the schedule's state as if nothing were in flight."""
+    schedule = program.method.schedule
+    if not schedule:
+        return None
+    try:
+        state = schedule.restore(saved) if saved else schedule.init()
+    except (KeyError, TypeError):  # Another method's; its shapes will tell.
+        state = schedule.init()
+    return schedule.landed(state)
+
+
+def _shapes(state: TrainState) -> dict[str, str]:
+    """Tell dtype and shape of every array, by path."""
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(_flat(state))}
+
+
+def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
+    """Say what differs first, and how many more do; nothing where all is alike."""
+    wrong = [
+        f"{path} is {saved.get(path, 'missing')} there and "
+        f"{here.get(path, 'missing')} here"
+        for path in sorted(saved.keys() | here.keys())
+        if saved.get(path) != here.get(path)
+    ]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return wrong[0] + more if wrong else ""
+
+
+def _flat(state: TrainState) -> dict[str, PyTree]:
+    sync = state.sync.arrays if state.sync else {}
+    return {"region": state.region, **sync, **_frozen(state)}
+
+
+def _arrays(state: TrainState) -> dict[str, PyTree]:
+    """Return the arrays of a state."""
+    sync = state.sync.arrays if state.sync else {}
+    return {"region": state.region, "sync": sync, **_frozen(state)}
+
+
+def _frozen(state: TrainState) -> dict[str, PyTree]:
+    return {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}

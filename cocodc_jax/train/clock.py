@@ -1,0 +1,287 @@
+"""When things happened on the devices: steps done, syncs started, arrived, merged.
+
+The host hands out work ahead of the devices and never waits for them, so it does not
+know when anything happens. Threads of their own wait for arrays and read the clock: one
+for the steps, in order, and one for each message on its way (a few at a time).
+
+All times are seconds since the recorder began, plus what it was told went before.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from cocodc_jax.core.pending_mean import PendingMean
+from cocodc_jax.core.state import AppliedSync, SyncId, TrainState
+from cocodc_jax.program.region_program import Output
+
+PyTree = Any
+
+# Scans over which the seconds of a step are looked at.
+_STEPS = 9
+
+
+@dataclasses.dataclass
+class Flight:
+    """One sync by the clock of this process.
+
+    Attributes:
+      fragment: which.
+      start_step: inner steps done when it started.
+      start_s: when those steps were done.
+      arrival_s: when the mean was there; None while it is not.
+      apply_step: inner steps done when it was merged; None before.
+      num_bytes: bytes one region sent for it.
+      merge_s: when the steps were done and the outer fragment was there.
+      stall_s: how long regions had waited for it by then.
+    """
+
+    fragment: int
+    start_step: int
+    start_s: float | None = None
+    arrival_s: float | None = None
+    apply_step: int | None = None
+    num_bytes: int = 0
+    merge_s: float | None = None
+    stall_s: float | None = None
+
+
+class FlightRecorder:
+    """Records a run's timeline; use as a context manager."""
+
+    def __init__(self, earlier_s: float = 0.0):
+        """Begins the clock.
+
+        Args:
+          earlier_s: seconds that the run has taken before.
+        """
+        self._zero = time.perf_counter() - earlier_s
+        self._steps: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._marked = threading.Condition(self._lock)
+        self._open: dict[tuple[int, int], Flight] = {}
+        self._leaving: dict[SyncId, jax.Array] = {}
+        self._of_jobs: set[tuple[int, int]] = set()  # Means that the host waits for.
+        self._stall_s = 0.0
+        self._sync_s = 0.0
+        self._went_on_s = 0.0
+        self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self.flights: list[Flight] = []
+        self.marks: list[tuple[int, float]] = []
+        self._error: Exception | None = None
+        self._walker = threading.Thread(target=self._walk, daemon=True)
+        self._walker.start()
+
+    def __enter__(self) -> FlightRecorder:
+        """Nothing to do: the clock is running."""
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        """Wait for what is still watched; hides no exception under its own."""
+        self._steps.put(None)
+        self._walker.join()
+        for thread in self._threads:
+            thread.join()
+        if kind is None and self._error is not None:
+            raise RuntimeError(
+                f"the timeline could not be measured: {self._error}"
+            ) from self._error
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an inner step of late, 0 before any was measured.
+
+        The least of some scans: one that is compiled first takes many times as long.
+        """
+        with self._lock:
+            return min(self._step_s, default=0.0)
+
+    @property
+    def recent_step_s(self) -> float:
+        """Seconds of an inner step in the last scan, 0 before any was measured."""
+        with self._lock:
+            return self._step_s[-1] if self._step_s else 0.0
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds that the last sync to arrive was on its way, 0 before the first."""
+        with self._lock:
+            return self._sync_s
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds in which regions have waited for an outer fragment so far."""
+        with self._lock:
+            return self._stall_s
+
+    def done_s(self, step: int) -> float:
+        """Return when the devices had done `step` inner steps; waits until they have.
+
+        Args:
+          step: that a turn has led to, and was handed out before.
+
+        Returns:
+          By `time.perf_counter`; now, if the clock has failed, which the end tells.
+        """
+        with self._marked:
+            self._marked.wait_for(lambda: self._error or self._is_marked(step))
+            for marked, seconds in reversed(self.marks):
+                if marked == step:
+                    return self._zero + seconds
+        return time.perf_counter()
+
+    def _is_marked(self, step: int) -> bool:
+        return bool(self.marks) and self.marks[-1][0] >= step
+
+    def watch(self, state: TrainState, output: Output) -> None:
+        """Have the clock read when the devices get to what was just handed out.
+
+        Args:
+          state: after it.
+          output: of it.
+        """
+        before = state.step - len(output.bytes_sent)
+        for sync in output.syncs:
+            if sync.start_step > before:  # Started and applied by one call.
+                self.started(*sync[:2], output.losses, sync.norm)
+        in_flight = state.sync.in_flight if state.sync else {}
+        for (fragment_id, start_step), flight in in_flight.items():
+            if start_step > before:
+                self.started(fragment_id, start_step, output.losses, flight.mean)
+        self._watch_left(in_flight, output)
+        leaving = state.sync.leaving if state.sync else ()
+        self._leaving = {each.sync_id: output.losses for each in leaving}
+        self.stepped(state.step, output.losses, output.syncs)
+
+    def _watch_left(self, in_flight: dict, output: Output) -> None:
+        """Watch what waited for these inner steps, and left with them."""
+        for sync_id, losses in self._leaving.items():
+            arrivals = [
+                sync.norm
+                for sync in output.syncs
+                if (sync.fragment_id, sync.start_step) == sync_id
+            ]
+            if sync_id in in_flight:
+                arrivals.append(in_flight[sync_id].mean)
+            self.started(*sync_id, losses, arrivals[0])
+
+    def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
+        """Watches a message.
+
+        Args:
+          fragment: whose.
+          step: inner steps done when it leaves.
+          inner: an output of the last of those steps.
+          mean: what will arrive.
+        """
+        flight = Flight(fragment, step)
+        self.flights.append(flight)
+        self._open[fragment, step] = flight
+        last = jax.tree.leaves(mean)[-1]
+        if isinstance(last, PendingMean):
+            self._of_jobs.add((fragment, step))
+        thread = threading.Thread(target=self._arrive, args=(flight, inner, last))
+        thread.daemon = True
+        thread.start()
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+
+    def handed_out(self, step: int, inner: jax.Array) -> None:
+        """Watches steps, before it is known what they lead to.
+
+        Who hands out the merges may wait for means of other jobs, which is no time of
+        the steps.
+
+        Args:
+          step: inner steps done.
+          inner: an output of the last of them.
+        """
+        self._steps.put((step, inner, ()))
+
+    def stepped(
+        self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
+    ) -> None:
+        """Watches the merges after steps, and the steps if nobody does yet.
+
+        Args:
+          step: inner steps done.
+          inner: an output of the last of them.
+          merges: applied after them.
+        """
+        self._steps.put((step, inner, merges))
+
+    def _arrive(self, flight: Flight, inner: jax.Array, mean: jax.Array) -> None:
+        try:
+            inner.block_until_ready()
+            flight.start_s = self._now()
+            mean.block_until_ready()
+            flight.arrival_s = self._now()
+            with self._lock:
+                self._sync_s = flight.arrival_s - flight.start_s
+        except Exception as error:
+            self._fail(error)
+
+    def _walk(self) -> None:
+        while (watched := self._steps.get()) is not None:
+            if self._error is not None:
+                continue  # Lets go of the arrays.
+            try:
+                self._follow(*watched)
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._marked:
+            self._error = error
+            self._marked.notify_all()
+
+    def _follow(
+        self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
+    ) -> None:
+        inner.block_until_ready()
+        if not self._is_marked(step):
+            self._mark(step)
+        for sync in merges:
+            begin = self._now()
+            sync.norm.block_until_ready()
+            stall = self._now() - begin
+            sync_id = sync.fragment_id, sync.start_step
+            flight = self._open.pop(sync_id, None)
+            if flight is not None and flight.arrival_s and sync_id in self._of_jobs:
+                # The host waited for it, before it handed out the merge.
+                self._of_jobs.discard(sync_id)
+                stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
+            with self._lock:
+                self._stall_s += stall
+            if flight is not None:  # Otherwise it began before this process did.
+                flight.apply_step, flight.stall_s = sync.apply_step, stall
+                flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
+            self._went_on_s = self._now()
+
+    def _mark(self, step: int) -> None:
+        now = self._now()
+        with self._marked:
+            if self.marks:
+                seconds = now - self._went_on_s
+                self._step_s.append(seconds / (step - self.marks[-1][0]))
+            self.marks.append((step, now))
+            self._marked.notify_all()
+        self._went_on_s = now
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the timeline so far: "marks" (step, second) and "syncs", plain."""
+        return {
+            "marks": [list(mark) for mark in self.marks],
+            "syncs": [dataclasses.asdict(flight) for flight in self.flights],
+        }

@@ -1,0 +1,94 @@
+"""Evaluation that is the same for every method: one set of parameters, fixed batches.
+
+Two models are judged at the same steps, whatever the method: the mean of the
+regions' parameters, and the outer parameters. The batches are shared out over the
+mesh's region axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.ambient import (
+    in_own_context,
+    trace_without_mesh_if_needed,
+)
+from cocodc_jax.sharding.mesh import DATA, REGION
+from cocodc_jax.sharding.region_map import pmean_over_regions, region_shard_map
+from cocodc_jax.sync.model_state import AnyLossFn
+
+PyTree = Any
+
+
+@in_own_context
+def make_evaluate(
+    loss_fn: AnyLossFn, mesh: Mesh, batches: PyTree
+) -> Callable[..., jax.Array]:
+    """Compile `evaluate(params) -> mean loss`, a float32 scalar on the mesh.
+
+    Args:
+      loss_fn: as in training, or as the model is when it is not trained; its key is
+        fixed here. Where the model has a state it takes it as its second argument, and
+        so does `evaluate(params, model_state)`; what it becomes is not looked at.
+      mesh: the inner mesh.
+      batches: leaves `[E, B, ...]`, kept on the mesh; E a multiple of the region
+        axis.
+
+    Raises:
+      ValueError: if E does not divide.
+    """
+    num_batches = jax.tree.leaves(batches)[0].shape[0]
+    if num_batches % mesh.shape[REGION]:
+        raise ValueError(
+            f"eval_batches={num_batches} is not a multiple of the mesh's region axis, "
+            f"{mesh.shape[REGION]}"
+        )
+    batches = transfer.put(batches, NamedSharding(mesh, P(REGION, DATA)))
+    compiled = _jit_evaluate(loss_fn, mesh)
+    return in_own_context(lambda *judged: compiled(judged, batches))
+
+
+def list_evaluate(
+    loss_fn: AnyLossFn, mesh: Mesh, judged: tuple[PyTree, ...], batches: PyTree
+) -> LoweredProgram:
+    """Name the program of `make_evaluate`, to be compiled without being run.
+
+    Args:
+      loss_fn: as there.
+      mesh: the inner mesh.
+      judged: shapes and shardings of what is evaluated.
+      batches: shapes, `[E, B, ...]`.
+    """
+    where = NamedSharding(mesh, P(REGION, DATA))
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batches
+    )
+    return LoweredProgram("evaluation", _jit_evaluate(loss_fn, mesh), (judged, placed))
+
+
+def _jit_evaluate(loss_fn: AnyLossFn, mesh: Mesh) -> Callable:
+    """Make `evaluate(judged, batches)`, compiled."""
+    loss_fn = trace_without_mesh_if_needed(loss_fn)
+
+    def evaluate(judged: tuple[PyTree, ...], batches: PyTree) -> jax.Array:
+        judged = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), judged)
+        losses = jax.lax.map(
+            lambda batch: loss_fn(*judged, batch, jax.random.key(0))[0], batches
+        )
+        return pmean_over_regions(jnp.mean(losses.astype(jnp.float32)))
+
+    mapped = region_shard_map(
+        evaluate,
+        mesh,
+        in_specs=(P(), P(REGION)),
+        out_specs=P(),
+    )
+    return jax.jit(mapped)

@@ -1,0 +1,278 @@
+"""Ensembles of regions that were trained apart: mixtures, and routers that weigh them.
+
+With p_r(y | x) an expert's next-token distribution and w_r its weight, sum_r w_r = 1,
+
+    mixture          p(y | x) = sum_r w_r p_r(y | x)
+    mean of logits   p(y | x) ~ prod_r p_r(y | x)^(1 / R)
+
+A router chooses w from the first tokens of a sequence, x_1 .. x_P:
+
+    posterior        w_r ~ (prod_{t <= P} p_r(x_t | x_<t))^(1 / temperature)
+    linear           w = softmax(W f + b), f the hashed n-grams of the prefix
+
+The first P tokens are themselves predicted with equal weights, so that every choice is
+a distribution over whole sequences and its loss can be held against any model's.
+A mixture's loss needs of each expert only the log-probability of the token that came:
+experts are evaluated where they live and one number a token is gathered.
+
+Sources, from memory: the posterior of experts is Bayes' rule with an even prior, as in
+DEMix (Gururangan et al., arXiv 2108.05036); weights from features of the context, and
+the best k of them, are as in c-BTM (Gururangan et al., arXiv 2303.14177), which takes
+distances to cluster centres where this learns a linear map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.mesh import DATA, REGION
+from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.transforms.numerics import widen
+
+PyTree = Any
+LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of the tokens that came, nats, at least float32.
+
+    Attributes:
+      experts: of each expert alone, `[R, ..., L]`.
+      mean_logits: of the experts' mean logits, `[..., L]`.
+    """
+
+    experts: jax.Array
+    mean_logits: jax.Array
+
+
+class Router(NamedTuple):
+    """A linear map from features of a prefix to log-weights.
+
+    Attributes:
+      kernel: W, float32 `[F, R]`.
+      bias: b, float32 `[R]`.
+    """
+
+    kernel: jax.Array
+    bias: jax.Array
+
+
+def make_score(
+    logits_fn: LogitsFn, mesh: Mesh, num_regions: int
+) -> Callable[[PyTree, Any], Scores]:
+    """Compiles `score(params, tokens) -> Scores`, every expert on its own devices.
+
+    What crosses regions is a number a token and expert, and for the mean of the logits
+    a sum of V numbers a token. One batch's logits exist at a time.
+
+    Args:
+      logits_fn: `(params, tokens) -> logits`, int32 `[B, L]` to float `[B, L, V]`, of
+        one region's parameters.
+      mesh: the inner mesh.
+      num_regions: R.
+
+    Returns:
+      A function of parameters `[R, ...]` on the mesh and int32 tokens `[E, B, L + 1]`
+      of the host, B a multiple of the data axis; its results are on every device.
+    """
+    block = LocalRegions.of(mesh, num_regions)
+
+    def log_softmax(params, tokens):
+        logits = logits_fn(params, tokens)
+        return jax.nn.log_softmax(widen(logits))
+
+    def of_batch(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # An expert's tokens vary over regions as its parameters do.
+        own = jax.lax.pcast(tokens, REGION, to="varying")
+        log_probs = block.map(log_softmax, (0, None))(params, own[:, :-1])
+        experts = jax.vmap(_of_targets, (0, None))(log_probs, own[:, 1:])
+        # The mean of log-probabilities is that of logits but for a constant a token.
+        mean = psum_over_regions(log_probs.sum(0)) / num_regions
+        return experts, _of_targets(jax.nn.log_softmax(mean), tokens[:, 1:])
+
+    def of_place(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        experts, mean = jax.lax.map(lambda batch: of_batch(params, batch), tokens)
+        return jnp.moveaxis(experts, 1, 0), mean
+
+    mapped = region_shard_map(
+        of_place,
+        mesh,
+        in_specs=(P(REGION), P()),
+        out_specs=(P(REGION), P()),
+    )
+    compiled = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
+    where = NamedSharding(mesh, P(None, DATA))
+
+    def score(params: PyTree, tokens: Any) -> Scores:
+        return Scores(*compiled(params, transfer.put(tokens, where)))
+
+    return score
+
+
+def mixture(log_probs: jax.Array, log_weights: jax.Array | None = None) -> jax.Array:
+    """Log-probabilities of a mixture, log sum_r w_r p_r.
+
+    >>> experts = jnp.log(jnp.array([[0.2, 0.4], [0.6, 0.4]]))  # R = 2, L = 2.
+    >>> print(jnp.exp(mixture(experts)).round(6))
+    [0.4 0.4]
+
+    Args:
+      log_probs: of the experts, `[R, ..., L]`.
+      log_weights: `[R, ...]`, those of a sequence summing to one, minus infinity for
+        an expert left out; equal weights by default.
+
+    Returns:
+      `[..., L]`.
+    """
+    if log_weights is None:
+        return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(log_probs))
+    return jax.nn.logsumexp(log_probs + log_weights[..., None], axis=0)
+
+
+def routed(
+    log_probs: jax.Array, log_weights: jax.Array, prefix_tokens: int
+) -> jax.Array:
+    """Log-probabilities of a mixture weighted after the prefix, equal within it.
+
+    Args:
+      log_probs: of the experts, `[R, ..., L]`.
+      log_weights: chosen from the prefix, `[R, ...]`, as for `mixture`.
+      prefix_tokens: P, predicted tokens that the choice was made from.
+
+    Returns:
+      `[..., L]`.
+    """
+    before, after = jnp.split(log_probs, (prefix_tokens,), axis=-1)
+    parts = (mixture(before), mixture(after, log_weights))
+    return jnp.concatenate(parts, axis=-1)
+
+
+def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Array:
+    """Log-weights by Bayes' rule: how well each expert predicted the prefix.
+
+    Args:
+      prefix_log_probs: of the experts, `[R, ..., P]`.
+      temperature: 1 is Bayes' rule with an even prior; more evens out, less sharpens.
+
+    Returns:
+      `[R, ...]`.
+
+    Raises:
+      ValueError: for a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive; 1 is Bayes")
+    return jax.nn.log_softmax(prefix_log_probs.sum(-1) / temperature, axis=0)
+
+
+def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
+    """Return the largest `top_k` weights of each sequence, made to sum to one again.
+
+    Args:
+      log_weights: `[R, ...]`.
+      top_k: how many, at most R; of equal weights the first are kept.
+
+    Returns:
+      `[R, ...]`, minus infinity for the others.
+
+    Raises:
+      ValueError: for a `top_k` outside of 1 to R.
+    """
+    num_regions = len(log_weights)
+    if not 1 <= top_k <= num_regions:
+        raise ValueError(
+            f"top_k={top_k} must be from 1 to the number of regions, {num_regions}"
+        )
+    _, best = jax.lax.top_k(jnp.moveaxis(log_weights, 0, -1), top_k)
+    is_kept = jax.nn.one_hot(best, num_regions, axis=0, dtype=bool).any(-1)
+    return jax.nn.log_softmax(jnp.where(is_kept, log_weights, -jnp.inf), axis=0)
+
+
+def passes_per_token(
+    num_regions: int, top_k: int, prefix_tokens: int, length: int
+) -> float:
+    """Forward passes a token of `routed`: all experts read the prefix, k the rest.
+
+    The features of a linear router need none. Where a prefix is given and need not be
+    predicted, a linear router costs k throughout.
+    """
+    rest = length - prefix_tokens
+    return (num_regions * prefix_tokens + top_k * rest) / length
+
+
+def hashed_ngrams(tokens: jax.Array, num_features: int) -> jax.Array:
+    """How often single tokens and pairs occur, hashed: features for a linear router.
+
+    Args:
+      tokens: int32 `[..., P]`, whatever the vocabulary.
+      num_features: F, buckets that singles and pairs are hashed to.
+
+    Returns:
+      float32 `[..., F]` of length 1.
+    """
+    # Multiplicative hashing (Knuth): high bits of products with odd constants.
+    single = tokens.astype(jnp.uint32) * jnp.uint32(2654435761)
+    pair = (single[..., :-1] ^ single[..., 1:] << 1) * jnp.uint32(2246822519)
+    buckets = (jnp.concatenate([single, pair], axis=-1) >> 12) % num_features
+    flat = buckets.reshape(-1, buckets.shape[-1])
+    counts = jax.vmap(lambda row: jnp.bincount(row, length=num_features))(flat)
+    counts = counts.astype(jnp.float32).reshape(*tokens.shape[:-1], num_features)
+    return counts / jnp.linalg.norm(counts, axis=-1, keepdims=True)
+
+
+def weigh(router: Router, features: jax.Array) -> jax.Array:
+    """Log-weights `[R, ...]` that a router gives to features `[..., F]`."""
+    scores = jnp.moveaxis(features @ router.kernel, -1, 0)
+    bias = router.bias.reshape(-1, *(1,) * (scores.ndim - 1))
+    return jax.nn.log_softmax(scores + bias, axis=0)
+
+
+def train_router(
+    features: jax.Array,
+    log_probs: jax.Array,
+    optimizer: optax.GradientTransformation,
+    num_steps: int,
+) -> tuple[Router, jax.Array]:
+    """Fits a router to the loss of the mixture it weighs, all sequences at each step.
+
+    Args:
+      features: of the prefixes, float32 `[N, F]`.
+      log_probs: of the experts on the tokens after the prefix, `[R, N, T]`.
+      optimizer: any of Optax.
+      num_steps: how many updates, from equal weights on.
+
+    Returns:
+      The router, and the loss before each update, nats per token, `[num_steps]`.
+    """
+
+    def loss_fn(router: Router) -> jax.Array:
+        return -mixture(log_probs, weigh(router, features)).mean()
+
+    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], jax.Array]:
+        router, state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(router)
+        updates, state = optimizer.update(grads, state, router)
+        return (optax.apply_updates(router, updates), state), loss
+
+    num_features, num_regions = features.shape[-1], len(log_probs)
+    first = Router(jnp.zeros((num_features, num_regions)), jnp.zeros(num_regions))
+    (router, _), losses = jax.lax.scan(
+        step, (first, optimizer.init(first)), length=num_steps
+    )
+    return router, losses
+
+
+def _of_targets(log_probs_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    """Return the log-probability of each target, `[B, L]`."""
+    chosen = jnp.take_along_axis(log_probs_BLV, targets_BL[..., None], axis=-1)
+    return chosen[..., 0]

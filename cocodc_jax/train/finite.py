@@ -1,0 +1,101 @@
+"""What is not finite ends a run, or has a region restored.
+
+A loss may be finite beside a parameter that is not, and a merge may spread what one
+region sent: each is looked at by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NoReturn
+
+import numpy as np
+
+from cocodc_jax.core.state import AppliedSync, TrainState
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sync.robust import told
+from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
+
+
+class NonFiniteLossError(ArithmeticError):
+    """A loss, a parameter or what regions sent one another became NaN or infinite."""
+
+
+class FiniteWatch:
+    """Looks for numbers that are not finite; its errors name where they were."""
+
+    def __init__(self, program: RegionProgram, checkpoints: Checkpoints | None):
+        """Watch a run.
+
+        Args:
+          program: of the run.
+          checkpoints: of the run, to name the last good one; None without any.
+        """
+        self._program, self._checkpoints = program, checkpoints
+
+    def check_losses(
+        self, first_step: int, losses: np.ndarray, first_region: int
+    ) -> None:
+        """Refuse losses that are not finite, where the method restores no region.
+
+        Args:
+          first_step: inner steps done before the first of them.
+          losses: float32 `[T, R]`, of this process's regions.
+          first_region: number of the first of these.
+        """
+        bad = np.argwhere(~np.isfinite(losses))
+        if len(bad) and not self._program.method.can_restore:
+            step = first_step + int(bad[0][0]) + 1
+            region = first_region + int(bad[0][1])
+            self.stop(f"loss is {losses[tuple(bad[0])]}", step, f"region {region}")
+
+    def check_sync(self, sync: AppliedSync, state: TrainState) -> None:
+        """Refuse a merge whose numbers are not finite: the losses after it may be."""
+        if sync.verdict is not None:
+            out = told(np.asarray(sync.verdict))
+            if len(out) == self._program.regions.num:
+                why = ", ".join(f"region {m}: {reason}" for m, reason in out.items())
+                what = f"no message of fragment {sync.fragment_id} was fit for a mean"
+                self.stop(f"{what} ({why})", sync.apply_step, "all regions")
+        ratios = sync.metrics.get("correction_ratio")
+        if ratios is not None and sync.verdict is None:
+            (bad,) = np.nonzero(~np.isfinite(transfer.local_rows(ratios)))
+            if len(bad):
+                region = transfer.first_local_row(ratios) + int(bad[0])
+                what = f"correction_ratio of fragment {sync.fragment_id}"
+                self.stop(f"{what} is not finite", sync.apply_step, f"region {region}")
+        if not np.isfinite(float(sync.norm)):
+            (bad,) = np.nonzero(~np.asarray(self._program.finite_regions(state)))
+            where = f"region {bad[0]}" if len(bad) else "the mean of all regions"
+            what = f"pseudo_gradient_norm of fragment {sync.fragment_id}"
+            self.stop(f"{what} is not finite", sync.apply_step, where)
+
+    def restored(self, state: TrainState) -> TrainState:
+        """Restore, or refuse, parameters not finite, which a finite loss may hide."""
+        is_bad = ~np.asarray(self._program.finite_regions(state))
+        (bad,) = np.nonzero(is_bad)
+        if not len(bad):
+            return state
+        if self._program.method.can_restore and not is_bad.all():
+            return self._program.restore_regions(state, is_bad)
+        self.stop("a parameter is not finite", state.step, f"region {bad[0]}")
+
+    def stop(self, what: str, step: int, where: str) -> NoReturn:
+        """End the run, naming the checkpoint to go back to.
+
+        Args:
+          what: is not finite.
+          step: inner steps done then.
+          where: the region, or what else it is of.
+        """
+        saved = None
+        if self._checkpoints:
+            with contextlib.suppress(CheckpointError):  # Then it is not the last good.
+                self._checkpoints.wait()
+            saved = self._checkpoints.latest_step
+        last_good = "there is none" if saved is None else f"step {saved}"
+        raise NonFiniteLossError(
+            f"{what} at step {step} in {where}; last good checkpoint: {last_good}. "
+            "Lower inner_lr or outer_lr, or clip gradients (grad_clip)"
+        )

@@ -1,0 +1,213 @@
+"""A region goes on from another one's memory: what it is sent, and what it makes of it.
+
+The copy is of what is the same for all regions, after the events of one step: outer
+parameters, outer optimizer states, the schedule's memory, and of the syncs in flight
+what they were measured from. What is a region's own is not in it: the region that
+joins begins at the outer parameters with a fresh inner optimizer (but for the step that
+its schedules are at), fresh compressors and a key that no earlier life of it has used,
+and takes part in the means of the syncs that start after the copy. Those that were in
+flight then it receives.
+
+A region that was only cut off, or silent, still has what it did meanwhile. With theta_m
+its parameters and theta_s the outer ones that it last had in common with the others, it
+goes on from
+
+    theta_g + (theta_m - theta_s)
+
+with its own inner optimizer and compressors: its next pseudo-gradients hold its work.
+Messages that left before it was cut off, and were counted without its knowing, are in
+that a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cocodc_jax.core.pending_mean import PendingMean
+from cocodc_jax.core.state import InFlight, SyncState, TrainState
+from cocodc_jax.elastic.messages import Snapshot, SyncId
+from cocodc_jax.exchange.between_jobs import BetweenJobs
+from cocodc_jax.program.fit import at_step
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.needs import STALE
+
+PyTree = Any
+
+
+class Carried(NamedTuple):
+    """What a region had done when the others went on without it.
+
+    Attributes:
+      state: of the region.
+      shared: outer parameters that it last had in common with the others; None is those
+        of `state`.
+    """
+
+    state: TrainState
+    shared: tuple[Fragment, ...] | None = None
+
+
+def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
+    """Copy to the host what a region that joins needs; waits for the outer steps.
+
+    Args:
+      program: whose messages cross between jobs; of a region of several processes in
+        all of them.
+      state: after the events of its step; is not changed.
+    """
+    told = program.synchronize(state)
+    assert told.sync is not None
+    arrays, flights = [told.sync.outer], {}
+    for (k, start_step), flight in sorted(told.sync.in_flight.items()):
+        has_mean = not isinstance(flight.mean, PendingMean)
+        flights[f"{k}_{start_step}"] = has_mean
+        arrays += [flight.mean] if has_mean else []
+        arrays += [flight.kept[STALE]] if STALE in flight.kept else []
+    header = {
+        "schedule": told.sync.schedule.to_json(),
+        "bytes_sent": told.bytes_sent,
+        "has_mean": flights,
+    }
+    # Bytes of their own: the next outer step is given the buffers.
+    frames = tuple(transfer.whole(x).tobytes() for x in jax.tree.leaves(arrays))
+    return Snapshot(told.step, header, frames)
+
+
+def adopt(
+    program: RegionProgram,
+    params: PyTree,
+    key: jax.Array,
+    copy: Snapshot,
+    carried: Carried | None = None,
+) -> TrainState:
+    """Make the state of a region that goes on from another one's.
+
+    Args:
+      program: linked to the other jobs.
+      params: one region's parameters, whatever they are.
+      key: of the run, as for `RegionProgram.init`.
+      copy: of another region's state.
+      carried: what the region did meanwhile, to be kept.
+
+    Raises:
+      ValueError: if the copy's arrays are not those of `program`.
+    """
+    assert program.method.schedule is not None
+    schedule = program.method.schedule.restore(copy.header["schedule"])
+    abstract = program.abstract(schedule).sync
+    assert abstract is not None
+    frames = iter(copy.arrays)
+    outer = _read(frames, abstract.outer)
+
+    def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
+        assert state.sync is not None
+        # Whatever they remember, the next message has the others' rank.
+        own = carried.state if carried else state
+        sync = dataclasses.replace(
+            state.sync,
+            outer=outer,
+            schedule=schedule,
+            compressors=program.compressors_of(own, schedule.rank),
+            in_flight=flights,
+        )
+        return dataclasses.replace(
+            state, sync=sync, step=copy.step, bytes_sent=copy.header["bytes_sent"]
+        )
+
+    trained = program.outer_params(with_outer(program.init(params, key), {}))
+    if carried is not None:
+        trained = jax.tree.map(jax.numpy.add, trained, _work(program, carried))
+    params = jax.tree.map(
+        lambda x, like: transfer.whole(x).astype(like.dtype), trained, params
+    )
+    # Its earlier life has used the keys that follow from the run's.
+    state = program.init(params, jax.random.fold_in(key, copy.step))
+    # A learning rate is that of the run's step; the moments are fresh.
+    done = np.full(program.num_regions, copy.step)
+    region = state.region
+    if carried is not None:
+        mine = carried.state.region
+        region = region._replace(opt_state=mine.opt_state, model_state=mine.model_state)
+    region = region._replace(opt_state=at_step(region.opt_state, done))
+    state = dataclasses.replace(state, region=region)
+    flights = {
+        sync: _flight(program, state, abstract, sync, copy, frames)
+        for sync in sorted(abstract.in_flight)
+    }
+    if next(frames, None) is not None:
+        raise ValueError("the copy has more arrays than this program's state")
+    return with_outer(state, flights)
+
+
+def _work(program: RegionProgram, carried: Carried) -> PyTree:
+    """Return what a region did since it last had outer parameters in common."""
+    state = carried.state
+    assert state.sync is not None
+    if carried.shared is not None:
+        outer = state.sync.outer._replace(params=carried.shared)
+        sync = dataclasses.replace(state.sync, outer=outer)
+        state = dataclasses.replace(state, sync=sync)
+    return jax.tree.map(
+        jax.numpy.subtract, program.mean_params(state), program.outer_params(state)
+    )
+
+
+def _flight(
+    program: RegionProgram,
+    state: TrainState,
+    abstract: SyncState,
+    sync: SyncId,
+    copy: Snapshot,
+    frames: Iterator[bytes],
+) -> InFlight:
+    """Return a sync in flight, which others have sent."""
+    k, start_step = sync
+    like = abstract.in_flight[sync]
+    assert isinstance(program.exchange, BetweenJobs)
+    if copy.header["has_mean"][f"{k}_{start_step}"]:
+        mean = _read(frames, like.mean)
+    else:
+        (rank,) = (p.rank for p in abstract.schedule.in_flight if p.sync_id == sync)
+        mean = program.exchange.awaited(sync, rank)
+    kept = {}
+    for name, shape in like.kept.items():
+        kept[name] = (
+            _read(frames, shape)
+            if name == STALE
+            else program.copy_fragment(state, k)  # As if it had stood there.
+        )
+    return InFlight(mean, kept)
+
+
+def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
+    """Take the arrays of a tree of shapes from frames of bytes."""
+
+    def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        frame = next(frames, b"")
+        if len(frame) != shape.size * shape.dtype.itemsize:
+            raise ValueError(
+                f"the copy has an array of {len(frame)} bytes where this program has "
+                f"{shape.dtype}{list(shape.shape)}: another model or method"
+            )
+        value = np.frombuffer(frame, shape.dtype).reshape(shape.shape)
+        if shape.sharding.is_fully_addressable:
+            return jax.device_put(value, shape.sharding, may_alias=False)
+        return transfer.put(np.array(value), shape.sharding)
+
+    return jax.tree.map(one, like)
+
+
+def max_frame_bytes(program: RegionProgram) -> int:
+    """Return the size of the largest thing that regions send one another."""
+    assert isinstance(program.exchange, BetweenJobs)
+    sync = program.abstract().sync
+    leaves = jax.tree.leaves(sync.outer if sync else ())
+    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    return max(program.exchange.max_row_bytes, *sizes)

@@ -1,0 +1,301 @@
+"""The loop: inner steps and syncs, records, evaluation, checkpoints.
+
+The order is a contract. Each turn
+
+1. takes the batches up to the next event, evaluation or checkpoint, and hands the
+   devices their work (inner steps, syncs), without waiting for it;
+2. reads the losses of the turn before, while the devices are busy, and writes its
+   records: one step late, so that reading never holds the devices up;
+3. where an evaluation or a checkpoint is due, reads everything first: no checkpoint
+   holds a loss or a parameter that is not finite.
+
+Where the method restores regions (`sync.robust`) a loss that is not finite ends
+nothing, and in 3. a region whose parameters are not is restored; a sync that leaves out
+all regions ends the run.
+
+Records hold only what a resumed run repeats bit for bit; what the clock says goes to
+`Clock`. Where the scans are cut changes no number.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cocodc_jax.core.state import TrainState
+from cocodc_jax.program.region_program import Output, RegionProgram
+from cocodc_jax.sharding import transfer
+from cocodc_jax.train.cadence import EVERY_TEN, Cadence, is_due
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.clock import FlightRecorder
+from cocodc_jax.train.finite import FiniteWatch
+from cocodc_jax.train.hooks import NO_HOOKS, Clock, Hooks, Result
+from cocodc_jax.train.records import Records, finite_mean
+from cocodc_jax.train.run_steps import take_batches
+from cocodc_jax.train.spikes import (
+    NO_SPIKES,
+    LossSpikeError,
+    Spike,
+    Spikes,
+    SpikeWatch,
+)
+
+PyTree = Any
+
+
+def train(
+    program: RegionProgram,
+    state: TrainState,
+    batches: Iterator[PyTree],
+    num_steps: int,
+    tokens_at: Callable[[int], int],
+    *,
+    cadence: Cadence = EVERY_TEN,
+    hooks: Hooks = NO_HOOKS,
+    evaluate: Callable[..., jax.Array] | None = None,
+    checkpoints: Checkpoints | None = None,
+    progress: dict | None = None,
+    earlier_s: float = 0.0,
+    spikes: SpikeWatch = NO_SPIKES,
+) -> Result:
+    """Train up to inner step `num_steps`.
+
+    Args:
+      program: a method, compiled for a model on a mesh.
+      state: from `program.init` or a checkpoint; donated.
+      batches: one step's host batches at a time, leaves `[R, B, ...]`, endless.
+      num_steps: the step to end at.
+      tokens_at: tokens that all regions have trained on by a step.
+      cadence: how often to log, evaluate and save.
+      hooks: what to call.
+      evaluate: from `make_evaluate`.
+      checkpoints: where to save.
+      progress: the sums of the records so far, as `Hooks.snapshot` was given them.
+      earlier_s: seconds that the run has taken before, for its timeline.
+      spikes: whether to look for spikes of the loss, and not to save any.
+
+    Raises:
+      LossSpikeError: where a checkpoint is due after a spike.
+      NonFiniteLossError: naming step, region and the last good checkpoint.
+      CheckpointError: naming the folder and the last good checkpoint.
+      ValueError: if `batches` ends.
+    """
+    batches = iter(batches)  # A list would begin anew with every turn.
+    with FlightRecorder(earlier_s) as flights:
+        loop = _Loop(program, tokens_at, cadence, hooks, checkpoints, flights, spikes)
+        loop.continue_from(state.step, progress)
+        while state.step < num_steps and not hooks.should_stop():
+            state = loop.turn(state, batches, num_steps)
+            if evaluate and is_due(cadence.eval_every, state.step, num_steps):
+                state = loop.evaluate(state, evaluate)
+            if checkpoints and is_due(cadence.checkpoint_every, state.step, num_steps):
+                state = loop.save(state)
+        if state.step < num_steps:
+            state = loop.synchronize(state)
+            hooks.stopping()
+        if checkpoints and checkpoints.latest_step != state.step:
+            state = loop.save(state)  # Asked to stop between two checkpoints.
+        state = loop.synchronize(state)
+    if checkpoints:
+        checkpoints.wait()
+    return loop.result(state)._replace(timeline=flights.to_json())
+
+
+class _Turn(NamedTuple):
+    """Work handed to the devices and not yet read."""
+
+    first_step: int
+    in_flight: int
+    is_warm: bool
+    output: Output
+
+
+class _Loop:
+    """The loop's own memory: turns not yet read, and sums for the records."""
+
+    def __init__(
+        self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes
+    ):
+        self._program = program
+        self._tokens_at = tokens_at
+        self._cadence = cadence
+        self._hooks = hooks
+        self._checkpoints = checkpoints
+        self._finite = FiniteWatch(program, checkpoints)
+        self._flights = flights
+        self._unread: list[_Turn] = []
+        self._rolls_back = spikes.rolls_back
+        watch = Spikes(spikes.zscore) if spikes.zscore else None
+        self._records = Records(hooks.record, cadence.log_every, tokens_at, watch)
+        schedule = program.method.schedule
+        self._is_measured = schedule is not None and schedule.is_measured
+        self._lengths_seen: set[int] = set()
+        self._warm_step = 0
+        # Whether the turn read last was, and until when what went before it took.
+        self._was_warm = True
+        self._began_s = self._free_s = time.perf_counter()
+        self._steady_tokens = 0
+        self._steady_s = 0.0
+
+    def continue_from(self, step: int, progress: dict | None) -> None:
+        """Begins at `step`, with the sums that a checkpoint kept."""
+        schedule = self._program.method.schedule
+        if schedule:
+            self._warm_step = step + schedule.warm_up_steps
+        if progress:
+            self._records.continue_from(progress)
+
+    def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
+        """Hands out the work up to the next cut, and reads the turn before."""
+        length = self._cadence.steps_to_cut(self._program, state, num_steps)
+        first_step = state.step
+        chunk = take_batches(batches, first_step, length)
+        times = (self._flights.recent_step_s, self._flights.sync_s)
+        if self._is_measured:
+            times = (self._flights.step_s, self._flights.sync_s)
+        state, output = self._program.advance(
+            state, chunk, times, self._flights.handed_out
+        )
+        self._flights.watch(state, output)
+        self._hooks.handed_out(state, output)
+        is_warm = length in self._lengths_seen and first_step >= self._warm_step
+        self._lengths_seen.add(length)
+        self.flush(state)
+        self._unread.append(
+            _Turn(
+                first_step,
+                state.sync.num_in_flight if state.sync else 0,
+                is_warm,
+                output,
+            )
+        )
+        return state
+
+    def flush(self, state: TrainState) -> None:
+        """Read every turn handed out so far, and write its records.
+
+        Args:
+          state: of now, which tells whose parameters are finite if a number is not.
+        """
+        for turn in self._unread:
+            self._read(turn, state)
+        self._unread = []
+
+    def synchronize(self, state: TrainState) -> TrainState:
+        """Read everything: what is judged, kept or given back is finite.
+
+        Messages on their way are waited for: what follows has collectives of its own,
+        which must not overtake them.
+        """
+        self.flush(state)
+        jax.block_until_ready(state.sync.in_flight if state.sync else ())
+        return self._finite.restored(state)
+
+    def _read(self, turn: _Turn, state: TrainState) -> None:
+        losses = transfer.local_rows(turn.output.losses, axis=1)
+        first_region = transfer.first_local_row(turn.output.losses, axis=1)
+        self._finite.check_losses(turn.first_step, losses, first_region)
+        stage_bytes = turn.output.aux.get("stage_bytes")
+        if stage_bytes is not None:
+            stage_bytes = transfer.local_rows(stage_bytes, axis=1)
+        syncs = collections.deque(turn.output.syncs)
+        for i, loss in enumerate(losses):
+            step = turn.first_step + i + 1
+            self._records.step(
+                step,
+                loss,
+                turn.output.bytes_sent[i],
+                None if stage_bytes is None else stage_bytes[i],
+                first_region,
+            )
+            while syncs and syncs[0].apply_step == step:
+                sync = syncs.popleft()
+                self._finite.check_sync(sync, state)
+                self._records.sync(sync)
+        self._tell_clock(turn, losses)
+
+    def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
+        """Tell what a turn took: from when the devices were free to its last step.
+
+        Not until it was read, which is after the next one was handed out, and on a CPU
+        that may be when the next one is done.
+        """
+        done = turn.first_step + len(losses)
+        done_s = self._flights.done_s(done)
+        seconds, self._free_s = done_s - self._free_s, done_s
+        tokens = self._tokens_at(done) - self._tokens_at(turn.first_step)
+        # What a turn's events compile, the turn after it waits for.
+        if turn.is_warm and self._was_warm:
+            self._steady_tokens += tokens
+            self._steady_s += seconds
+        self._was_warm = turn.is_warm
+        self._hooks.clock(
+            Clock(
+                step=done,
+                loss=float(finite_mean(losses[-1])),
+                wall_s=time.perf_counter() - self._began_s,
+                tokens_per_second=tokens / seconds,
+                stall_s=self._flights.stall_s,
+                in_flight=turn.in_flight,
+                bytes_sent=turn.output.bytes_sent[-1],
+            )
+        )
+
+    def evaluate(self, state: TrainState, evaluate) -> TrainState:
+        """Judges the regions' mean and the outer parameters, and records it."""
+        state = self.synchronize(state)
+        program = self._program
+        of_model = (program.mean_model_state(state),) if program.model_state else ()
+        mean, drift = program.mean_params(state), float(program.region_drift(state))
+        loss = outer = float(evaluate(mean, *of_model))
+        if drift:  # Nothing to compare, and two copies at once of a model are many.
+            mean = None
+        if program.method.sync is not None:
+            params = program.outer_params(state)
+            # They are equal where a sync without delay has just ended.
+            if mean is None or not program.are_equal(mean, params):
+                outer = float(evaluate(params, *of_model))
+        for what, value, where in (
+            ("eval_loss", loss, "the mean of all regions"),
+            ("eval_loss_outer", outer, "the outer parameters"),
+            ("region_drift", drift, "the mean of all regions"),
+        ):
+            if not np.isfinite(value):
+                self._finite.stop(f"{what} is {value}", state.step, where)
+        self._records.evaluation(state.step, state.bytes_sent, loss, outer, drift)
+        self._free_s = time.perf_counter()  # Not training time.
+        return state
+
+    def save(self, state: TrainState) -> TrainState:
+        """Read everything, then start to save; or go back, all processes at once."""
+        state = self.synchronize(state)
+        if self._rolls_back:
+            found = sum(self._hooks.of_all(self._records.spikes), [])
+            if found:
+                self._checkpoints.wait()
+                spikes = [Spike(*each) for each in found]
+                raise LossSpikeError(spikes, self._checkpoints.latest_step)
+        extra = self._hooks.snapshot(self._records.progress())
+        state = self._checkpoints.save(self._program, state, extra)
+        self._free_s = time.perf_counter()
+        return state
+
+    def result(self, state: TrainState) -> Result:
+        """Return what the run came to."""
+        can_restore = self._program.method.can_restore
+        seconds = time.perf_counter() - self._began_s
+        steady = self._steady_tokens / self._steady_s if self._steady_s else None
+        return Result(
+            state,
+            self._records.last_eval,
+            self._records.correction_ratio,
+            seconds,
+            self._flights.stall_s,
+            steady,
+            left_out=self._records.left_out if can_restore else None,
+        )

@@ -1,0 +1,178 @@
+"""What a run tells of itself: one record for so many steps, a sync, an evaluation.
+
+Records hold only what a resumed run repeats bit for bit: no clock. Losses are nats
+per token, `bytes_sent_per_region` counts what one region has sent by that step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cocodc_jax.core.state import AppliedSync
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sync.robust import RESTORED, told
+from cocodc_jax.train.spikes import Spike, Spikes
+
+Record = dict[str, Any]
+
+
+class Records:
+    """Makes the records, and keeps the sums that they are made of."""
+
+    def __init__(
+        self,
+        write: Callable[[Record], None],
+        log_every: int,
+        tokens_at: Callable[[int], int],
+        spikes: Spikes | None = None,
+    ):
+        """Begins with nothing.
+
+        Args:
+          write: takes each record.
+          log_every: steps that one training record averages over.
+          tokens_at: tokens that all regions have trained on by a step.
+          spikes: looks for spikes of the losses; None does not.
+        """
+        self._write = write
+        self._spikes = spikes
+        self.spikes: list[Spike] = []
+        self._log_every = log_every
+        self._tokens_at = tokens_at
+        self._window: list[np.ndarray] = []
+        self._ratios: list[float] = []
+        self.left_out: dict[str, int] = {}
+        self.last_eval: Record | None = None
+
+    @property
+    def correction_ratio(self) -> float | None:
+        """Mean over all syncs; None where nothing is compensated."""
+        return float(np.mean(self._ratios)) if self._ratios else None
+
+    def progress(self) -> dict:
+        """Return the sums, for a checkpoint; plain values."""
+        spikes = {"spikes": self._spikes.to_json()} if self._spikes else {}
+        return spikes | {
+            "window": [x.tolist() for x in self._window],
+            "ratios": self._ratios,
+            "last_eval": self.last_eval,
+            "left_out": self.left_out,
+        }
+
+    def continue_from(self, progress: dict) -> None:
+        """Take up the sums that `progress` gave."""
+        self._window = [np.array(x, np.float32) for x in progress["window"]]
+        self._ratios = list(progress["ratios"])
+        self.last_eval = progress["last_eval"]
+        self.left_out = dict(progress["left_out"])
+        if self._spikes:
+            self._spikes.continue_from(progress["spikes"])
+
+    def step(
+        self,
+        step: int,
+        loss: np.ndarray,
+        bytes_sent: int,
+        stage_bytes: np.ndarray | None = None,
+        first_region: int = 0,
+    ) -> None:
+        """Count one step in, and write a record where one is due.
+
+        Args:
+          step: inner steps done.
+          loss: float32 `[R]`.
+          bytes_sent: by one region, events of this step included.
+          stage_bytes: float32 `[R]`, what the stages of each region sent one another
+            in this step, if the loss tells.
+          first_region: number of the first of them.
+        """
+        if self._spikes:
+            self._tell(self._spikes.observe(step, loss, first_region))
+        self._window.append(loss)
+        if step % self._log_every:
+            return
+        window = np.stack(self._window)
+        regions = np.asarray(np.mean(window, axis=0, dtype=np.float64))
+        if not np.isfinite(regions).all():
+            regions = np.array([finite_mean(x, np.float64) for x in window.T])
+        self._window = []
+        record = {
+            "kind": "train",
+            "step": step,
+            "tokens": self._tokens_at(step),
+            "loss": _plain(finite_mean(regions)),
+            "loss_regions": [_plain(x) for x in regions],
+            "bytes_sent_per_region": bytes_sent,
+        }
+        if stage_bytes is not None:
+            record["stage_bytes"] = float(stage_bytes.mean(dtype=np.float64))
+        self._write(record)
+
+    def _tell(self, spikes: list[Spike]) -> None:
+        for spike in spikes:
+            self._write({"kind": "spike", **spike._asdict()})
+        self.spikes += spikes
+
+    def sync(self, sync: AppliedSync) -> None:
+        """Write the record of an applied sync; waits for its numbers."""
+        ratio = None
+        if "correction_ratio" in sync.metrics:
+            ratios = transfer.local_rows(sync.metrics["correction_ratio"])
+            ratio = float(finite_mean(ratios, np.float64))
+            self._ratios.append(ratio)
+        record = {
+            "kind": "sync",
+            "step": sync.apply_step,
+            "fragment": sync.fragment_id,
+            "start_step": sync.start_step,
+            "apply_step": sync.apply_step,
+            "bytes": sync.num_bytes,
+            "pseudo_gradient_norm": float(sync.norm),
+            "correction_ratio": ratio,
+        }
+        if sync.verdict is not None:
+            verdict = np.asarray(sync.verdict)
+            record["left_out"] = (verdict % RESTORED).tolist()
+            for m, reason in told(verdict).items():
+                name = f"region {m}: {reason}"
+                self.left_out[name] = self.left_out.get(name, 0) + 1
+        self._write(record)
+
+    def evaluation(
+        self, step: int, bytes_sent: int, loss: float, loss_outer: float, drift: float
+    ) -> None:
+        """Write the record of an evaluation: of the mean and of the outer model.
+
+        `drift` is the RMS distance of the regions from their mean over its length.
+        """
+        self.last_eval = {
+            "kind": "eval",
+            "step": step,
+            "tokens": self._tokens_at(step),
+            "bytes_sent_per_region": bytes_sent,
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(min(loss, 700.0)),
+            "eval_loss_outer": loss_outer,
+            "region_drift": drift,
+        }
+        self._write(self.last_eval)
+
+
+def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
+    """Return the mean of the values that are finite, NaN if none is.
+
+    Args:
+      values: `[n]`.
+      dtype: to sum in; None is theirs.
+    """
+    finite = values[np.isfinite(values)]
+    return np.mean(finite, dtype=dtype) if len(finite) else np.float64(np.nan)
+
+
+def _plain(value: Any) -> float | None:
+    """Return a number that JSON has: None for what is not finite."""
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,111 @@
+"""A program over somebody's batches, one step's at a time, as far as they shall go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cocodc_jax.core.state import TrainState
+from cocodc_jax.program.region_program import Output, RegionProgram
+
+PyTree = Any
+
+# Steps in one scan at most: their batches are all on the device at once.
+MAX_SCAN_STEPS = 100
+
+
+def run(
+    program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
+) -> Iterator[tuple[TrainState, Output]]:
+    """Run `num_steps` inner steps and yield after every scan.
+
+    So at every event at the latest.
+
+    Args:
+      program: the compiled method.
+      state: donated.
+      batches: one step's host batches at a time, leaves `[R, B, ...]`.
+      num_steps: inner steps to do.
+
+    Yields:
+      The state and the `Output` of the steps since the last yield.
+
+    Raises:
+      ValueError: if `batches` ends before, or is one batch, or two of one scan are not
+        alike; if `num_steps` is no whole number.
+    """
+    if not hasattr(num_steps, "__index__"):
+        raise ValueError(f"num_steps={num_steps!r} must be a whole number")
+    stream, end = _stream(batches), state.step + num_steps
+    while state.step < end:
+        ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
+        num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
+        batches = take_batches(stream, state.step, num_steps)
+        state, output = program.advance(state, batches)
+        yield state, output
+
+
+def _stream(batches: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Return what gives one step's batch after another.
+
+    Raises:
+      ValueError: for a single batch, or a function that makes batches.
+    """
+    kind = type(batches).__name__
+    try:
+        if not isinstance(batches, Mapping):  # Whose elements are the leaves' names.
+            return iter(batches)
+    except TypeError:
+        pass
+    raise ValueError(
+        f"batches is a {kind}, but must be an iterator of them, one for each step: "
+        "itertools.repeat(batch), or the generator that a function gives when called"
+    )
+
+
+def scan_steps(program: RegionProgram, ahead: int) -> int:
+    """Return how many of the steps ahead to do in one scan.
+
+    Where scans are cut changes no number. Where their length is an argument, on a CPU,
+    as many as there is room for in the one program that methods with other intervals
+    have too. Elsewhere a scan is as long as can be, for what crosses beside it.
+
+    Args:
+      program: of the steps.
+      ahead: steps up to which nothing is due, at least 1.
+    """
+    return min(ahead, program.length_bucket or MAX_SCAN_STEPS)
+
+
+def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
+    """Stack the next batches for one `advance`.
+
+    Args:
+      stream: gives one step's host batches at a time.
+      step: inner steps done, for the error message.
+      num_steps: how many to take, T.
+
+    Returns:
+      Leaves `[T, R, B, ...]`.
+
+    Raises:
+      ValueError: if the stream ends before, or two batches are not alike.
+    """
+    taken = list(itertools.islice(stream, num_steps))
+    if len(taken) < num_steps:
+        raise ValueError(
+            f"batches ended at step {step + len(taken)}, before the next cut at step "
+            f"{step + num_steps}; give an endless iterator, or ask for fewer steps"
+        )
+    try:
+        return jax.tree.map(lambda *x: np.stack(x), *taken)
+    except ValueError as error:
+        raise ValueError(
+            f"batches of the steps {step + 1} to {step + num_steps} are not alike, and "
+            f"cannot be one scan ({error}): give all of them the same leaves and "
+            "shapes, and leave out a last one that is smaller"
+        ) from error

@@ -1,0 +1,83 @@
+"""Messages between regions begin before the inner steps and end after them.
+
+Read from the scheduled programs of accelerators that are not there: four regions, each
+a TPU slice of 2 x 2. The control exchanges gradients at every step, and hides nothing.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from cocodc_jax.aot.targets import Target
+
+SCRIPT = pathlib.Path(__file__).with_name("overlap.py")
+# A fragment is a layer of 256 x 256 numbers; windows are of 2 steps.
+OPTIONS = dict(sync_interval=8, num_fragments=2, delay_steps=2)
+NUM_VALUES = 256 * 256
+CASES = [
+    f"streaming_diloco={json.dumps(OPTIONS)}",
+    f"streaming_diloco={json.dumps(OPTIONS | dict(compress='int8'))}",
+    "data_parallel={}",
+]
+
+
+def compiled(target, slices):
+    """What each case sends between regions, in programs that hold inner steps."""
+    environment = Target.parse(target, slices).environment()
+    done = subprocess.run(
+        [sys.executable, SCRIPT, target, str(slices), *CASES],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [found[case] for case in CASES]
+
+
+def windows(rows):
+    return {f"start fragment {k}, inner steps, merge": [] for k in (0, 1)} | {
+        name: [row[1:] for row in rows if row[0] == name] for name, *_ in rows
+    }
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_messages_between_slices_of_a_tpu_cross_while_it_computes():
+    plain, encoded, control = (windows(rows) for rows in compiled("v5e:2x2", 4))
+    for rows in plain.values():
+        ((kind, spans, num_bytes, host_bytes),) = rows
+        assert (kind, spans) == ("all-reduce", True)
+        # Each chip receives its quarter, laid out in tiles.
+        assert num_bytes == 4 * NUM_VALUES / 4
+        # Of the outer parameters and the momentum, each chip's host has a quarter.
+        assert host_bytes == 8 * NUM_VALUES / 4
+    for rows in encoded.values():
+        ((kind, spans, num_bytes, _),) = rows
+        assert (kind, spans) == ("all-gather", True)
+        # A byte a number and 4 bytes a block of 256; and the region's weight.
+        message = NUM_VALUES + 4 * NUM_VALUES // 256 + 4
+        assert message <= num_bytes <= message + 16
+    assert any(row for rows in control.values() for row in rows)
+    assert not any(spans for rows in control.values() for _, spans, *_ in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="the compiler for GPUs is not installed",
+)
+def test_messages_between_gpus_cross_while_they_compute():
+    plain, encoded, control = (windows(rows) for rows in compiled("h100:1", 1))
+    for kind, cases in (("all-reduce", plain), ("all-gather", encoded)):
+        for rows in cases.values():
+            assert [row[:2] for row in rows] == [[kind, True]]
+    assert any(row for rows in control.values() for row in rows)
+    assert not any(spans for rows in control.values() for _, spans, *_ in rows)

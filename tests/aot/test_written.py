@@ -1,0 +1,95 @@
+"""Operations of programs as they are written, against counts by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import models
+from cocodc_jax.aot import written
+from cocodc_jax.models.attention import attend
+
+X = jnp.zeros((4, 8))
+PRODUCT = 2 * 4 * 8 * 4
+
+
+def product(x):
+    return x @ x.T
+
+
+def looped(x):
+    return jax.lax.scan(
+        lambda total, _: (total + product(x), None), product(x), None, 3
+    )
+
+
+def chosen(x):
+    return jax.lax.cond(x[0, 0] > 0, lambda: product(x) @ x, lambda: x)
+
+
+def shared(x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P("data"))(x)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (product, PRODUCT),
+        (looped, 4 * PRODUCT),
+        (chosen, PRODUCT + 2 * 4 * 4 * 8),
+        (shared, 2 * PRODUCT),
+        (jax.checkpoint(jax.jit(product)), PRODUCT),
+        # A gradient's two, and the first again.
+        (jax.grad(lambda x: jnp.sum(jnp.square(jax.checkpoint(product)(x)))),
+         3 * PRODUCT),
+    ],
+    ids=["product", "scan", "cond", "shard_map", "nested", "gradient"],
+)  # fmt: skip
+def test_products_count_as_often_as_they_run(program, expected):
+    assert written.flops(jax.make_jaxpr(program)(X)) == expected
+
+
+def test_a_kernel_counts_as_it_is_known_to_compute():
+    batch, length, heads, width = 2, 256, 4, 16
+    heads_of = jnp.zeros((batch, length, heads, width), jnp.bfloat16)
+    splash = functools.partial(attend, kernel="splash", interpret=True)
+    jaxpr = jax.make_jaxpr(splash)(heads_of, heads_of, heads_of)
+    # One block: every pair, scores and values.
+    assert written.flops(jaxpr) == 2 * 2 * batch * heads * length**2 * width
+
+
+def test_what_nothing_depends_on_is_not_counted():
+    def kept(x):
+        y = jax.jit(lambda x: (product(x), product(x) @ x))(x)
+        return y[1]
+
+    assert written.flops(jax.make_jaxpr(kept)(X)) == PRODUCT + 2 * 4 * 4 * 8
+
+
+# 12 tokens; by hand what a block reads and writes, but for the last product.
+CONFIG = models.TransformerConfig(
+    vocab_size=32, num_layers=3, width=16, mlp_width=24, num_heads=4, num_kv_heads=2
+)
+TOKENS = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+SCORES = 3 * 2 * 2 * 2 * 6 * 6 * 16
+BLOCKS = 3 * 2 * 12 * (16 * (16 + 8 + 8 + 16) + 2 * 16 * 24)
+
+
+@pytest.mark.parametrize(
+    ("remat", "expected"),
+    [("dots", SCORES), ("attention", SCORES + BLOCKS), ("full", SCORES + BLOCKS)],
+)
+def test_what_a_policy_computes_again_is_told_by_hand(remat, expected):
+    def count(config):
+        params = jax.eval_shape(
+            functools.partial(models.init_params, config), jax.random.key(0)
+        )
+        gradient = jax.grad(models.make_loss_fn(config), has_aux=True)
+        return written.flops(jax.make_jaxpr(gradient)(params, TOKENS, None))
+
+    more = count(dataclasses.replace(CONFIG, remat=remat)) - count(CONFIG)
+    assert more == expected

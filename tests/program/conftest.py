@@ -1,0 +1,174 @@
+"""A tiny regression in four regions, small enough to compile for every method."""
+
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.train.run_steps import run
+from cocodc_jax.transforms.second_moment import adam_second_moment
+
+NUM_REGIONS = 4
+LEARNING_RATE = 0.05
+# The b2 of `optax.adam`.
+SUPPLIES = Supplies(LEARNING_RATE, adam_second_moment(0.999))
+
+# Events are 2 steps apart in all, so that one scan is compiled for each. Streaming has
+# both fragments in flight at every step after 4, CoCoDC one of the two it may choose.
+METHODS = {
+    "data_parallel": methods.get("data_parallel"),
+    "diloco": methods.get("diloco", sync_interval=2),
+    "streaming_diloco": methods.get(
+        "streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=4
+    ),
+    "cocodc": methods.get(
+        "cocodc",
+        sync_interval=8,
+        num_fragments=2,
+        delay_steps=2,
+        curvature="adam_second_moment",
+    ),
+    "cocodc_hessian": methods.get(
+        "cocodc",
+        sync_interval=8,
+        num_fragments=2,
+        delay_steps=2,
+        curvature="hessian_vector",
+        transmission_score="drift",
+    ),
+}
+
+SPECS = {
+    "embed": P("data", "model"),
+    "blocks": {"w": P(None, "data", "model")},
+    "head": P("model", "data"),
+}
+
+
+def loss_fn(params, batch, key):
+    """Mean square error of a residual MLP; aux shows the key it was given."""
+    x = batch["x"] @ params["embed"]
+    for i in range(2):
+        x = x + jnp.tanh(x @ params["blocks"]["w"][i])
+    error = x @ params["head"] - batch["y"]
+    return jnp.mean(error**2), {"draw": jax.random.key_data(key)[1]}
+
+
+def make_params(seed=0):
+    """Two stacked blocks, one a fragment, between two other leaves."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(0, shape[-2] ** -0.5, shape).astype(np.float32)
+
+    return {
+        "embed": normal(4, 8),
+        "blocks": {"w": normal(2, 8, 8)},
+        "head": normal(8, 2),
+    }
+
+
+def make_batch(step):
+    """What the regions train on at `step`, leaves `[R, B, ...]`."""
+    rng = np.random.default_rng(1000 + step)
+    x = rng.normal(size=(NUM_REGIONS, 4, 4)).astype(np.float32)
+    return {"x": x, "y": np.sin(2 * x[..., :2]) + x[..., 2:]}
+
+
+def stream(first_step=0):
+    """Endless batches from `first_step` on."""
+    return map(make_batch, itertools.count(first_step))
+
+
+def make_program(name, mesh=None, loss=loss_fn, **options):
+    """A program of one of `METHODS`."""
+    return program_of(METHODS[name], mesh, loss, **options)
+
+
+def program_of(method, mesh=None, loss=loss_fn, **options):
+    """Adam where the merge asks for its second moment, else what compiles faster."""
+    has_adam = "second_moment" in method.needs
+    return RegionProgram(
+        loss,
+        optax.adam(LEARNING_RATE) if has_adam else optax.sgd(LEARNING_RATE, 0.9),
+        method,
+        make_params(),
+        NUM_REGIONS,
+        mesh=make_mesh(NUM_REGIONS) if mesh is None else mesh,
+        supplies=SUPPLIES,
+        **options,
+    )
+
+
+@functools.cache
+def shared_program(name):
+    """One program a method for all tests: it holds nothing but compiled code."""
+    return make_program(name)
+
+
+@functools.cache
+def sharded_program(name, length, data, model):
+    """As `shared_program`, on a mesh of these axes."""
+    devices = jax.devices()[: length * data * model]
+    mesh = make_mesh(NUM_REGIONS, data, model, devices)
+    assert mesh.shape["region"] == length
+    specs = SPECS if data * model > 1 else None
+    return make_program(name, mesh, param_specs=specs)
+
+
+def start(program, seed=0):
+    return program.init(make_params(), jax.random.key(seed))
+
+
+def finish(program, state, num_steps):
+    """Runs on for `num_steps` and returns the state and every `Output`."""
+    outputs = []
+    for new, output in run(program, state, stream(state.step), num_steps):
+        state = new
+        outputs.append(output)
+    return state, outputs
+
+
+def trained(program, num_steps):
+    """Runs `num_steps` from the start; the schedule knows of all that was applied."""
+    state, outputs = finish(program, start(program), num_steps)
+    return program.synchronize(state), outputs
+
+
+def host(tree):
+    """Copies to NumPy, so that donation of the original cannot matter."""
+    return jax.tree.map(lambda x: np.array(x), tree)
+
+
+def numbers(state):
+    """Everything a run consists of, on the host, for comparing two runs."""
+    memory = state.sync and state.sync.schedule.to_json()
+    arrays = host((state.region, state.sync and state.sync.arrays))
+    return arrays, memory, state.step, state.bytes_sent
+
+
+def assert_same(one, other):
+    """Bitwise equality of two trees of arrays and plain values."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The names above, for tests, which cannot import a conftest."""
+    return types.SimpleNamespace(**globals())
+
+
+@pytest.fixture(params=list(METHODS))
+def method_name(request):
+    return request.param

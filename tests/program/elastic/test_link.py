@@ -1,0 +1,184 @@
+"""Real sockets: who has the key takes part, who has not is not heard."""
+
+import dataclasses
+import os
+import socket
+import time
+
+import pytest
+import zmq
+
+from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.messages import Decision, Row, Snapshot
+from cocodc_jax.elastic.place import Place, read_key
+from cocodc_jax.netlab.independent import free_addresses
+
+KEY = b"k" * 32
+TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
+
+
+def places(num, **options):
+    addresses = free_addresses(num)
+    options = {"key": KEY, "timing": TIMING} | options
+    return [Place(region, addresses, **options) for region in range(num)]
+
+
+def test_two_meet_agree_and_part_and_one_comes_back():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first:
+        with Link(two, "run", 1000) as second:
+            assert first.join(30) is None
+            assert second.join(30) is None
+            futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
+            for future in futures:
+                assert dict(future.result(30).rows) == {0: b"a", 1: b"b"}
+            assert first.at(5) == {}
+        # It has left: nobody waits for it.
+        assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
+        with Link(two, "run", 1000, is_announced=False) as second:
+            assert second.hears_others(20)
+            assert first.at(9) == {}
+            second._member.announce(time.monotonic())
+            end = time.monotonic() + 20
+            while not (waiting := first.at(9)):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            copy = Snapshot(9, {"x": 1}, (b"abc",))
+            first.let_in(1, waiting[1], copy, 9)
+            assert second.join(30) == copy
+            futures = [first.send((0, 12), b"a"), second.send((0, 12), b"b")]
+            for future in futures:
+                assert set(future.result(30).rows) == {0, 1}
+
+
+def stranger(place, curve):
+    """A socket of somebody who knows an address, and perhaps some key."""
+    context = zmq.Context()
+    out = context.socket(zmq.PUSH)
+    out.linger = 0
+    if curve:
+        out.curve_publickey, out.curve_secretkey = zmq.curve_keypair()
+        out.curve_serverkey = zmq.curve_keypair()[0]
+    out.connect(f"tcp://{place.addresses[place.region]}")
+    return context, out
+
+
+@pytest.mark.parametrize("kind", ["plain", "curve", "bytes"])
+def test_a_stranger_is_not_heard(kind):
+    (place,) = places(1)
+    letter = wire.pack(wire.Letter("run", 0, 2**40, Row(1, (0, 1), b"x" * 100)))
+    with Link(place, "run", 1000) as link:
+        assert link.join(20) is None
+        if kind == "bytes":
+            host, _, port = place.addresses[0].rpartition(":")
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(os.urandom(1 << 16))
+                time.sleep(0.3)
+        else:
+            context, out = stranger(place, kind == "curve")
+            out.send_multipart(letter)
+            time.sleep(0.5)
+            out.close()
+            context.term()
+        assert link.strangers == 0  # Not even taken for a message.
+        assert dict(link.send((0, 3), b"r").result(20).rows) == {0: b"r"}
+
+
+def test_a_frame_that_is_too_large_never_arrives():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
+        first.join(30)
+        second.join(30)
+        too_large = bytes(wire.MAX_HEADER_BYTES + 1)
+        second.let_in(0, 0, Snapshot(3, {}, (too_large,)), 0)
+        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
+        for future in futures:  # The connection is made anew.
+            assert set(future.result(30).rows) == {0, 1}
+        assert not first._snapshots
+
+
+def test_another_run_is_told_apart():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first, Link(two, "other", 1000) as second:
+        with pytest.raises(RuntimeError, match="of another run .*differ"):
+            first.join(30)
+        with pytest.raises(RuntimeError, match="of another run .*differ"):
+            second.join(30)
+
+
+def test_who_is_left_behind_hears_it_at_a_turns_end():
+    (place,) = places(1)
+    with Link(place, "run", 1000) as link:
+        assert link.join(20) is None
+        link._member.is_over = "made up"
+        assert link.send((0, 3), b"r").result(20) == Decision(0, (0, 3), {})
+        with pytest.raises(LeftBehindError, match="region 0: made up"):
+            link.at(3)
+
+
+def test_nobody_lets_it_in():
+    one, _ = places(2)
+    with Link(one, "run", 1000) as link, pytest.raises(TimeoutError, match="region 0"):
+        link.join(0.5)
+
+
+def test_a_port_that_is_taken_is_named():
+    (place,) = places(1)
+    with Link(place, "run", 10), pytest.raises(ValueError, match="cannot listen"):
+        Link(place, "run", 10)
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="can be read by others; chmod 600"):
+        read_key(path)
+    path.chmod(0o600)
+    assert read_key(path) == KEY
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_key(tmp_path / "none")
+
+
+def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000, step=0) as second:
+        first.join(30)
+        second.join(30)
+        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
+        for future in futures:
+            future.result(30)
+        second.leave()  # It is there, and says no more.
+        assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
+
+
+def test_who_was_further_waits_until_the_others_have_come_there():
+    one, two = places(2, timing=dataclasses.replace(TIMING, start_s=0))
+    with Link(one, "run", 1000) as first:
+        first.join(30)
+        with Link(two, "run", 1000, step=7, is_announced=False) as second:
+            assert second.hears_others(20)
+            first.at(6)
+            assert not second.wait_for_step(7, 0.3)
+            first.at(7)
+            assert second.wait_for_step(7, 20)
+
+
+def test_who_is_at_its_end_waits_for_the_others():
+    one, two = places(2)
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
+        first.join(30)
+        second.join(30)
+        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
+        for future in futures:
+            future.result(30)
+        first.at(4)
+        began = time.monotonic()
+        first.finish(0.4)  # The second has not told that it has applied it.
+        assert time.monotonic() - began > 0.39
+        second.at(5)
+        first.finish(30)
+        second.finish(30)
+        assert time.monotonic() - began < 10

@@ -1,0 +1,507 @@
+"""The agreement: whatever is lost, late or dead, one sync has one mean.
+
+Regions here are the state machines alone, and the network is a list of messages that
+are delivered in any order, twice, or never.
+"""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.messages import Choice, Install, Propose, Row
+from cocodc_jax.elastic.protocol import Member
+
+TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
+# Of `parted`: who left takes along what another one then decides anew.
+AT_ONCE = 18
+
+
+class World:
+    """Some regions, and the messages between them."""
+
+    def __init__(self, num, seed=0, min_regions=1, timing=TIMING):
+        self.random, self.num, self.now = random.Random(seed), num, 0.0
+        self.min_regions, self.boots, self.timing = min_regions, 0, timing
+        self.members, self.logs, self.steps, self.waits = {}, {}, {}, {}
+        self.network, self.copies = [], {}
+        for region in range(num):
+            self.boot(region)
+
+    def boot(self, region):
+        self.boots += 1
+        self.members[region] = Member(
+            region, self.num, self.boots, 0, self.timing, self.now, self.min_regions
+        )
+        self.logs[region], self.steps[region] = {}, None
+        self.waits[region] = set()
+
+    def post(self, region):
+        member = self.members[region]
+        for dest, message in member.outbox:
+            self.network.append((dest, region, member.boot, message))
+        member.outbox.clear()
+        for decision in member.delivered:
+            self.logs[region][decision.sync] = dict(decision.rows)
+            self.waits[region].discard(decision.sync)
+        member.delivered.clear()
+        member.oldest_step = min(
+            (s for _, s in self.waits[region]), default=self.steps[region] or 0
+        )
+
+    def deliver(self, index, again=False):
+        dest, sender, boot, message = self.network[index]
+        if not again:
+            self.network.pop(index)
+        if dest in self.members:
+            self.members[dest].receive(sender, boot, message, self.now)
+            self.post(dest)
+
+    def tick(self, seconds=1.0):
+        self.now += seconds
+        for region, member in self.members.items():
+            member.tick(self.now)
+            self.post(region)
+
+    def train(self, region):
+        """Take a step, and send its message, unless two are on their way."""
+        member = self.members[region]
+        if not member.is_in:
+            return
+        if self.steps[region] is None and not self.begin(region):
+            return
+        for joiner, boot in member.joiners(self.now).items():
+            step = self.steps[region]
+            member.admit(joiner, boot, step, member.oldest_step)
+            copy = dict(self.logs[region]), set(self.waits[region]), member.oldest_step
+            self.copies[joiner, boot, region, step] = copy
+        if len(self.waits[region]) < 2:
+            self.steps[region] += 1
+            sync = (0, self.steps[region])
+            self.waits[region].add(sync)
+            member.offer(sync, b"%d %d" % (region, self.steps[region]), self.now)
+        self.post(region)
+
+    def begin(self, region):
+        """Go on from the copy that belongs to the seat; whether there is one."""
+        member = self.members[region]
+        since = member.view.seats[region].since_step
+        if since == 0:
+            self.steps[region] = 0
+            return True
+        key = region, member.boot, member.coordinator, since
+        if key not in self.copies:
+            return False
+        self.logs[region], self.waits[region], member.oldest_step = self.copies[key]
+        self.steps[region] = since
+        for sync in list(self.waits[region]):
+            member.expect(sync, self.now)
+        self.post(region)
+        return True
+
+    def check(self):
+        """Regions that are in one view have taken the same means, none left out."""
+        of_epoch = {}
+        for region, member in self.members.items():
+            if member.is_in and self.steps[region] is not None:
+                of_epoch.setdefault(member.view.epoch, []).append(region)
+        for regions in of_epoch.values():
+            for region in regions:
+                log, first = self.logs[region], self.logs[regions[0]]
+                for sync in log.keys() & first.keys():
+                    assert log[sync] == first[sync], (sync, region, regions[0])
+                done = self.steps[region] - len(self.waits[region])
+                assert len(log) >= done
+
+    def settle(self, seconds=120):
+        """Let everything arrive in order."""
+        for _ in range(seconds):
+            for region in list(self.members):
+                self.train(region)
+            while self.network:
+                self.deliver(0)
+            self.tick()
+        self.check()
+
+
+def run(
+    seed,
+    num,
+    num_events,
+    dies=True,
+    loses=True,
+    min_regions=1,
+    timing=TIMING,
+    leaves=False,
+):
+    world = World(num, seed, min_regions, timing)
+    rng = world.random
+    for _ in range(num_events):
+        chance = rng.random()
+        if chance < 0.55 and world.network:
+            again = loses and rng.random() < 0.05
+            world.deliver(rng.randrange(len(world.network)), again)
+        elif chance < 0.65:
+            world.tick(rng.choice([0.3, 1.0, 2.0]))
+        elif chance < 0.90 and world.members:
+            world.train(rng.choice(sorted(world.members)))
+        elif chance < 0.93 and loses and world.network:
+            world.network.pop(rng.randrange(len(world.network)))
+        elif chance < 0.945 and dies and len(world.members) > 1:
+            del world.members[rng.choice(sorted(world.members))]
+        elif leaves and chance < 0.955 and world.members:
+            region = rng.choice(sorted(world.members))
+            world.members[region].leave()
+            world.post(region)
+        elif chance < 0.97:
+            away = sorted(set(range(num)) - world.members.keys())
+            over = [r for r, m in world.members.items() if m.is_over]
+            if away or over:
+                world.boot(rng.choice(away + over))
+        world.check()
+    return world
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5))
+@settings(max_examples=120, deadline=None)
+@example(3, 3)
+def test_no_two_regions_of_a_view_take_different_means(seed, num):
+    run(seed, num, 400)
+
+
+IMPATIENT = dataclasses.replace(TIMING, grace_s=1, max_behind=2)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_nor_where_who_is_behind_begins_anew(seed):
+    run(seed, 4, 400, timing=IMPATIENT)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_whoever_is_left_goes_on_and_all_come_back(seed):
+    world = run(seed, 4, 300)
+    for region in range(4):
+        if region not in world.members or world.members[region].is_over:
+            world.boot(region)
+    for _ in range(6):  # A part of a run cut in two begins anew.
+        world.settle(40)
+        for region, member in world.members.items():
+            # As is who has a seat without the copy that belongs to it.
+            if member.is_over or world.steps[region] is None:
+                world.boot(region)
+    before = max(step or 0 for step in world.steps.values())
+    world.settle(20)
+    assert all(m.is_in for m in world.members.values())
+    assert len({m.view.epoch for m in world.members.values()}) == 1
+    assert min(world.steps.values()) > before
+    last = [world.logs[r][0, before] for r in range(4)]
+    assert all(rows == last[0] for rows in last)
+    assert sorted(last[0]) == [0, 1, 2, 3]
+
+
+def test_all_begin_together_and_every_mean_is_of_all():
+    world = World(3)
+    world.settle(12)
+    assert {m.view.epoch for m in world.members.values()} == {3}
+    assert set(world.logs[0][0, 1]) == {0, 1, 2}
+    for sync in world.logs[1]:
+        assert world.logs[1][sync] == world.logs[0][sync]
+
+
+def until(world, kind, condition=lambda message: True):
+    """Deliver in order up to a message of a kind; return its place."""
+    for _ in range(400):
+        for i, (*_, message) in enumerate(world.network):
+            if isinstance(message, kind) and condition(message):
+                return i
+        if world.network:
+            world.deliver(0)
+        else:
+            for region in list(world.members):
+                world.train(region)
+            world.tick(0.5)
+    raise AssertionError(kind)
+
+
+def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
+    world = World(3)
+    world.settle(12)
+    told = until(world, Choice)
+    dest, sender, _, choice = world.network[told]
+    assert sender == 0
+    for at in reversed(range(told)):  # What the coordinator has sent before.
+        if world.network[at][0] == dest and isinstance(world.network[at][3], Row):
+            world.deliver(at)
+            told -= 1
+    world.deliver(told)
+    del world.members[0]  # Before the other one hears of it.
+    world.network = [m for m in world.network if m[1] != 0]
+    world.settle(30)
+    assert world.members[1].coordinator == 1
+    other = ({1, 2} - {dest}).pop()
+    assert set(world.logs[other][choice.sync]) == {r for r, _ in choice.members}
+    assert 0 in world.logs[other][choice.sync]
+
+
+def test_what_nobody_knows_is_decided_anew_without_the_dead():
+    world = World(3)
+    world.settle(12)
+    told = until(world, Choice)
+    sync = world.network[told][3].sync
+    del world.members[0]
+    world.network = [m for m in world.network if m[1] != 0]
+    world.settle(30)
+    assert set(world.logs[1][sync]) == {1, 2}
+    assert world.logs[1][sync] == world.logs[2][sync]
+
+
+def test_the_message_of_a_dead_region_counts_once_the_coordinator_has_it():
+    world = World(3)
+    world.settle(12)
+    del world.members[1]
+    world.settle(2)  # Less than it takes to be missed.
+    waiting = max(world.waits[0])
+    world.settle(30)
+    assert 1 not in world.logs[0][waiting]
+    # All that it had sent before.
+    assert 1 in world.logs[0][0, waiting[1] - 3]
+
+
+def test_a_coordinator_that_was_only_silent_finds_the_others_gone_on():
+    world = World(3)
+    world.settle(12)
+    silent = world.members.pop(0)
+    world.settle(20)
+    world.members[0] = silent
+    world.settle(3)
+    assert "went on without" in silent.is_over
+    world.boot(0)
+    world.settle(20)
+    assert set(world.members[2].view.seats) == {0, 1, 2}
+
+
+def cut_in_two(world, left, seconds):
+    for _ in range(seconds):
+        for region in list(world.members):
+            world.train(region)
+        while world.network:
+            dest, sender, *_ = world.network[0]
+            if (dest in left) == (sender in left):
+                world.deliver(0)
+            else:
+                world.network.pop(0)
+        world.tick()
+
+
+def test_of_two_parts_the_larger_goes_on():
+    world = World(5)
+    world.settle(12)
+    cut_in_two(world, {0, 1}, 30)
+    assert {len(m.view.seats) for m in world.members.values()} == {2, 3}
+    world.settle(3)
+    over = {r for r, m in world.members.items() if m.is_over}
+    assert over == {0, 1}
+    for region in over:
+        world.boot(region)
+    world.settle(20)
+    assert all(len(m.view.seats) == 5 for m in world.members.values())
+
+
+def test_too_few_wait_where_a_number_is_asked_for():
+    world = World(5, min_regions=3)
+    world.settle(12)
+    before = world.steps[0]
+    cut_in_two(world, {0, 1}, 60)
+    assert world.steps[0] <= before + 3 < world.steps[4]
+    world.settle(5)
+    assert {r for r, m in world.members.items() if m.is_over} == {0, 1}
+
+
+def test_who_leaves_is_not_waited_for():
+    world = World(2)
+    world.settle(12)
+    world.members[0].leave()
+    world.post(0)
+    del world.members[0]
+    for _ in range(2):
+        while world.network:
+            world.deliver(0)
+        world.tick(0.5)
+    assert set(world.members[1].view.seats) == {1}
+
+
+def test_who_is_asked_to_stop_says_it_until_it_is_heard():
+    """Within two beats the others have a mean without it, where dead_after is five."""
+    world = World(3)
+    world.settle(12)
+    leaver = next(iter(world.members.values())).coordinator  # Whoever decides.
+    world.members[leaver].leave()
+    world.post(leaver)
+    world.network.clear()  # The word is lost, and what was on its way.
+    began = world.now
+    others = [r for r in range(3) if r != leaver]
+    step = world.steps[others[0]]
+    while any((0, step + 1) not in world.logs[r] for r in others):
+        for region in others:
+            world.train(region)
+        while world.network:
+            world.deliver(0)
+        world.tick(0.25)
+    assert world.now - began <= 3
+    for region in others:
+        assert set(world.members[region].view.seats) == set(others)
+    assert world.members[leaver].is_over == "it has left"
+    world.check()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+@settings(max_examples=30, deadline=None)
+def test_nor_where_regions_are_asked_to_stop(seed, num):
+    run(seed, num, 300, leaves=True)
+
+
+def part(world, last, stays):
+    """Train up to a sync and leave, while messages overtake one another.
+
+    Those of one region to another stay in order, as on a connection.
+
+    Returns:
+      The regions whose messages the mean of that sync is of, as each region took it.
+    """
+    finished, logs = set(), world.logs.copy()
+    for _ in range(2000):
+        for region, member in list(world.members.items()):
+            if world.steps[region] < last:
+                world.train(region)
+            elif not world.waits[region] and region not in finished:
+                finished.add(region)
+                member.finish(world.now)
+                world.post(region)
+            elif region in finished and not (stays and member.is_needed(world.now)):
+                member.leave()
+                world.post(region)
+                del world.members[region]
+        for _ in range(world.random.randrange(8)):
+            ways = {}
+            for i, (dest, sender, *_) in enumerate(world.network):
+                ways.setdefault((dest, sender), i)
+            if ways:
+                world.deliver(ways[world.random.choice(sorted(ways))])
+        world.tick(0.02)
+    assert not world.members
+    return {frozenset(log[0, last]) for log in logs.values()}
+
+
+def parted(seed, num, stays):
+    world = World(num, seed)
+    world.settle(12)
+    return part(world, max(world.steps.values()) + 1, stays)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+@settings(max_examples=60, deadline=None)
+@example(AT_ONCE, 3)
+def test_who_stays_until_it_is_not_needed_takes_no_decision_along(seed, num):
+    assert parted(seed, num, stays=True) == {frozenset(range(num))}
+
+
+def test_who_leaves_at_once_takes_its_decision_along():
+    assert len(parted(AT_ONCE, 3, stays=False)) > 1
+
+
+def test_what_was_decided_is_forgotten_when_all_have_applied_it():
+    world = World(3)
+    world.settle(40)
+    assert world.steps[0] > 30
+    for member in world.members.values():
+        assert len(member._book.decided) < 8
+
+
+@pytest.mark.parametrize("straggler", [0, 2])
+def test_what_is_kept_for_a_straggler_has_an_end(straggler):
+    """Whether it coordinates or not; and it comes back to where the others are."""
+    world = World(3, timing=dataclasses.replace(TIMING, grace_s=1, max_behind=8))
+    world.settle(12)
+    others, kept = {0, 1, 2} - {straggler}, []
+    for _ in range(120):
+        for region in others:
+            world.train(region)
+        while world.network:
+            world.deliver(0)
+        world.tick()
+        tables = [(b.decided, b.rows, b.own, b.choices, b.quorum_s) for b in
+                  (world.members[r]._book for r in range(3))]  # fmt: skip
+        kept.append(max(len(table) for each in tables for table in each))
+    assert max(kept) == max(kept[:60]) <= 8 + 3
+    assert "behind the others" in world.members[straggler].is_over
+    assert {frozenset(world.members[r].view.seats) for r in others} == {
+        frozenset(others)
+    }
+    assert min(world.steps[r] for r in others) > world.steps[straggler] + 50
+    world.boot(straggler)
+    world.settle(20)
+    assert max(world.steps.values()) - min(world.steps.values()) <= 1
+    assert set(world.members[1].view.seats) == {0, 1, 2}
+
+
+def test_a_view_that_was_promised_and_never_came_is_proposed_again():
+    world = World(3)
+    world.settle(12)
+    del world.members[2]
+    at = until(world, Propose)
+    world.deliver(at)
+    world.network = [m for m in world.network if not isinstance(m[3], Propose)]
+    world.network = [m for m in world.network if not isinstance(m[3], Install)]
+    world.settle(30)
+    assert set(world.members[1].view.seats) == {0, 1}
+    assert world.steps[1] > 20
+
+
+def test_who_is_heard_and_does_not_hear_is_not_waited_for():
+    world = World(3)
+    world.settle(12)
+
+    def lose():
+        world.network = [m for m in world.network if m[0] != 2]
+
+    for _ in range(15):
+        for region in list(world.members):
+            world.train(region)
+        lose()
+        while world.network:
+            world.deliver(0)
+            lose()
+        world.tick()
+    before = world.steps[0]
+    assert set(world.members[0].view.seats) == {0, 1}
+    for _ in range(5):
+        world.train(0)
+        world.train(1)
+        lose()
+        while world.network:
+            world.deliver(0)
+            lose()
+        world.tick()
+    assert world.steps[0] > before
+    world.settle(3)
+    assert world.members[2].is_over
+
+
+def test_who_listens_for_long_before_it_asks_is_let_in():
+    world = World(2)
+    world.settle(12)
+    world.boot(1)
+    world.members[1].is_announced = False
+    world.settle(30)  # More than it takes to be missed.
+    epoch, seats = world.members[0].view.epoch, world.members[0].view.seats
+    assert set(seats) == {0}
+    world.members[1].announce(world.now)
+    world.settle(10)
+    assert set(world.members[0].view.seats) == {0, 1}
+    assert world.members[0].view.epoch == epoch + 2
+    assert world.members[1].view.epoch == epoch + 2

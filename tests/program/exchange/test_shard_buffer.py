@@ -1,0 +1,211 @@
+"""Messages of regions of several devices, which leave and come back shard by shard."""
+
+import itertools
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.exchange import between_hosts as outer_mesh
+from cocodc_jax.exchange.shard_buffer import ShardBuffer
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import shardings as shardings_module
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.mesh import INSIDE, make_mesh
+from cocodc_jax.sharding.outer_mesh import PROCESS, outer_device, process_grid
+from cocodc_jax.train.run_steps import run
+from tests.numerics import assert_within_ulps
+
+RNG = np.random.default_rng(4)
+SPECS = {
+    "both": P("model", "data"),
+    "one": P(
+        ("data", "model"),
+    ),
+    "free": P(None, "model"),
+    "odd": P("data"),  # 3 rows, which two devices cannot share.
+    "scalar": P(),
+}
+SHAPES = {
+    "both": (4, 6, 2),
+    "one": (8,),
+    "free": (3, 2),
+    "odd": (3, 5),
+    "scalar": (),
+}
+
+
+def tree_of(dtypes):
+    return {
+        name: (100 * RNG.normal(size=(2, *shape))).astype(dtypes.get(name, "f4"))
+        for name, shape in SHAPES.items()
+    }
+
+
+def outer_of(processes):
+    """An outer mesh of two regions, played by devices of one process."""
+    devices = np.array(jax.devices()[: 2 * math.prod(processes)])
+    names = (PROCESS, *INSIDE)
+    grid = devices.reshape(2, *processes)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [{}, {"one": "i1", "odd": "?", "both": "f2"}],
+    ids=["of one dtype", "bytes"],
+)
+@pytest.mark.parametrize(
+    "processes",
+    [None, (1, 2, 1, 1), (1, 2, 1, 2)],
+    ids=["one process", "data", "data and model"],
+)
+def test_what_is_laid_out_is_put_together_again(dtypes, processes):
+    mesh = make_mesh(2, data=2, model=2)
+    tree = tree_of(dtypes)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    layout = ShardBuffer.of(mesh, shapes, SPECS)
+    lying = {
+        name: NamedSharding(mesh, P("region", *(SPECS[name] if name != "odd" else P())))
+        for name in tree
+    }
+    pack = jax.jit(layout.pack, out_shardings=layout.sharding)
+    buffer = pack(transfer.put(tree, lying))
+    # Of every device an equal part, no more than its shards and what makes them even.
+    shard = buffer.addressable_shards[0].data
+    assert shard.shape == (1, layout.width)
+    width = 4 * 6 * 2 // 4 + 8 // 4 + 3 * 1 // 2 + 1 + -(-15 // 4) + 1
+    assert dtypes or layout.width == width
+    if processes is None:
+        where = SingleDeviceSharding(outer_device(mesh))
+        rows, everywhere = transfer.gather_rows(buffer, where), where
+    else:
+        outer = outer_of(processes)
+        everywhere = NamedSharding(outer, P())
+        where = NamedSharding(outer, P(PROCESS, INSIDE))
+        rows = transfer.gather_rows(buffer, where)
+    found = jax.jit(lambda rows: layout.unpack(rows, everywhere))(rows)
+    for name, x in tree.items():
+        assert found[name].dtype == x.dtype
+        np.testing.assert_array_equal(found[name], x)
+    if processes == (1, 2, 1, 2):  # As the region's own devices have it.
+        assert found["both"].addressable_shards[0].data.shape == (2, 2, 3, 2)
+
+
+def test_a_process_along_two_axes_has_a_block_of_each():
+    device = type(
+        "Device", (), {"__init__": lambda d, p: setattr(d, "process_index", p)}
+    )
+
+    def grid(processes, *sizes):
+        found = np.array([device(p) for p in processes], object)
+        return process_grid(type("M", (), {"devices": found.reshape(2, *sizes)}))
+
+    two_each = [0, 0, 1, 1, 2, 2, 3, 3]
+    assert grid(two_each, 1, 2, 1, 2) == (1, 2, 1, 1)
+    assert grid(two_each, 1, 4, 1, 1) == (1, 2, 1, 1)
+    assert grid(two_each, 2, 1, 1, 2) == (2, 1, 1, 1)
+    assert grid(range(8), 1, 2, 1, 2) == (1, 2, 1, 2)
+    assert grid([0] * 4 + [1] * 4, 1, 2, 1, 2) == (1, 1, 1, 1)
+    # Not one block: half a row and half of the next; not together; not alike.
+    assert grid([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 1, 2, 1, 3) is None
+    assert grid([0, 1, 0, 1, 2, 3, 2, 3], 1, 2, 1, 2) is None
+    assert grid([0, 0, 0, 1, 2, 2, 2, 3], 1, 2, 1, 2) is None
+
+
+def make_program(tiny, mesh, num_regions=4, **options):
+    options = {"num_fragments": 2, "sync_interval": 4, "delay_steps": 2} | options
+    return RegionProgram(
+        tiny.loss_fn,
+        optax.sgd(0.05, 0.9),
+        methods.get("streaming_diloco", **options),
+        tiny.make_params(),
+        num_regions,
+        mesh=mesh,
+        param_specs=tiny.SPECS,
+        transport=Transport("outer"),
+    )
+
+
+def ends(tiny, program, num_steps=8):
+    state, losses = tiny.start(program), []
+    batches = jax.tree.map(lambda x: x[: program.num_regions], tiny.make_batch(0))
+    for new, output in run(program, state, itertools.repeat(batches), num_steps):
+        # One program with collectives after the other, on devices of one CPU.
+        state = jax.block_until_ready(new)
+        losses.append(output.losses)
+    return tiny.host((state.region, state.sync.arrays, losses)), state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compress": "int8"},
+        pytest.param({"compress": "bfloat16"}, marks=pytest.mark.slow),
+        {"exclude_above": 3.0},
+    ],
+    ids=["int8", "bfloat16", "judged"],
+)
+def test_a_message_in_shards_makes_the_run_that_a_whole_one_makes(
+    tiny, monkeypatch, options
+):
+    mesh = make_mesh(4, 2, 2, jax.devices()[:8])
+    found, state = ends(tiny, make_program(tiny, mesh, **options))
+    monkeypatch.setattr(outer_mesh, "process_grid", lambda mesh: None)
+    expected, whole = ends(tiny, make_program(tiny, mesh, **options))
+    assert_within_ulps(found, expected)
+    assert state.bytes_sent == whole.bytes_sent
+
+
+def sizes_in(text):
+    """Numbers in each array of a compiled program, which is that of one device."""
+    found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]+)\]", text)
+    return [math.prod(map(int, shape.split(","))) for shape in found]
+
+
+def test_no_device_of_a_region_has_a_fragment_whole(tiny):
+    """Two regions of four devices, each of which has a fourth of every matrix."""
+    mesh = make_mesh(2, 2, 2, jax.devices()[:8])
+    program = make_program(tiny, mesh, 2, num_fragments=1)
+    batches = jax.tree.map(lambda x: x[None, :2], tiny.make_batch(0))
+    size = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
+    listed = [x for x in program.list_programs(batches) if "fragment" in x.name]
+    assert {x.name.split()[0] for x in listed} == {"send", "merge"}
+    for each in listed:
+        text = each.program.lower(*each.arguments).compile().as_text()
+        assert max(sizes_in(text)) <= size / 4
+
+
+@pytest.fixture
+def four_processes(monkeypatch):
+    """Two regions of two processes, whose outer devices are four of this one."""
+    outer = outer_of((1, 2, 1, 1))
+    where = shardings_module
+    monkeypatch.setattr(where, "outer_sharding", lambda *_: NamedSharding(outer, P()))
+    rows = NamedSharding(outer, P(PROCESS, INSIDE))
+    monkeypatch.setattr(where, "outer_rows", lambda *_: rows)
+    monkeypatch.setattr(where, "process_grid", lambda _: (1, 2, 1, 1))
+
+
+def test_processes_of_a_region_divide_the_outer_state(tiny, request):
+    mesh = make_mesh(2, 2, 1, jax.devices()[4:8])
+    alone, _ = ends(tiny, make_program(tiny, mesh, 2))
+    request.getfixturevalue("four_processes")
+    found, state = ends(tiny, make_program(tiny, mesh, 2))
+    sizes = {"whole": 0, "of a process": 0}
+    for x in jax.tree.leaves(state.sync.outer):
+        sizes["whole"] += x.nbytes
+        sizes["of a process"] += x.addressable_shards[0].data.nbytes
+    num_params = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
+    assert sizes == {"whole": 8 * num_params, "of a process": 8 * num_params / 2}
+    assert_within_ulps(found, alone)
+    for flight in state.sync.in_flight.values():
+        for x in jax.tree.leaves(flight.mean):
+            assert x.addressable_shards[0].data.size == x.size / 2

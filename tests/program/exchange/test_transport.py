@@ -1,0 +1,113 @@
+"""Which way messages take: what "auto" comes to, and what cannot be had."""
+
+import re
+
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.exchange.between_hosts import OnOuterMesh
+from cocodc_jax.exchange.in_program import InProgram
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.region_program import RegionProgram
+
+FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("exchange", "wan", "exchange='wan' is unknown; use one of ('auto', 'prog"),
+        ("all_reduce", "tree", "all_reduce='tree' is unknown; use one of ('direct', "),
+        ("outer_channels", 0, "outer_channels=0 must be at least 1"),
+    ],
+)
+def test_what_no_method_could_have_is_refused_at_once(field, value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Transport(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("noloco", "its outer parameters lie in the regions"),
+        ("multi_ring", "its rings lie on the inner mesh"),
+        ("co2", "its outer state is divided over the inner mesh"),
+        ("delayed_nesterov", "a region that comes alone is answered at once"),
+    ],
+)
+def test_what_must_stay_in_the_program_is_refused_outside(name, why):
+    method = methods.get(name)
+    assert Transport("auto").resolve(method, num_processes=4) == "program"
+    with pytest.raises(ValueError, match=f"exchange='outer' is not possible.*{why}"):
+        Transport("outer").resolve(method, num_processes=4)
+
+
+def test_automatic_is_outside_for_several_processes_only():
+    method = methods.get("diloco")
+    assert Transport("auto").resolve(method, num_processes=2) == "outer"
+    assert Transport("auto").resolve(method, num_processes=1) == "program"
+    assert Transport("outer").resolve(method, num_processes=1) == "outer"
+    assert Transport("program").resolve(method, num_processes=2) == "program"
+
+
+def test_what_regions_measure_needs_the_outer_mesh():
+    method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps="auto")
+    assert Transport("auto").resolve(method, num_processes=1) == "outer"
+    with pytest.raises(
+        ValueError,
+        match=r"exchange='program' is not possible .*'streaming_diloco'.*use",
+    ):
+        Transport("program").resolve(method, num_processes=2)
+    divided = method.placed("divided")
+    with pytest.raises(
+        ValueError, match="exchange='auto' is not .*, but its outer state is divided"
+    ):
+        Transport("auto").resolve(divided, num_processes=2)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "num_processes"), [("outer", 1), ("auto", 2)], ids=["asked", "auto"]
+)
+def test_as_many_channels_as_fragments(exchange, num_processes):
+    method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps=2)
+    two, three = (Transport(exchange, outer_channels=n) for n in (2, 3))
+    assert two.resolve(method, num_processes) == "outer"
+    with pytest.raises(
+        ValueError, match="outer_channels=3 must be at most num_fragments=2: a fragment"
+    ):
+        three.resolve(method, num_processes)
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "num_processes"),
+    [
+        ("diloco", "auto", 1),
+        ("diloco", "program", 4),
+        ("co2", "auto", 4),
+        ("data_parallel", "outer", 4),
+        ("apart", "auto", 4),
+    ],
+)
+def test_channels_that_nothing_would_take_are_refused(name, exchange, num_processes):
+    transport = Transport(exchange, outer_channels=2)
+    message = (
+        f"outer_channels=2 has no meaning for method={name!r} with exchange="
+        f"{exchange!r} and processes={num_processes}: its messages do not cross on the "
+        "outer mesh; use 1"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        transport.resolve(methods.get(name), num_processes)
+
+
+def test_a_route_is_what_was_resolved(tiny):
+    program = RegionProgram(
+        tiny.loss_fn, optax.sgd(0.1), methods.get("diloco"), tiny.make_params(), 4
+    )
+    spec = program._syncs._spec
+    inside, outside = (Transport().exchange_of(spec, k) for k in ("program", "outer"))
+    assert isinstance(inside, InProgram)
+    assert isinstance(outside, OnOuterMesh)
+    # A message on the outer mesh has a device, and so its threads, to itself.
+    assert inside.shares_mesh
+    assert not outside.shares_mesh

@@ -1,0 +1,225 @@
+"""What crosses the regions in a compiled program: the message's bytes and no more.
+
+The collectives are read from what XLA compiled for four regions on four devices.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.core.state import RegionState
+from cocodc_jax.exchange.crossings import (
+    joined,
+    make_crossing,
+    shares_everywhere,
+)
+from cocodc_jax.exchange.regional_outer import make_regional_send
+from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.program import inner_step as step
+from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.sharding.shardings import Shardings
+from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.messages import AsIs, Compressed
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.compressor import identity, message_bytes
+
+PARAMS = {"a": np.ones((40, 16), np.float32), "b": np.ones(30, np.float32)}
+NUM_VALUES, NUM_REGIONS = 670, 4
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
+)  # fmt: skip
+
+
+def collectives(program, *args):
+    """Bytes that a device gives to each kind of collective, in all: `{kind: bytes}`."""
+    text = jax.jit(program).lower(*args).compile().as_text()
+    found = {}
+    for line in text.splitlines():
+        made = re.match(r"\s*(?:ROOT )?%\S+ = (.*?) ([a-z\-]+?)(?:-start)?\(", line)
+        if not made or made[2] not in COLLECTIVES:
+            continue
+        num_bytes = sum(
+            BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", made[1])
+        )
+        if made[2] == "all-gather":  # Its result is of all four.
+            num_bytes //= NUM_REGIONS
+        found[made[2]] = found.get(made[2], 0) + num_bytes
+    return found
+
+
+def of_regions(mesh, tree):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (NUM_REGIONS, *x.shape), x.dtype, sharding=regional(mesh)
+        ),
+        tree,
+    )
+
+
+def of_all(mesh, tree):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, P())
+        ),
+        tree,
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(NUM_REGIONS)
+
+
+def make_setting(mesh, sync):
+    """Of the whole model as one fragment."""
+    fragments = cut(PARAMS, 1)
+    shapes = jax.eval_shape(lambda x: x, PARAMS)
+    specs = jax.tree.map(lambda _: P(), shapes)
+    shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, specs)
+    regions = Regions.alike(NUM_REGIONS)
+    local = LocalRegions.of(mesh, NUM_REGIONS)
+    return SyncSpec(
+        sync, regions, fragments, shardings, shapes, loss_fn, Supplies(), local
+    )
+
+
+def sent(mesh, compressor):
+    """The collectives of one sync of the whole model."""
+    message = Compressed(compressor) if compressor else AsIs()
+    method = methods.get("diloco").with_sync(message=message)
+    spec = make_setting(mesh, method.sync)
+    part = spec.fragments.take(PARAMS, 0)
+    state = jax.eval_shape(compressor.init, part) if compressor else ()
+    crossing = make_crossing(spec, 0, 0)
+
+    def send(*arguments):
+        staged, crossed, state = crossing.leave(*arguments)
+        return staged, crossing.arrive(crossed, arguments[-1]), state
+
+    each = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
+    params, state, weights, keys = each
+    found = collectives(send, params, of_all(mesh, part), state, weights, keys, None)
+    if compressor is None:
+        return found, message_bytes(part)
+    message, _ = jax.jit(compressor.encode)(part, compressor.init(part))
+    return found, sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+
+
+@pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
+def test_a_compressed_message_stays_compressed(mesh, name):
+    """What is gathered is the message, and each region's weight, a float32."""
+    found, num_bytes = sent(mesh, compression.parse(name))
+    assert found == {"all-gather": num_bytes + 4}
+    assert num_bytes < 4 * NUM_VALUES / 3
+
+
+@pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
+def test_in_a_window_it_crosses_as_one_buffer_in_shares(name):
+    """Of two devices a region each receives half of every message, rounded up."""
+    mesh = make_mesh(NUM_REGIONS, 2, devices=jax.devices()[: 2 * NUM_REGIONS])
+    message, _ = jax.eval_shape(*encoding(name))
+    crossing = jax.jit(lambda messages: shares_everywhere(mesh, messages))
+    text = crossing.lower(of_regions(mesh, message)).compile().as_text()
+    num_bytes = message_bytes(message)
+    (gathered,) = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
+    assert gathered.startswith(f"u8[{NUM_REGIONS},1,{-(-num_bytes // 2)}]")
+
+
+def encoding(name):
+    """A compressor's `encode`, and what it is called with."""
+    compressor = compression.parse(name)
+    return compressor.encode, PARAMS, compressor.init(PARAMS)
+
+
+def test_messages_come_out_of_the_buffer_as_they_went_in(mesh):
+    message, _ = jax.jit(encoding("int8")[0])(*encoding("int8")[1:])
+    messages = jax.tree.map(
+        lambda x: jax.device_put(np.stack([np.asarray(x)] * 4), regional(mesh)), message
+    )
+    shapes = jax.eval_shape(lambda x: x, message)
+
+    @jax.jit
+    def there_and_back(messages):
+        return joined(mesh, shares_everywhere(mesh, messages), shapes)
+
+    jax.tree.map(np.testing.assert_array_equal, there_and_back(messages), messages)
+
+
+def test_an_uncompressed_one_is_summed(mesh):
+    found, num_bytes = sent(mesh, None)
+    assert found == {"all-reduce": num_bytes}
+    assert num_bytes == 4 * NUM_VALUES
+
+
+def test_a_pair_exchanges_between_two(mesh):
+    """Parameters and pseudo-gradient, in each of the three matchings it may be."""
+    spec = make_setting(mesh, methods.get("noloco").sync)
+    outer, part = spec.sync.outer, spec.fragments.take(PARAMS, 0)
+    send = make_regional_send(spec, outer, identity(), matchings(NUM_REGIONS), 0)
+    state = jax.eval_shape(lambda p: outer.init(p, identity()), part)
+    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
+    found = collectives(send, *each, of_all(mesh, np.int32(0)))
+    assert found == {"collective-permute": 3 * 2 * 4 * NUM_VALUES}
+
+
+def test_neighbours_on_a_ring_tell_one_another(mesh):
+    """One message each way, in 8 bits with a scale for 256 values."""
+    spec = make_setting(mesh, methods.get("lt_admm").sync)
+    outer, part = spec.sync.outer, spec.fragments.take(PARAMS, 0)
+    compressor = spec.sync.message.compressor()
+    send = make_regional_send(spec, outer, compressor, matchings(NUM_REGIONS), 0)
+    state = jax.eval_shape(lambda p: outer.init(p, compressor), part)
+    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
+    found = collectives(send, *each, of_all(mesh, np.int32(0)))
+    message = spec.sync.message.num_bytes(part, NUM_REGIONS)
+    assert found == {"collective-permute": 2 * message}
+    assert message < 4 * NUM_VALUES / 3
+
+
+def loss_fn(params, batch, key):
+    return jnp.sum(params["a"] * batch) + jnp.sum(params["b"]) * batch, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("data_parallel", {}, "all-reduce"),
+        ("data_parallel", {"compress": "fp4"}, "all-gather"),
+        ("demo", {"compress": "dct:8"}, "all-gather"),
+        ("distributed_lion", {}, "all-gather"),
+        ("apart", {}, None),
+        ("diloco", {}, None),
+    ],
+)
+def test_every_step(mesh, name, options, kind):
+    method = methods.get(name, **options)
+    made = method.per_step
+    state, num_bytes = (), 0
+    if made is not None:
+        memory = made.init(PARAMS)
+        state = jax.eval_shape(lambda: memory)
+        message, _ = made.send(PARAMS, memory, jax.random.key(0))
+        num_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+    local = LocalRegions.of(mesh, NUM_REGIONS)
+    steps = step.make_steps(loss_fn, optax.sgd(0.1), mesh, local, made)
+    region = RegionState(PARAMS, optax.sgd(0.1).init(PARAMS), None, state)
+    region = of_regions(mesh, region._replace(key=np.ones(2, np.uint32)))
+    batches = jax.ShapeDtypeStruct(
+        (3, NUM_REGIONS), np.float32, sharding=NamedSharding(mesh, P(None, "region"))
+    )
+    found = collectives(steps, region, batches, None, None, ())
+    assert found == ({kind: num_bytes} if kind else {})

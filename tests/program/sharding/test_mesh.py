@@ -1,0 +1,233 @@
+"""The inner mesh's shape, and the device that keeps the outer state."""
+
+import re
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.sharding import mesh as mesh_module
+from cocodc_jax.sharding import outer_mesh as outer_module
+from cocodc_jax.sharding.mesh import (
+    inner_devices,
+    make_mesh,
+    regional,
+)
+from cocodc_jax.sharding.outer_mesh import (
+    check_channels,
+    outer_device,
+    outer_mesh,
+    outer_rows,
+    outer_sharding,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_regions", "data", "model", "length"),
+    [
+        (9, 4, 1, 1, 4),
+        (9, 4, 2, 1, 4),
+        (9, 4, 2, 2, 2),
+        (3, 4, 1, 1, 2),  # Three devices would not hold equal blocks of four regions.
+        (1, 4, 1, 1, 1),
+        (9, 6, 1, 2, 3),
+        (9, 1, 2, 4, 1),
+    ],
+)
+def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
+    num_devices, num_regions, data, model, length
+):
+    devices = jax.devices()[:num_devices]
+    mesh = make_mesh(num_regions, data, model, devices)
+    sizes = {"region": length, "stage": 1, "data": data, "sequence": 1, "model": model}
+    assert dict(mesh.shape) == sizes
+    assert list(mesh.devices.flat) == devices[: length * data * model]
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def test_stages_lie_between_regions_and_data_and_positions_after_it():
+    mesh = make_mesh(2, data=1, stage=2, sequence=2)
+    assert tuple(mesh.shape.items()) == (
+        ("region", 2),
+        ("stage", 2),
+        ("data", 1),
+        ("sequence", 2),
+        ("model", 1),
+    )
+    assert list(mesh.devices.flat) == jax.devices()[:8]
+
+
+def test_a_region_larger_than_the_machine_is_refused():
+    with pytest.raises(ValueError, match=r"4 \* 1 \* 3 = 12 devices, but there are 9"):
+        make_mesh(2, data=4, model=3)
+    with pytest.raises(
+        ValueError, match=r"5 \* 2 \* 1 \* 1 = 10 devices.*lower stages"
+    ):
+        make_mesh(2, data=2, stage=5)
+
+
+@pytest.mark.parametrize("name", ["regions", "stage", "data", "sequence", "model"])
+def test_sizes_below_one_are_refused(name):
+    sizes = {"num_regions": 2, "data": 1, "model": 1}
+    sizes["num_regions" if name == "regions" else name] = 0
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        make_mesh(**sizes)
+
+
+def test_the_outer_device_computes_for_no_region_where_one_is_spare():
+    assert outer_device(make_mesh(8)) == jax.devices()[8]
+    assert outer_device(make_mesh(1)) not in make_mesh(1).devices
+    assert outer_device(make_mesh(9)) == jax.devices()[0]
+
+
+def test_regional_puts_regions_first():
+    mesh = make_mesh(2, data=2)
+    assert regional(mesh).spec == P("region")
+    assert regional(mesh, P("data", None)).spec == P("region", "data", None)
+
+
+class Device:
+    """As much of a `jax.Device` as choosing among those of all processes needs."""
+
+    def __init__(self, process_index, place):
+        self.process_index, self.place = process_index, place
+
+    def __repr__(self):
+        return f"{self.process_index}.{self.place}"
+
+
+@pytest.fixture
+def three_of_two_processes(monkeypatch):
+    # Not sorted by process: ids of devices need not be.
+    found = [Device(p, i) for i in range(3) for p in (1, 0)]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: found)
+    return found
+
+
+def test_every_process_gives_its_first_devices(three_of_two_processes):
+    assert [str(d) for d in inner_devices(1)] == ["0.0", "1.0"]
+    # Neighbours, which may share a region, are of one process.
+    assert [str(d) for d in inner_devices(2)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+@pytest.mark.parametrize(
+    ("regions", "axes", "devices"),
+    [
+        (4, (1, 1), "0.0 0.1 1.0 1.1"),  # A spare one each for the outer state.
+        (6, (1, 1), "0.0 0.1 0.2 1.0 1.1 1.2"),
+        (8, (1, 1), "0.0 0.1 1.0 1.1"),  # Two regions a device.
+        (2, (1, 1), "0.0 1.0"),
+        (2, (2, 1), "0.0 0.1 1.0 1.1"),
+        (2, (1, 3), "0.0 0.1 0.2 1.0 1.1 1.2"),
+        (1, (2, 1), "0.0 1.0"),  # A region of two processes.
+        (1, (2, 2), "0.0 0.1 1.0 1.1"),
+    ],
+)
+def test_by_default_processes_share_the_regions_evenly(
+    three_of_two_processes, monkeypatch, regions, axes, devices
+):
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
+    found = make_mesh(regions, *axes)
+    assert " ".join(map(str, found.flat)) == devices
+    # Given ones are taken in their order.
+    given = three_of_two_processes[: found.size]
+    assert list(make_mesh(regions, *axes, given).flat) == given
+
+
+@pytest.mark.parametrize(
+    ("regions", "axes", "message"),
+    [
+        (3, (1, 1), "regions=3, each of 1 devices .* by 2 processes with 3 devices"),
+        (1, (1, 1), "regions=1, .* so many whole processes; or pass devices"),
+        (1, (3, 1), "regions=1, each of 3 devices"),
+        (4, (5, 1), "regions=4, each of 5 devices"),
+    ],
+)
+def test_processes_that_cannot_are_told(three_of_two_processes, regions, axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(regions, *axes)
+
+
+def grid(shards):
+    """A mesh of shards along the region axis, as far as `outer_mesh` looks at it."""
+    devices = [[Device(p, i) for p, i in shard] for shard in shards]
+    return types.SimpleNamespace(
+        devices=np.array(devices).reshape(len(shards), 1, -1, 1)
+    )
+
+
+def rows_of(inner, channel=0):
+    """The outer devices, those of a region in a row."""
+    found = outer_mesh(inner, channel)
+    return found.reshape(len(found), -1).astype(str).tolist()
+
+
+def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
+    three_of_two_processes, monkeypatch
+):
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
+    inner = types.SimpleNamespace(
+        devices=np.array(inner_devices(2)[::-1]).reshape(4, 1, 1, 1)
+    )
+    assert rows_of(inner) == [["1.2"], ["0.2"]]
+    assert str(outer_device(inner, 0)) == "0.2"
+    inner.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
+    assert str(outer_device(inner, 1)) == "1.0"  # None to spare.
+
+
+def test_each_channel_has_another_device_of_every_process(
+    three_of_two_processes, monkeypatch
+):
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
+    inner = types.SimpleNamespace(
+        devices=np.array(inner_devices(1)).reshape(2, 1, 1, 1)
+    )
+    channels = [rows_of(inner, channel) for channel in range(2)]
+    assert channels == [[["0.2"], ["1.2"]], [["0.1"], ["1.1"]]]
+    check_channels(inner, 2)
+    three_of_two_processes.remove(inner_devices(2)[3])  # Of process 1.
+    with pytest.raises(
+        ValueError, match="outer_channels=2 .* process 1 has 1; use fewer"
+    ):
+        check_channels(inner, 2)
+    check_channels(inner, 1)
+
+
+def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):
+    found = [Device(p, i) for p in range(6) for i in range(3)]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: found)
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
+    inner = types.SimpleNamespace(
+        devices=np.array(inner_devices(2)).reshape(2, 3, 2, 1)  # Three stages.
+    )
+    assert outer_mesh(inner).shape == (2, 3, 1, 1)  # Along the stages.
+    assert rows_of(inner) == [
+        ["0.2", "1.2", "2.2"],
+        ["3.2", "4.2", "5.2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        # Three processes of two devices cannot be two regions of three devices.
+        ([[(0, 0), (0, 1), (1, 0)], [(1, 1), (2, 0), (2, 1)]], r"[[0, 1], [1, 2]]"),
+        ([[(0, 0), (0, 1)], [(1, 0), (2, 0)]], r"[[0], [1, 2]]"),
+        ([[(0, 0), (1, 0)], [(0, 1), (1, 1)]], r"[[0, 1], [0, 1]]"),
+    ],
+    ids=["one in two regions", "uneven", "two in two regions"],
+)
+def test_a_process_that_is_part_of_two_regions_is_refused(shards, text):
+    with pytest.raises(ValueError, match=re.escape(f"lie in the processes {text}")):
+        outer_mesh(grid(shards))
+
+
+def test_in_one_process_the_outer_mesh_is_one_device():
+    mesh = make_mesh(4)
+    names = ("process", "stage", "data", "sequence", "model")
+    assert outer_mesh(mesh).shape == dict.fromkeys(names, 1)
+    (device,) = outer_mesh(mesh).devices.flat
+    assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
+    assert device == outer_device(mesh)

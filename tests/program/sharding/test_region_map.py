@@ -1,0 +1,163 @@
+"""Sums over the region axis, and runs with one shard on it, divided inside or not."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import region_map
+from cocodc_jax.sharding.mesh import REGION, make_mesh, regional
+from cocodc_jax.train.run_steps import run
+
+NUM_STEPS = 4
+# Sums over shards are taken in another order, and Adam divides by what may be small.
+RTOL, ATOL = 1e-4, 1e-5
+
+# One of each kind of collective: a mean or messages gathered at every step, a sum, one
+# beside the inner steps, the drift, messages of compressors, of pairs, of neighbours
+# and of rings, and the optimizer's moments.
+METHODS = {
+    "data_parallel": methods.get("data_parallel"),
+    "demo": methods.get("demo"),
+    "snoo": methods.get("snoo", sync_interval=2),
+    "streaming_diloco": methods.get(
+        "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=1
+    ),
+    "cocodc": methods.get(
+        "cocodc",
+        sync_interval=4,
+        num_fragments=2,
+        delay_steps=1,
+        curvature="hessian_vector",
+        transmission_score="drift",
+    ),
+    "co2": methods.get("co2", sync_interval=2, compress="int8"),
+    "diloco_demo": methods.get("diloco_demo", sync_interval=2),
+    "noloco": methods.get("noloco", sync_interval=2),
+    "lt_admm": methods.get("lt_admm", sync_interval=2),
+    "multi_ring": methods.get("multi_ring", sync_interval=2),
+    "des_loc": methods.get("des_loc", sync_interval=2, sync_moments="1,1"),
+}
+
+
+def mesh_of(length, data=1, model=1):
+    """A mesh with that many shards."""
+    return make_mesh(length, data, model, jax.devices()[: length * data * model])
+
+
+def all_of_it(x):
+    """Everything that crosses shards, of `[block, ...]`; own and shared results."""
+    mean = region_map.pmean_over_regions(x.mean(0))
+    shared = {"sum": region_map.psum_over_regions(x.sum(0)), "mean": mean}
+    gathered = region_map.all_gather_regions(x).sum(0)[None]
+    return x + region_map.as_varying(mean)[None], shared, gathered
+
+
+def mapped(mesh):
+    return region_map.region_shard_map(
+        all_of_it, mesh, in_specs=P(REGION), out_specs=(P(REGION), P(), P(REGION))
+    )
+
+
+def collectives(compiled):
+    kinds = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter"
+    return re.findall(rf"= .*? ({kinds})\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("inside", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("length", [1, 2])
+def test_sums_and_means(length, inside):
+    mesh = mesh_of(length, *inside)
+    x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype(np.float32)
+    placed = jax.device_put(x, regional(mesh, ("data", "model")))
+    own, shared, gathered = jax.jit(mapped(mesh))(placed)
+    np.testing.assert_allclose(own, x + x.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(shared["sum"], x.sum(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(shared["mean"], x.mean(0), rtol=1e-5, atol=1e-6)
+    each = np.stack([x.sum(0)] * length)
+    np.testing.assert_allclose(gathered, each, rtol=1e-5, atol=1e-6)
+
+
+def test_one_shard_moves_nothing():
+    """Also not between the devices of its region: all stays divided as it is."""
+    mesh = mesh_of(1, 2, 2)
+    x = jax.device_put(jnp.ones((4, 6, 2)), regional(mesh, ("data", "model")))
+    compiled = jax.jit(mapped(mesh)).lower(x).compile()
+    assert not collectives(compiled)
+    _, shared, _ = compiled(x)
+    assert shared["sum"].sharding.spec == P("data", "model")
+    several = jax.device_put(x, regional(mesh_of(2, 2, 2), ("data", "model")))
+    found = collectives(jax.jit(mapped(mesh_of(2, 2, 2))).lower(several).compile())
+    assert {"all-reduce", "all-gather"} <= set(found)
+
+
+def test_several_shards_are_held_to_what_they_say():
+    """`check_vma` stays on: one shard's own value cannot pass for all shards'."""
+    forgotten = region_map.region_shard_map(
+        lambda x: x.mean(0), mesh_of(2), in_specs=P(REGION), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.eval_shape(forgotten, jnp.ones((4, 2)))
+
+
+def result(tiny, name, data=1, model=1):
+    """What a run of one region came to, on the host."""
+    program = RegionProgram(
+        tiny.loss_fn,
+        optax.adam(tiny.LEARNING_RATE),
+        METHODS[name],
+        tiny.make_params(),
+        1,
+        mesh=mesh_of(1, data, model),
+        supplies=tiny.SUPPLIES,
+        param_specs=tiny.SPECS if data * model > 1 else None,
+    )
+    state, losses = tiny.start(program), []
+    batches = (jax.tree.map(lambda x: x[:1], b) for b in tiny.stream())
+    for new, output in run(program, state, batches, NUM_STEPS):
+        state = new
+        losses.append(np.asarray(output.losses))
+    means = program.mean_params(state), program.outer_params(state)
+    arrays = state.region, state.sync and state.sync.arrays, means
+    return tiny.host((arrays, np.concatenate(losses)))
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tiny):
+    """That of a method by name, made once."""
+    return functools.cache(functools.partial(result, tiny))
+
+
+# One of each way that messages take.
+QUICK = [
+    *[(n, 2, 2) for n in ("data_parallel", "streaming_diloco", "noloco", "multi_ring")],
+    ("snoo", 2, 1),
+    ("cocodc", 1, 2),
+]
+CASES = [(name, 2, 2) for name in METHODS] + [
+    (name, *axes) for name in ("snoo", "cocodc") for axes in [(2, 1), (1, 2)]
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "model"),
+    [x if x in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in CASES],
+)
+def test_one_region_on_several_devices(tiny, on_one_device, name, data, model):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=RTOL, atol=ATOL),
+        result(tiny, name, data, model),
+        on_one_device(name),
+    )
+
+
+def test_another_run_is_not_close(on_one_device):
+    (_, losses), (_, others) = on_one_device("snoo"), on_one_device("cocodc")
+    assert np.abs(losses - others).max() > 1e-3

@@ -1,0 +1,148 @@
+"""Values that move between devices, in one process; several are tested end to end."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.sharding.outer_mesh import outer_device
+
+TREE = {"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "n": np.arange(4)}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(4, data=2)
+
+
+@pytest.fixture(scope="module")
+def outside(mesh):
+    return SingleDeviceSharding(outer_device(mesh))
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_host_values_lie_where_they_are_put(mesh, outside):
+    found = transfer.put(TREE, {"w": regional(mesh, P("data")), "n": outside})
+    assert_equal(found, TREE)
+    assert found["w"].sharding == regional(mesh, P("data"))
+    assert found["n"].devices() == {outer_device(mesh)}
+    everywhere = NamedSharding(mesh, P())
+    found = transfer.put(TREE, everywhere)
+    assert {x.sharding for x in found.values()} == {everywhere}
+
+
+def test_device_arrays_move_off_the_mesh_and_back(mesh, outside):
+    inside = NamedSharding(mesh, P(None, ("data", "model")))
+    near = transfer.put({"w": TREE["w"]}, inside)
+    far = transfer.move(near, outside)
+    assert far["w"].devices() == {outer_device(mesh)}
+    back = transfer.move(far, {"w": inside})
+    assert back["w"].sharding == inside
+    assert_equal(back, near)
+
+
+def test_rows_gather_on_one_device_in_the_order_of_regions(mesh, outside):
+    rows = transfer.put(TREE, regional(mesh))
+    found = transfer.gather_rows(rows, outside)
+    assert_equal(found, TREE)
+    assert {x.device for x in jax.tree.leaves(found)} == {outer_device(mesh)}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_one_process_holds_every_row(mesh, axis):
+    spec = P("region") if axis == 0 else P(None, "region")
+    x = transfer.put(np.arange(16.0).reshape(4, 4), NamedSharding(mesh, spec))
+    np.testing.assert_array_equal(transfer.local_rows(x, axis), x)
+    assert transfer.first_local_row(x, axis) == 0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shards_of_a_process_are_its_rows_in_order(axis):
+    """What `local_rows` joins where some rows lie elsewhere: each place once."""
+    mesh = make_mesh(4, data=2, devices=jax.devices()[7::-1])  # Against device order.
+    x = np.arange(32.0).reshape(8, 4) if axis == 0 else np.arange(32.0).reshape(4, 8)
+    spec = P("region") if axis == 0 else P(None, "region")
+    parts = transfer._own_rows(transfer.put(x, NamedSharding(mesh, spec)), axis)
+    assert len(parts) == 4  # Not 8: a region's two devices hold the same rows.
+    np.testing.assert_array_equal(np.concatenate(parts, axis), x)
+
+
+def test_nothing_waits(mesh, outside):
+    """A move of what is not computed yet returns before it is."""
+
+    @jax.jit
+    def slow(x):
+        return jax.lax.fori_loop(0, 100, lambda _, y: jnp.sin(y @ y), x)
+
+    square = transfer.put(np.eye(300, dtype=np.float32), NamedSharding(mesh, P()))
+    slow(square).block_until_ready()
+    moved = transfer.move(slow(square), outside)
+    assert not moved.is_ready()
+    moved.block_until_ready()
+
+
+class OfOneProcess:
+    """As much of a sharding as a process sees that has some of its devices."""
+
+    def __init__(self, sharding, devices):
+        self.sharding, self.devices = sharding, devices
+
+    def addressable_devices_indices_map(self, shape):
+        indices = self.sharding.addressable_devices_indices_map(shape)
+        return {d: index for d, index in indices.items() if d in self.devices}
+
+
+def give_parts(shape, sharding, part):
+    indices = sharding.addressable_devices_indices_map(shape)
+    return shape, {device.id: part(index) for device, index in indices.items()}
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[2], [7], [0, 1, 6, 7]],
+    ids=["member of shard 1", "member of shard 3", "shards 0 and 3"],
+)
+def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
+    mesh = make_mesh(4, data=2)
+    x = np.arange(2 * 8 * 4).reshape(2, 8, 4)  # Steps, regions, batch.
+    own = sorted({2 * (i // 2) + j for i in ids for j in range(2)})
+    sharding = NamedSharding(mesh, P(None, "region", "data"))
+    mine = OfOneProcess(sharding, [jax.devices()[i] for i in ids])
+    monkeypatch.setattr(jax, "make_array_from_callback", give_parts)
+    shape, parts = transfer.put_own(x[:, own], mine, 8, axis=1)
+    assert shape == x.shape
+    assert sorted(parts) == ids
+    for i, part in parts.items():
+        rows, half = slice(i // 2 * 2, i // 2 * 2 + 2), slice(i % 2 * 2, i % 2 * 2 + 2)
+        np.testing.assert_array_equal(part, x[:, rows, half])
+
+
+@pytest.mark.parametrize("spec", [P(None, "region", "data"), P(None, "region")])
+def test_one_process_gives_every_row(mesh, spec):
+    x = np.arange(2 * 8 * 4).reshape(2, 8, 4)
+    sharding = NamedSharding(mesh, spec)
+    found = transfer.put_own(x, sharding, 8, axis=1)
+    assert found.sharding == sharding
+    np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "num_shares"), [(7, 3), (6, 3), (1, 2), (5, 1)]
+)
+def test_shares_of_a_message_are_equal_and_together_whole(num_columns, num_shares):
+    x = np.arange(1, 2 * num_columns + 1, dtype=np.uint8).reshape(2, num_columns)
+    width = -(-num_columns // num_shares)
+    parts = [
+        transfer._columns(jnp.asarray(x), i * width, width) for i in range(num_shares)
+    ]
+    assert {part.shape for part in parts} == {(2, width)}
+    joined = np.concatenate(parts, axis=1)
+    np.testing.assert_array_equal(joined[:, :num_columns], x)
+    assert not joined[:, num_columns:].any()

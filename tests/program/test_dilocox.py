@@ -1,0 +1,528 @@
+"""DiLoCoX against a NumPy reference, its limit, its resumption, its compilations.
+
+The factors of a message are float32 whatever the parameters are, so the reference in
+float64 is met to 1e-6 of the largest number of a tensor over the first rounds and a
+change of rank, and to 1e-4 over all (4e-5 was seen): a power iteration cut at a rank
+below the matrix's multiplies a difference from round to round. Where all is sent whole
+nothing is float32, and 1e-12 holds.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.methods.contrib.dilocox import dilocox
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sync import merge
+from cocodc_jax.sync.messages import Compressed
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules import one_step_stale
+from cocodc_jax.train import joining
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.run_steps import run
+from cocodc_jax.transforms.error_feedback import error_feedback
+from cocodc_jax.transforms.low_rank import low_rank
+from tests.numerics import assert_within_ulps
+
+LR, OUTER_LR, MOMENTUM = 0.3, 0.7, 0.5
+NUM_REGIONS, NUM_STEPS = 4, 48
+# Leaves in the order of a tree. At rank 6 `v` is sent whole, at 3 and 1 it is not.
+SHAPES = {"b": (3,), "v": (8, 7), "w": (16, 14)}
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def make_targets():
+    """Targets `[T, R, 16, 14]`: near one direction for all, then every way."""
+    rng = np.random.default_rng(0)
+    left = np.linalg.qr(rng.normal(size=(16, 14)))[0]
+    right = np.linalg.qr(rng.normal(size=(14, 14)))[0]
+    thin = left @ np.diag(8 * 0.1 ** np.arange(14)) @ right
+    whole = 0.6 * rng.normal(size=(1, 16, 14)) + 0.6 * rng.normal(size=(4, 16, 14))
+    targets = []
+    for step in range(NUM_STEPS):
+        noise = 0.004 * rng.normal(size=whole.shape)
+        targets.append((thin if step < 22 else whole) + noise)
+    return np.stack(targets).astype(np.float32)
+
+
+TARGETS = make_targets()
+PARAMS = {
+    name: 0.02 * np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    for name, shape in SHAPES.items()
+}
+ADAPTIVE = dilocox(6, 6, 1, outer_lr=OUTER_LR, outer_momentum=MOMENTUM)
+
+
+def loss_fn(params, target, key):
+    aims = {"b": target[0, :3], "v": target[:8, :7], "w": target}
+    return sum(jnp.sum((params[n] - aims[n]) ** 2) / 2 for n in SHAPES), {}
+
+
+def make(method, dtype=np.float32, num_shards=2):
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    mesh = make_mesh(NUM_REGIONS, devices=jax.devices()[:num_shards])
+    program = RegionProgram(
+        loss_fn, optax.sgd(LR), method, params, NUM_REGIONS, mesh=mesh
+    )
+    return program, start(program, params)
+
+
+def start(program, params=PARAMS):
+    return program.init(params, jax.random.key(0))
+
+
+def train(program, state, until=NUM_STEPS, dtype=np.float32):
+    """Runs on to step `until`; gives the state, and what is seen after every event."""
+    seen = []
+    batches = iter(TARGETS[state.step :].astype(dtype))
+    for after, output in run(program, state, batches, until - state.step):
+        state = after
+        memory = state.sync.schedule
+        syncs = [(s.start_step, s.num_bytes) for s in output.syncs]
+        round_steps = getattr(memory, "round_steps", 0)  # Of ranked rounds only.
+        rounds = (state.step, memory.rank, round_steps, state.bytes_sent, syncs)
+        local, outer = jax.device_get(
+            (state.region.params, program.outer_params(state))
+        )
+        seen.append((rounds, local, outer))
+    return state, seen
+
+
+# --- The reference ------------------------------------------------------------
+
+
+def is_whole(shape, rank):
+    return len(shape) < 2 or rank * sum(shape) >= shape[0] * shape[1]
+
+
+def fresh(index, shape, rank):
+    """The random start of the power iteration: given, as every draw is."""
+    key = jax.random.fold_in(jax.random.key(0), index)
+    return np.asarray(jax.random.normal(key, (shape[1], rank), jnp.float32), np.float64)
+
+
+def warm(old, rank):
+    """The right factors for another rank: cut, or grown by fresh columns."""
+    new = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        if is_whole(shape, rank):
+            continue
+        q = fresh(index, shape, rank)
+        kept = old[name][:, :rank] if name in old else q[:, :0]
+        new[name] = np.concatenate([kept, q[:, kept.shape[1] :]], axis=1)
+    return new
+
+
+def send(meant, right):
+    """What arrives of one region's message, and the next right factors."""
+    arrives, factors = {}, {}
+    for name, x in meant.items():
+        if name not in right:
+            arrives[name] = x
+            continue
+        p, _ = np.linalg.qr(x @ right[name])
+        factors[name] = x.T @ p
+        arrives[name] = p @ factors[name].T
+    return arrives, factors
+
+
+def send_sums(meants, right):
+    """What arrives of all regions' factors, summed one after the other."""
+    arrives, factors = {}, {}
+    for name in SHAPES:
+        if name not in right:
+            arrives[name] = np.mean([x[name] for x in meants], axis=0)
+            continue
+        p, _ = np.linalg.qr(np.mean([x[name] @ right[name] for x in meants], axis=0))
+        factors[name] = np.mean([x[name].T @ p for x in meants], axis=0)
+        arrives[name] = p @ factors[name].T
+    return arrives, factors
+
+
+def num_bytes(rank, itemsize=4, of_factors=4):
+    return sum(
+        math.prod(s) * itemsize if is_whole(s, rank) else of_factors * rank * sum(s)
+        for s in SHAPES.values()
+    )
+
+
+def measure(mean):
+    """exp of the entropy of the singular values, tensors by their size."""
+    total = 0.0
+    for x in mean.values():
+        s = np.linalg.svd(np.atleast_2d(x), compute_uv=False)
+        p = s / s.sum()
+        total += x.size * np.exp(-np.sum(p * np.log(p)))
+    return total / sum(x.size for x in mean.values())
+
+
+def reference(first_rank, ranks, sync_interval, itemsize=4, is_summed=False):
+    """All of a run in float64; gives the same as `train` after every round."""
+    outer = {n: x.astype(np.float64) for n, x in PARAMS.items()}
+    momentum = {n: np.zeros(s) for n, s in SHAPES.items()}
+    local = [dict(outer) for _ in range(NUM_REGIONS)]
+    residual = [dict(momentum) for _ in range(NUM_REGIONS)]
+    right = [warm({}, first_rank) for _ in range(NUM_REGIONS)]
+    flight, flight_bytes, started = dict(momentum), 0, 0
+    rank, measured, end, total, seen = first_rank, [], sync_interval, 0, []
+    for step, targets in enumerate(TARGETS.astype(np.float64), 1):
+        for m, target in enumerate(targets):
+            aims = {"b": target[0, :3], "v": target[:8, :7], "w": target}
+            local[m] = {n: x - LR * (x - aims[n]) for n, x in local[m].items()}
+        if step < end:
+            continue
+        if measured and len(ranks) > 1:
+            wanted = np.mean(measured[-5:])
+            new = min([r for r in ranks if r >= wanted], default=first_rank)
+            if new != rank:
+                right = [warm(q, new) for q in right]
+            rank = new
+        meants = [
+            {n: residual[m][n] + outer[n] - local[m][n] for n in SHAPES}
+            for m in range(NUM_REGIONS)
+        ]
+        if is_summed:
+            sent = [send_sums(meants, right[0])] * NUM_REGIONS
+        else:
+            sent = [send(*pair) for pair in zip(meants, right, strict=True)]
+        arrivals, right = [a for a, _ in sent], [q for _, q in sent]
+        residual = [
+            {n: x[n] - a[n] for n in SHAPES}
+            for x, a in zip(meants, arrivals, strict=True)
+        ]
+        if started > 0:
+            measured.append(measure(flight))
+        syncs = [(started, flight_bytes)]
+        for n, mean in flight.items():
+            momentum[n] = MOMENTUM * momentum[n] + mean
+            outer[n] = outer[n] - OUTER_LR * (mean + MOMENTUM * momentum[n])
+        local = [dict(outer) for _ in range(NUM_REGIONS)]
+        flight = {n: np.mean([a[n] for a in arrivals], axis=0) for n in SHAPES}
+        of_factors = itemsize if is_summed else 4
+        flight_bytes, started = num_bytes(rank, itemsize, of_factors), step
+        round_steps = math.ceil(sync_interval * rank / first_rank)
+        total, end = total + flight_bytes, step + round_steps
+        state = (step, rank, round_steps, total, syncs)
+        seen.append(
+            (state, {n: np.stack([x[n] for x in local]) for n in SHAPES}, outer)
+        )
+        outer = dict(outer)
+    return seen, measured
+
+
+def assert_close(seen, expected, tolerance):
+    assert len(seen) == len(expected)
+    for (_, *actual), (_, *right) in zip(seen, expected, strict=True):
+        for one, other in zip(actual, right, strict=True):
+            for n in SHAPES:
+                scale = np.abs(other[n]).max()
+                np.testing.assert_allclose(
+                    one[n], other[n], rtol=0, atol=tolerance * scale, err_msg=n
+                )
+
+
+# --- Tests --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact_factors():
+    """The method with float32 factors instead of int4, of which the reference knows."""
+    ranked = dataclasses.replace(
+        ADAPTIVE.sync.message, of=lambda rank: error_feedback(low_rank(rank))
+    )
+    return ADAPTIVE.with_sync(message=ranked)
+
+
+def test_a_run_is_its_formulas(exact_factors):
+    program, state = make(exact_factors)
+    state, seen = train(program, state)
+    expected, measured = reference(6, (6, 3, 1), 6)
+    ranks = [rank for (_, rank, *_), *_ in expected]
+    assert set(ranks) == {6, 3}
+    # Ranks, lengths and bytes exactly; no mean is so near to a bucket's edge that
+    # rounding could choose another.
+    assert [row[0] for row in seen] == [row[0] for row in expected[: len(seen)]]
+    settled = program.synchronize(state).sync.schedule
+    np.testing.assert_allclose(settled.effective_ranks, measured[-5:], rtol=1e-4)
+    assert ranks[:5] == [6, 6, 3, 3, 3]
+    assert_close(seen[:5], expected[:5], 1e-6)
+    assert_close(seen, expected, 1e-4)
+
+
+def test_summed_factors_are_their_formulas():
+    """PowerSGD's own order, all of it in float64."""
+    method = fixed(2, sum_factors=True)
+    with jax.enable_x64(True):
+        _, seen = train(*make(method, np.float64), until=24, dtype=np.float64)
+    expected, _ = reference(2, (2,), 4, itemsize=8, is_summed=True)
+    assert [row[0][3:] for row in seen] == [row[0][3:] for row in expected[: len(seen)]]
+    assert_close(seen, expected[: len(seen)], 1e-10)
+
+
+def test_summed_factors_follow_the_rank_and_go_on_bit_for_bit(tmp_path):
+    method = dilocox(
+        6, 6, 1, sum_factors=True, outer_lr=OUTER_LR, outer_momentum=MOMENTUM
+    )
+    program, state = make(method)
+    state, before = train(program, state, 23)
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.save(program, state, {})
+        state, seen = train(program, state, 36)
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(program)
+    restored, again = train(program, restored, 36)
+    assert_same(*(numbers(program.synchronize(x)) for x in (state, restored)))
+    assert [row for row, *_ in again] == [row for row, *_ in seen]
+    assert {row[1] for row, *_ in before + seen} == {3, 6}
+
+
+def late_diloco(sync_interval=4):
+    sync = Sync(
+        schedule=one_step_stale(sync_interval),
+        outer=nesterov(OUTER_LR, MOMENTUM),
+        merge=merge.replace(),
+    )
+    return Method(name="late", sync=sync)
+
+
+def fixed(rank=64, **options):
+    return methods.get(
+        "dilocox", sync_interval=4, rank=rank, adaptive_rank=False,
+        outer_lr=OUTER_LR, outer_momentum=MOMENTUM, **options,
+    )  # fmt: skip
+
+
+def test_without_compression_it_is_late_diloco():
+    """Against the same mean by an all-reduce, and in float64 against the reference."""
+    with jax.enable_x64(True):
+        ends = [
+            train(*make(method, np.float64), dtype=np.float64)[1]
+            for method in (fixed(compress="none"), late_diloco())
+        ]
+    assert [row[0] for row in ends[0]] == [
+        row[0][:1] + (0, 0) + row[0][3:] for row in ends[1]
+    ]
+    assert_close(*ends, 1e-13)
+    assert_close(ends[0], reference(64, (64,), 4, itemsize=8)[0], 1e-12)
+
+
+def test_a_rank_that_no_matrix_allows_sends_all_of_it():
+    whole = fixed().with_sync(message=Compressed(error_feedback(low_rank(64))))
+    one, other = (train(*make(m))[1] for m in (whole, fixed(compress="none")))
+    assert_within_ulps(one, other)
+
+
+def test_a_fixed_rank_is_kept():
+    _, seen = train(*make(fixed(2)), until=20)
+    assert [row[0][0] for row in seen] == [4, 8, 12, 16, 20]
+
+
+def int4_bytes(shape):
+    """Two codes a byte, and a float32 scale for each block of up to 256."""
+    size = math.prod(shape)
+    return math.ceil(size / 2) + 4 * math.ceil(size / 256)
+
+
+def test_ranks_that_no_matrix_allows():
+    """64 to 16 send everything; the run goes on, and counts what it sends."""
+    method = dilocox(4, 64, 16, outer_lr=OUTER_LR, outer_momentum=MOMENTUM)
+    _, seen = train(*make(method), until=20)
+    assert seen[-1][0][1] == 16
+    for i, (row, *_) in enumerate(seen):
+        assert row[3] == sum(map(int4_bytes, SHAPES.values())) * (i + 1)
+
+
+def test_the_real_messages_are_counted(real):
+    def message(rank):
+        whole = [s for s in SHAPES.values() if is_whole(s, rank)]
+        cut = [(n, rank) for s in SHAPES.values() if s not in whole for n in s]
+        return sum(map(int4_bytes, whole + cut))
+
+    ranks = [row[1] for row in real[2]]
+    assert len(set(ranks)) > 1
+    for i, (_, _, _, sent, syncs) in enumerate(real[2]):
+        assert sent == sum(map(message, ranks[: i + 1]))
+        assert syncs[0][1] == (message(ranks[i - 1]) if i else 0)
+
+
+def numbers(state):
+    arrays = (
+        state.region,
+        state.sync.outer,
+        state.sync.in_flight,
+        state.sync.compressors,
+    )
+    return jax.device_get(arrays), state.sync.schedule, state.bytes_sent, state.step
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
+    assert one[1:] == other[1:]
+
+
+@pytest.fixture(scope="module")
+def real():
+    program, state = make(ADAPTIVE)
+    state, seen = train(program, state)
+    return program, numbers(program.synchronize(state)), [row for row, *_ in seen]
+
+
+def test_the_rank_changes_both_ways(real):
+    ranks = [rank for _, rank, *_ in real[2]]
+    pairs = list(zip(ranks, ranks[1:], strict=False))
+    assert any(a > b for a, b in pairs)
+    assert any(a < b for a, b in pairs)
+
+
+@pytest.mark.parametrize("after", [-1, 0, 1])
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
+    """Before, at and after the first and the last change, with a message on its way."""
+    program, expected, rows = real
+    changed = [
+        new[0] for old, new in zip(rows, rows[1:], strict=False) if old[1] != new[1]
+    ]
+    state, _ = train(program, start(program), changed[which] + after)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, {})
+    del state
+    # With a program of its own, as in a new process; the last is enough for that.
+    again = make(ADAPTIVE)[0] if (which, after) == (-1, 0) else program
+    with Checkpoints(tmp_path) as checkpoints:
+        state, _ = checkpoints.restore(again)
+    assert state.sync.in_flight
+    state, _ = train(again, state)
+    assert_same(numbers(again.synchronize(state)), expected)
+
+
+def test_a_checkpoint_of_other_factors_is_refused(real, tmp_path):
+    program = real[0]
+    state, _ = train(program, start(program), 8)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, {})
+        checkpoints.wait()
+        with pytest.raises(ValueError, match="another model, method"):
+            checkpoints.restore(make(fixed(2))[0])
+
+
+def test_where_a_run_is_cut_changes_no_number(real):
+    program, expected, _ = real
+    state = start(program)
+    for cut in (7, 9, 10, 21, NUM_STEPS):
+        state, _ = train(program, state, cut)
+    assert_same(numbers(program.synchronize(state)), expected)
+
+
+def test_all_shards_hold_alike(real):
+    """Blocks of two regions, and each on its own; the same ranks, nearly the same."""
+    _, seen = train(*make(ADAPTIVE, num_shards=4))
+    assert [row[:4] for row, *_ in seen] == [row[:4] for row in real[2]]
+
+
+def test_each_rank_is_compiled_once():
+    """A turn from one rank to another compiles nothing when it comes again."""
+    compiled, turns = [], []
+
+    def listen(event, duration, **_):
+        if event == COMPILED:
+            compiled.append(duration)
+
+    program, state = make(ADAPTIVE)
+    rank = state.sync.schedule.rank
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for after, _ in run(program, state, iter(TARGETS), NUM_STEPS):
+            state = after
+            turns.append(((rank, state.sync.schedule.rank), len(compiled)))
+            rank = state.sync.schedule.rank
+            compiled.clear()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    # The mean of the second round is the first to be measured: from then on.
+    first = dict(reversed(turns[2:]))
+    again = len(turns[2:]) - len(first)
+    assert again > 4
+    assert sum(n for _, n in turns[2:]) == sum(first.values())
+    # What a change needs is the factors' new shape, and once for a rank its message
+    # and a scan of its round.
+    assert first == {(6, 3): 2, (3, 3): 1, (3, 6): 1, (6, 6): 0}
+
+
+def test_divided_over_a_regions_devices(real):
+    """The outer state on the mesh measures the same ranks."""
+    method = ADAPTIVE.placed("divided")
+    program = RegionProgram(
+        loss_fn,
+        optax.sgd(LR),
+        method,
+        PARAMS,
+        NUM_REGIONS,
+        mesh=make_mesh(NUM_REGIONS, data=2, devices=jax.devices()[:8]),
+    )
+    _, seen = train(program, start(program), 20)
+    _, plain = train(real[0], start(real[0]), 20)
+    assert [row for row, *_ in seen] == [row for row, *_ in plain]
+    assert_close(seen, plain, 1e-4)
+
+
+@pytest.mark.parametrize("sum_factors", [False, True])
+def test_adopted_it_goes_on_at_its_rank(sum_factors):
+    """Another inner optimizer alone: all that the method remembers is kept."""
+    method = dilocox(
+        6, 6, 1, sum_factors=sum_factors, outer_lr=OUTER_LR, outer_momentum=MOMENTUM
+    )
+    program, state = make(method)
+    state, _ = train(program, state, 19)
+    assert state.sync.schedule.rank == 3
+    before = jax.device_get(state.sync.compressors)
+    other = RegionProgram(
+        loss_fn, optax.sgd(LR, 0.5), method, PARAMS, NUM_REGIONS, mesh=program.mesh
+    )
+    state, kept, lost = other.adopt(state, program)
+    assert not lost
+    assert kept["compressors"] == "of each region"
+    found = jax.device_get(state.sync.compressors)
+    jax.tree.map(np.testing.assert_array_equal, found, before)
+    _, seen = train(other, state, 24)
+    assert [row[1] for row, *_ in seen] == [3, 3]
+
+
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_who_joins_does_so_at_the_rank_of_the_others(is_carried):
+    """The region that joins was cut off at the first rank, or has just begun."""
+    place = Place(0, ("127.0.0.1:1", "127.0.0.1:2"), b"k" * 32)
+    one = RegionProgram(
+        loss_fn, optax.sgd(LR), ADAPTIVE, PARAMS, 2, mesh=make_mesh(1),
+        transport=Transport("jobs", place=place),
+    )  # fmt: skip
+    schedule = dataclasses.replace(
+        start(one).sync.schedule, in_flight=(), sent_rank=3, round_steps=3
+    )
+    sync = dataclasses.replace(start(one).sync, schedule=schedule, in_flight={})
+    copy = joining.copy_of(one, dataclasses.replace(start(one), sync=sync))
+    carried, unsent = None, 0.0
+    if is_carried:
+        mine, unsent = start(one), 0.5
+        (compressor,) = mine.sync.compressors
+        residual = jax.tree.map(lambda x: x + unsent, compressor.residual)
+        compressor = compressor._replace(residual=residual)
+        sync = dataclasses.replace(mine.sync, compressors=(compressor,))
+        carried = joining.Carried(dataclasses.replace(mine, sync=sync))
+    state = joining.adopt(one, PARAMS, jax.random.key(0), copy, carried)
+    assert state.sync.schedule.rank == 3
+    found, like = state.sync.compressors, one.abstract(schedule).sync.compressors
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+    for x, shape in zip(*map(jax.tree.leaves, (found, like)), strict=True):
+        assert (x.shape, x.sharding) == (shape.shape, shape.sharding)
+    for x in jax.tree.leaves(found[0].residual):
+        assert (np.asarray(x) == unsent).all()

@@ -1,0 +1,299 @@
+"""A battery for every entry of the table of methods, on a tiny regression.
+
+It trains, lowers the loss, resumes bit for bit from the middle of everything, compiles
+nothing anew, and counts the bytes of the messages that it really encodes.
+"""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.transforms.compressor import identity
+from cocodc_jax.transforms.mt_adam import mt_adam
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+NUM_STEPS, CUT = 16, 7
+
+FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
+# One round late, on short runs: the usual momentum overshoots.
+GENTLE = {"outer_lr": 0.4, "outer_momentum": 0.5}
+OPTIONS = {
+    "data_parallel": {},
+    "diloco": {"sync_interval": 2},
+    "streaming_diloco": {**FRAGMENTS, "delay_steps": 2},
+    "cocodc": {**FRAGMENTS, "delay_steps": 2, "syncs_per_interval": 2},
+    "cocodc_paper": {**FRAGMENTS, "delay_steps": 2, "syncs_per_interval": 2},
+    "loscar": {"sync_interval": 4, "delay_steps": 2},
+    "sparseloco": {"sync_interval": 2, "compress": "ef:0.95+chunked:2048+stat2"},
+    "muloco": {"sync_interval": 2},
+    "qsparse": {"sync_interval": 2},
+    "multi_ring": {"sync_interval": 2},
+    "snoo": {"sync_interval": 2},
+    # So that a copy of the outer parameters is on its way as well.
+    "co2": {"sync_interval": 2, "staleness_gap": "measured"},
+    "dilocox": {"sync_interval": 2, "rank": 2, "adaptive_rank": False, **GENTLE},
+    "eager": {"sync_interval": 2, **GENTLE},
+    "noloco": {"sync_interval": 2},
+    "diloco_demo": {"sync_interval": 2, "outer_momentum": 0.5, "compress": "dct:8"},
+    "lt_admm": {"sync_interval": 2, "admm_penalty": 0.5},
+    "masked_core": {"sync_interval": 2, "rank": 2},
+    "des_loc": {"sync_interval": 2, "sync_moments": "2,3"},
+    "mt_dao": {"sync_interval": 2, "sync_moments": "2,3"},
+    "delayed_nesterov": {"sync_interval": 4},
+    "mla": {"sync_interval": 4, "arrival_weight": 0.25},
+    "heloco": {"sync_interval": 4, "arrival_weight": 0.25},
+    "decoupled_diloco": {**FRAGMENTS, "answer_steps": "0,2,1,2", "grace_steps": 1},
+    "demo": {"compress": "dct:8"},
+    "distributed_lion": {},
+    "dct_threshold": {"compress": "ef+threshold:0.3"},
+    "apart": {},
+}
+UNEVEN = {
+    name: Regions((1.0, 2.0, 1.0, 2.0), (4, 4, 4, 4))
+    for name in ("delayed_nesterov", "mla", "heloco", "decoupled_diloco")
+}
+# Signs have no size: the step is the learning rate.
+OPTIMIZERS = {
+    "demo": optax.sgd(0.01),
+    "distributed_lion": optax.sgd(0.01),
+    "des_loc": optax.adam(0.02),
+    "mt_dao": mt_adam(0.02),
+}
+
+
+@pytest.fixture(params=list(methods.METHODS))
+def name(request):
+    return request.param
+
+
+def num_regions_of(name):
+    return methods.get(name).num_regions or 4
+
+
+def make(tiny, name, mesh=None, **options):
+    num_regions = num_regions_of(name)
+    return RegionProgram(
+        tiny.loss_fn,
+        OPTIMIZERS.get(name, optax.sgd(0.05)),
+        methods.get(name, **(OPTIONS[name] | options)),
+        tiny.make_params(),
+        UNEVEN.get(name, num_regions),
+        mesh=make_mesh(num_regions) if mesh is None else mesh,
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(tiny):
+    """One program a method for all tests: it holds nothing but compiled code."""
+    return functools.cache(lambda name: make(tiny, name))
+
+
+@pytest.fixture
+def program(shared, name):
+    return shared(name)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, shared):
+    """What a method's program came to in `NUM_STEPS`, run once; not to be donated."""
+
+    @functools.cache
+    def run_of(name):
+        return finish(tiny, shared(name), start(tiny, shared(name)), NUM_STEPS)
+
+    return run_of
+
+
+def start(tiny, program):
+    return program.init(tiny.make_params(), jax.random.key(0))
+
+
+def stream(tiny, num_regions, first_step):
+    for step in itertools.count(first_step):
+        yield jax.tree.map(lambda x: x[:num_regions], tiny.make_batch(step))
+
+
+def finish(tiny, program, state, num_steps):
+    """One step after the other, so that one length of a scan is compiled."""
+    batches, outputs = stream(tiny, program.num_regions, state.step), []
+    for batch in itertools.islice(batches, num_steps):
+        batch = jax.tree.map(lambda x: x[None], batch)
+        state, output = program.advance(state, batch)
+        outputs.append(output)
+    return state, outputs
+
+
+def loss_of(tiny, params):
+    """On a batch that no region trains on, in NumPy."""
+    batch = jax.tree.map(np.concatenate, tiny.make_batch(9999))
+    x = batch["x"] @ params["embed"]
+    for w in params["blocks"]["w"]:
+        x = x + np.tanh(x @ w)
+    return np.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
+def really_sent(program, state):
+    """Bytes of one region's messages: of a fragment each, and of a step's exchange."""
+    method, sync = program.method, program.method.sync
+    compressor = (sync and sync.message.compressor()) or identity()
+
+    @jax.jit
+    def encode(params, key):
+        made, step = method.per_step, ()
+        if made is not None:
+            memory = made.init(params)
+            step, _ = made.send(params, memory, key)
+        parts = range(method.num_fragments if sync else 0)
+        return [
+            of_fragment(program.fragments.take(params, k), key) for k in parts
+        ], step
+
+    def of_fragment(part, key):
+        outer = sync.outer
+        if isinstance(outer, RegionalOuter):
+            memory = outer.init(part, compressor)
+            return outer.send(part, memory, part, compressor, key)[0]
+        part = sync.message.average.before(part, key)
+        return compressor.encode(part, compressor.init(part), key)[0]
+
+    def num_bytes(message):
+        return sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+
+    params = jax.tree.map(lambda x: np.array(x[0]), state.region.params)
+    messages, step = encode(params, jax.random.key(0))
+    return [num_bytes(message) for message in messages], num_bytes(step)
+
+
+def test_every_method_is_here():
+    assert OPTIONS.keys() == methods.METHODS.keys()
+
+
+def test_it_lowers_the_loss(tiny, program, trained, name):
+    state, outputs = trained(name)
+    before, after = (
+        loss_of(tiny, jax.device_get(p))
+        for p in (tiny.make_params(), program.mean_params(state))
+    )
+    assert after < 0.9 * before
+    assert all(np.isfinite(output.losses).all() for output in outputs)
+
+
+def test_bytes_are_those_of_the_messages(program, trained, name):
+    state, outputs = trained(name)
+    sync, schedule = program.method.sync, program.method.schedule
+    if sync and isinstance(
+        sync.message, ByRings
+    ):  # No messages but partial sums, see test_rings.py.
+        each_sync = [s.num_bytes for output in outputs for s in output.syncs]
+        assert state.bytes_sent == sum(each_sync) > 0
+        return
+    each, each_step = really_sent(program, state)
+    if program.num_regions == 1:
+        assert state.bytes_sent == 0  # To nobody.
+        return
+    if sync and schedule.is_by_region:
+        # Of 4 regions, each 4 times in 16 steps, one at a time.
+        assert state.bytes_sent == each[0] * 4
+        assert sum(len(output.syncs) for output in outputs) == 16
+        return
+    if sync and sync.moments:  # Of 8 syncs, 4 carry the first ones and 2 the second.
+        (adam,) = [x for x in state.region.opt_state if hasattr(x, "nu")]
+        own = [sum(x[0].nbytes for x in jax.tree.leaves(y)) for y in (adam.mu, adam.nu)]
+        synced = sum(s.num_bytes for output in outputs for s in output.syncs)
+        assert state.bytes_sent == synced == 8 * each[0] + 4 * own[0] + 2 * own[1]
+        return
+    sent = [s.fragment_id for output in outputs for s in output.syncs if s.num_bytes]
+    in_flight = state.sync.schedule.in_flight if sync else ()
+    flying = [each.fragment_id for each in in_flight if each.start_step]
+    expected = NUM_STEPS * each_step + sum(each[k] for k in sent + flying)
+    assert state.bytes_sent == expected
+    assert (expected > 0) == (program.method.name != "apart")
+    for output in outputs:
+        for applied in output.syncs:
+            is_first = schedule.init().in_flight and applied.start_step == 0
+            assert applied.num_bytes == (0 if is_first else each[applied.fragment_id])
+
+
+def test_a_restored_run_goes_on_bit_for_bit(tiny, program, tmp_path):
+    """From between two events, with whatever is in flight or was left unsent."""
+    state, _ = finish(tiny, program, start(tiny, program), CUT)
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.save(program, state, {})
+    expected, outputs = finish(tiny, program, state, NUM_STEPS - CUT)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(program)
+    assert restored.step == CUT
+    restored, again = finish(tiny, program, restored, NUM_STEPS - CUT)
+    tiny.assert_same(tiny.numbers(restored), tiny.numbers(expected))
+    for new, old in zip(again, outputs, strict=True):
+        tiny.assert_same(tiny.host(new.losses), tiny.host(old.losses))
+
+
+def test_nothing_compiles_after_the_first_cycle(tiny, program):
+    state, _ = finish(tiny, program, start(tiny, program), NUM_STEPS)
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == COMPILED:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    finish(tiny, program, state, NUM_STEPS)
+    start(tiny, program)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qsparse", "demo", "heloco"],
+)
+def test_four_regions_on_one_device_are_four_on_four(tiny, shared, name):
+    """To rounding; of each way to exchange one."""
+    program = shared(name)
+    assert dict(program.mesh.shape)["region"] == 4
+    alone = make(tiny, name, make_mesh(4, devices=jax.devices()[:1]))
+    ends = []
+    for each in (program, alone):
+        state, _ = finish(tiny, each, start(tiny, each), 8)
+        ends.append(jax.device_get((state.region.params, each.outer_params(state))))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *ends)
+
+
+@pytest.fixture(scope="module")
+def divided_and_host(tiny):
+    """The outer state divided over the two devices that each region has, and not."""
+    ends = []
+    for place in ("divided", "host"):
+        program = make(tiny, "co2", make_mesh(4, 2), outer_placement=place)
+        ends.append((program, finish(tiny, program, start(tiny, program), 8)[0]))
+    return ends
+
+
+def test_a_divided_outer_state_gives_the_same(divided_and_host):
+    each = [
+        jax.device_get((state.region.params, program.outer_params(state)))
+        for program, state in divided_and_host
+    ]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *each)
+
+
+def test_a_device_holds_half_of_a_divided_outer_state(divided_and_host):
+    def share(state):
+        """Of the bytes of the leaves with more than one number, on one device."""
+        leaves = [x for x in jax.tree.leaves(state.sync.outer) if x.size > 1]
+        first = [x.addressable_shards[0].data.nbytes for x in leaves]
+        return sum(first) / sum(x.nbytes for x in leaves)
+
+    assert [share(state) for _, state in divided_and_host] == [0.5, 1]

@@ -1,0 +1,433 @@
+"""The region program: donation, copies, compilation, cuts of a run, bad input."""
+
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from cocodc_jax import methods
+from cocodc_jax.core.state import TrainState
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program import assemble as parts
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sharding.outer_mesh import outer_device
+from cocodc_jax.sync import cutting, merge
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, run
+from cocodc_jax.transforms.second_moment import adam_second_moment
+from tests.numerics import assert_within_ulps
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compiled():
+    """A list that grows by one with every program XLA compiles."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == COMPILED:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def stacked(tiny, first, last):
+    """Batches of the steps `first` to `last` - 1, leaves `[T, R, ...]`."""
+    return jax.tree.map(
+        lambda *x: np.stack(x), *map(tiny.make_batch, range(first, last))
+    )
+
+
+def cut_run(tiny, program, cuts):
+    """Runs to each of `cuts` in turn with a program that is asked anew each time."""
+    state, losses, syncs = tiny.start(program), [], []
+    for cut in cuts:
+        state, outputs = tiny.finish(program, state, cut - state.step)
+        losses += [np.asarray(output.losses) for output in outputs]
+        syncs += [sync for output in outputs for sync in output.syncs]
+    return tiny.numbers(state), np.concatenate(losses), [tiny.host(s) for s in syncs]
+
+
+def is_deleted(x):
+    return x.is_deleted()
+
+
+class TestArrays:
+    def test_old_regions_and_applied_outer_fragments_are_donated(
+        self, tiny, method_name
+    ):
+        program = tiny.shared_program(method_name)
+        old = tiny.start(program)
+        for new, output in run(program, old, tiny.stream(), 12):
+            assert all(x.is_deleted() for x in jax.tree.leaves(old.region))
+            applied = {sync.fragment_id for sync in output.syncs}
+            outer = old.sync.outer if old.sync else ()
+            for k, arrays in enumerate(zip(*outer, strict=True)):
+                for x in jax.tree.leaves(arrays):
+                    assert x.is_deleted() == (k in applied)
+            kept = new.region, new.sync and new.sync.outer
+            assert not any(map(is_deleted, jax.tree.leaves(kept)))
+            old = new
+
+    @pytest.mark.parametrize("outer_place", ["spare", "mesh"])
+    @pytest.mark.parametrize("name", ["streaming_diloco", "diloco"])
+    def test_the_callers_arrays_survive(self, tiny, monkeypatch, outer_place, name):
+        """What goes into `init` and what `outer_params` gave, after later syncs.
+
+        Also where the outer state shares a device with the regions: there a copy
+        between shardings would be none, and donation would delete it.
+        """
+        mesh = make_mesh(4, devices=jax.devices()[:1])
+        if outer_place == "spare":
+            monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
+        program = tiny.make_program(name, mesh)
+        params = [
+            jax.device_put(tiny.make_params(), device)
+            for device in (mesh.devices.flat[0], outer_device(mesh))
+        ]
+        for given in params:
+            state = program.init(given, jax.random.key(0))
+            outer, mean = program.outer_params(state), program.mean_params(state)
+            tiny.finish(program, state, 12)
+            for tree in (given, outer, mean):
+                tiny.assert_same(tiny.host(tree), tiny.make_params())
+
+    def test_outer_state_is_one_copy_on_one_device_outside_the_mesh(
+        self, tiny, method_name
+    ):
+        program = tiny.shared_program(method_name)
+        state, _ = tiny.finish(program, tiny.start(program), 8)
+        spare = outer_device(program.mesh)
+        assert spare not in program.mesh.devices
+        if method_name == "data_parallel":
+            assert state.sync is None
+            return
+        where = {x.sharding for x in jax.tree.leaves(state.sync.outer)}
+        assert where == {SingleDeviceSharding(spare)}
+        outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.sync.outer.params))
+        assert outer_bytes == sum(program.fragments.num_bytes)
+
+    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self, tiny):
+        mesh = make_mesh(4, devices=jax.devices()[:1])
+        for exchange, device in (("program", mesh.devices.flat[0]), ("outer", None)):
+            program = tiny.make_program(
+                "streaming_diloco", mesh, transport=Transport(exchange)
+            )
+            outer = jax.tree.leaves(tiny.start(program).sync.outer)
+            where = {place for x in outer for place in x.devices()}
+            assert where == {device or outer_device(mesh)}
+
+    @pytest.mark.parametrize("name", ["cocodc", "cocodc_hessian", "diloco"])
+    def test_where_the_outer_state_lies_changes_no_number(
+        self, tiny, monkeypatch, name
+    ):
+        """Nor that events are among the inner steps there."""
+        mesh = make_mesh(4, devices=jax.devices()[:1])
+        beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
+        monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
+        apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
+        assert_within_ulps(beside, apart)
+
+    def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params()
+        )
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.1), tiny.METHODS["streaming_diloco"], params, 4
+        )
+        state = program.init(params, jax.random.key(0))
+        state, _ = tiny.finish(program, state, 8)
+        assert {x.dtype for x in jax.tree.leaves(state.region.params)} == {
+            jnp.dtype(jnp.bfloat16)
+        }
+        assert {x.dtype for x in jax.tree.leaves(state.sync.outer)} == {
+            np.dtype("float32")
+        }
+        # What is sent is the float32 pseudo-gradient: four syncs of half the model.
+        assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
+        mean = program.mean_params(state)["head"]
+        assert mean.dtype == jnp.bfloat16
+        each = np.asarray(state.region.params["head"], np.float32)
+        np.testing.assert_array_equal(mean, each.mean(0).astype(jnp.bfloat16))
+
+    def test_bfloat16_gradients_are_averaged(self, tiny):
+        """In float32 on the way: XLA's CPU backend aborts on a bfloat16 all-reduce."""
+        params = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params()
+        )
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.1), methods.get("data_parallel"), params, 4
+        )
+        state = program.init(params, jax.random.key(0))
+        _, (output,) = tiny.finish(program, state, 2)
+        assert np.isfinite(output.losses).all()
+
+
+def test_narrow_parameters_where_nothing_is_promoted():
+    def loss_fn(params, batch, key):
+        return jnp.mean((params["w"][None] - batch) ** 2), {}
+
+    method = methods.get(
+        "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
+    )
+    params = {"w": jnp.zeros(3, jnp.bfloat16)}
+    batches = itertools.repeat(np.ones((2, 4, 3), jnp.bfloat16))
+    with jax.numpy_dtype_promotion("strict"):
+        program = RegionProgram(loss_fn, optax.sgd(0.1), method, params, 2)
+        state = program.init(params, jax.random.key(0))
+        *_, (state, _) = run(program, state, batches, num_steps=4)
+        mean = program.mean_params(state)
+    assert mean["w"].dtype == jnp.bfloat16
+    assert np.all(mean["w"] > 0)
+
+
+class TestCompilation:
+    def test_nothing_compiles_after_the_first_cycle(self, tiny, method_name, compiled):
+        program = tiny.shared_program(method_name)
+        state, _ = tiny.finish(program, tiny.start(program), 12)
+        compiled.clear()
+        for _ in range(2):
+            state, _ = tiny.finish(program, state, 12)
+        tiny.start(program)
+        assert not compiled
+
+    def test_the_count_sees_a_compilation(self, compiled):
+        jax.jit(lambda x: x * 3)(jnp.ones(3))
+        assert compiled
+
+    @pytest.mark.parametrize("name", ["data_parallel", "diloco", "streaming_diloco"])
+    def test_nothing_is_moved_unasked(self, tiny, name):
+        program = tiny.shared_program(name)
+        state, _ = tiny.finish(program, tiny.start(program), 12)
+        with jax.transfer_guard("disallow"):
+            tiny.finish(program, state, 12)
+            with pytest.raises(RuntimeError, match="Disallowed"):
+                jax.jit(jnp.sin)(np.ones(3))
+
+    def test_nor_to_a_single_device(self, tiny):
+        """Which otherwise takes host batches in with its other arguments."""
+        program = tiny.sharded_program("streaming_diloco", 1, 1, 1)
+        _, outputs = tiny.finish(program, tiny.start(program), 12)
+        state = tiny.start(program)
+        with jax.transfer_guard("disallow"):
+            _, guarded = tiny.finish(program, state, 12)
+        for one, other in zip(outputs, guarded, strict=True):
+            tiny.assert_same(one.losses, other.losses)
+
+    def test_advance_waits_for_no_device(self):
+        """Steps on a batch that takes a second to make are handed out at once."""
+
+        @jax.jit
+        def make_slowly(batch, matrix):
+            matrix = jax.lax.fori_loop(0, 20_000, lambda _, x: x @ x, matrix)
+            return batch + matrix[None, :1, :3]
+
+        def loss_fn(params, batch, key):
+            return jnp.mean((params["w"] - batch) ** 2), {}
+
+        method = methods.get(
+            "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
+        )
+        params, batch = {"w": jnp.ones(3)}, jnp.zeros((1, 1, 3))
+        program = RegionProgram(
+            loss_fn, optax.sgd(0.1), method, params, 1, mesh=make_mesh(1)
+        )
+        state = program.init(params, jax.random.key(0))
+        for _ in range(4):
+            state, _ = program.advance(state, batch)
+        slow = make_slowly(batch, jnp.zeros((128, 128)))
+        handed_out = []
+        for given in (slow, batch, batch, batch):
+            state, output = program.advance(state, given)
+            handed_out.append(output.losses)
+            # The sync at step 5 started at 4, before what is slow; that at 7 after.
+            handed_out += [s.norm for s in output.syncs if s.start_step > 4]
+        is_ready = [x.is_ready() for x in handed_out]
+        jax.block_until_ready((state.region, state.sync.outer))
+        assert is_ready == [False] * 5
+
+
+class TestCuts:
+    @pytest.mark.parametrize("cuts", [(10, 24), (9, 10, 24)])
+    def test_where_a_run_is_cut_changes_no_number(self, tiny, method_name, cuts):
+        program = tiny.shared_program(method_name)
+        whole = cut_run(tiny, program, (24,))
+        tiny.assert_same(cut_run(tiny, program, cuts), whole)
+
+    def test_another_run_would_be_seen(self, tiny):
+        program = tiny.shared_program("diloco")
+        whole = cut_run(tiny, program, (8,))
+        with pytest.raises(AssertionError):
+            tiny.assert_same(cut_run(tiny, program, (9,)), whole)
+
+    def test_run_yields_at_every_event(self, tiny):
+        program = tiny.shared_program("streaming_diloco")
+        ends = [s.step for s, _ in run(program, tiny.start(program), tiny.stream(), 9)]
+        assert ends == [2, 4, 6, 8, 9]
+
+    @pytest.mark.parametrize("ahead", [None, 500])
+    def test_long_stretches_without_events_are_scanned_in_parts(self, ahead):
+        def advance(state, batches):
+            return TrainState(None, step=state.step + len(batches)), len(batches)
+
+        program = types.SimpleNamespace(
+            steps_to_event=lambda state: ahead, advance=advance
+        )
+        steps = run(program, TrainState(None), itertools.repeat(np.zeros(1)), 201)
+        assert MAX_SCAN_STEPS == 100
+        assert [taken for _, taken in steps] == [100, 100, 1]
+
+    def test_batches_may_lie_on_the_mesh_already(self, tiny):
+        program = tiny.shared_program("diloco")
+        batches = stacked(tiny, 0, 2)
+        one, _ = program.advance(tiny.start(program), batches)
+        two, _ = program.advance(tiny.start(program), program.put_batches(batches))
+        tiny.assert_same(tiny.numbers(one), tiny.numbers(two))
+
+
+class TestMerge:
+    def test_a_merge_has_a_key_that_no_inner_step_has(self, tiny):
+        def apply(local, staged, outer, *, delay_steps, key):
+            return outer, {"draw": jax.random.key_data(key)[1]}
+
+        method = methods.get(
+            "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=2
+        ).with_sync(merge=merge.Merge("draws", apply, needs=frozenset({"key"})))
+        program = RegionProgram(
+            tiny.loss_fn, optax.sgd(0.1), method, tiny.make_params(), 4
+        )
+        _, outputs = tiny.finish(program, tiny.start(program), 8)
+        draws = [np.asarray(o.aux["draw"]) for o in outputs]
+        draws += [s.metrics["draw"][None] for o in outputs for s in o.syncs]
+        draws = np.concatenate(draws)
+        assert len(draws) == 8 + 6
+        assert len(np.unique(draws)) == draws.size
+
+
+class TestBadInput:
+    def make(self, tiny, method="diloco", num_regions=4, **options):
+        return RegionProgram(
+            tiny.loss_fn,
+            optax.sgd(0.1),
+            options.pop("value", None) or methods.get(method),
+            tiny.make_params(),
+            num_regions,
+            **options,
+        )
+
+    def test_regions_that_the_mesh_does_not_divide(self, tiny):
+        with pytest.raises(ValueError, match="regions=3 is not a multiple .* 2"):
+            self.make(tiny, num_regions=3, mesh=make_mesh(2))
+
+    @pytest.mark.parametrize("num_regions", [0, 2.0, None])
+    def test_regions_that_are_no_number_of_them(self, tiny, num_regions):
+        message = f"regions={num_regions} must be a whole number, at least 1"
+        with pytest.raises(ValueError, match=message):
+            self.make(tiny, num_regions=num_regions)
+
+    def test_a_number_of_regions_may_be_numpys(self, tiny):
+        assert self.make(tiny, num_regions=np.int64(4)).num_regions == 4
+
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ({}, "params has no arrays"),
+            (
+                {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}},
+                "two leaves whose path is 'a/b'",
+            ),
+            (
+                {"w": jnp.ones(2, jnp.complex64)},
+                "'w' of dtype complex64: pass its",
+            ),
+        ],
+    )
+    def test_parameters_that_cannot_be_trained(self, params, message):
+        with pytest.raises(ValueError, match=message):
+            RegionProgram(lambda *_: (0.0, {}), optax.sgd(0.1), "diloco", params, 2)
+
+    def test_a_loss_without_aux(self, tiny):
+        bare = lambda params, batch, key: tiny.loss_fn(params, batch, key)[0]  # noqa: E731
+        program = RegionProgram(bare, optax.sgd(0.1), "diloco", tiny.make_params(), 4)
+        with pytest.raises(ValueError, match=r"loss_fn must return \(loss, aux\)"):
+            tiny.finish(program, tiny.start(program), 1)
+
+    def test_fragments_of_another_method(self, tiny):
+        two = cutting.cut(tiny.make_params(), 2)
+        with pytest.raises(ValueError, match="2 entries.*num_fragments=1"):
+            self.make(tiny, fragments=two)
+
+    def test_more_fragments_than_blocks(self, tiny):
+        with pytest.raises(ValueError, match="num_fragments=4 .* 2 blocks"):
+            self.make(tiny, "streaming_diloco")
+
+    def test_a_learning_rate_that_is_missing(self, tiny):
+        with pytest.raises(
+            ValueError, match=r"needs .learning_rate.: pass Supplies\(learning_rate"
+        ):
+            self.make(tiny, value=tiny.METHODS["cocodc"])
+
+    def test_a_merge_that_wants_what_there_is_not(self, tiny):
+        rule = merge.Merge("odd", lambda *_: None, needs=frozenset({"moon_phase"}))
+        method = methods.get("diloco").with_sync(merge=rule)
+        with pytest.raises(ValueError, match=r"needs \['moon_phase'\]"):
+            self.make(tiny, value=method)
+
+    def test_gauss_newton_without_the_loss_in_two_parts(self, tiny):
+        method = methods.get(
+            "cocodc", curvature="gauss_newton", curvature_units="gradient",
+            num_fragments=2,
+        )  # fmt: skip
+        with pytest.raises(
+            ValueError, match=r"needs 'model_fn': pass Supplies\(outputs"
+        ):
+            self.make(tiny, value=method)
+
+    def test_a_second_moment_that_is_not_given(self, tiny):
+        with pytest.raises(ValueError, match=r"second_moment=adam_second_moment\(b2\)"):
+            self.without_adam(tiny, None)
+
+    def test_an_optimizer_without_adams_second_moment(self, tiny):
+        with pytest.raises(ValueError, match="holds 0 Adam states"):
+            self.without_adam(tiny, adam_second_moment(0.9))
+
+    def test_an_optimizer_with_adams_second_moment_of_some(self, tiny):
+        leaves, structure = jax.tree.flatten(tiny.make_params())
+        labels = structure.unflatten(["adam"] + ["sgd"] * (len(leaves) - 1))
+        both = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
+        some = optax.partition(both, labels)
+        with pytest.raises(ValueError, match="leaves some to others"):
+            self.without_adam(tiny, adam_second_moment(0.9), some)
+
+    def without_adam(self, tiny, second_moment, optimizer=None):
+        return RegionProgram(
+            tiny.loss_fn,
+            optimizer or optax.sgd(0.1),
+            tiny.METHODS["cocodc"],
+            tiny.make_params(),
+            4,
+            supplies=Supplies(0.1, second_moment),
+        )
+
+    def test_steps_past_an_event(self, tiny):
+        program = tiny.shared_program("diloco")
+        state = tiny.start(program)
+        assert program.steps_to_event(state) == 2
+        with pytest.raises(
+            ValueError, match="3 steps lead past the next event, which is 2"
+        ):
+            program.advance(state, stacked(tiny, 0, 3))
+
+    def test_batches_that_end(self, tiny):
+        program = tiny.shared_program("diloco")
+        with pytest.raises(ValueError, match="ended at step 3, before .* step 4"):
+            list(run(program, tiny.start(program), map(tiny.make_batch, range(3)), 8))

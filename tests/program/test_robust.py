@@ -1,0 +1,325 @@
+"""Regions that send nonsense in the middle of a run, against NumPy: the formulas of
+`sync.robust` and of the methods, one region and one step at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.report.records import check_record
+from cocodc_jax.sync.messages import Compressed
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.robust import told
+from cocodc_jax.sync.schedules import events_at
+from cocodc_jax.train.cadence import Cadence
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.finite import NonFiniteLossError
+from cocodc_jax.train.hooks import Hooks
+from cocodc_jax.train.loop import train
+from cocodc_jax.train.run_steps import run
+from cocodc_jax.transforms.compressor import identity
+from cocodc_jax.transforms.second_moment import adam_second_moment
+from tests.numerics import assert_within_ulps
+
+R, LR, MOMENTUM = 4, 0.1, 0.5
+PARAMS = {"a": np.array([1.0, -2.0, 0.5]), "b": np.array([2.0, 1.0])}
+OUTER = {"outer_lr": 0.5, "outer_momentum": 0.9}
+DILOCO = functools.partial(methods.get, "diloco", sync_interval=2, **OUTER)
+STREAMING = functools.partial(
+    methods.get,
+    "streaming_diloco",
+    sync_interval=4,
+    num_fragments=2,
+    delay_steps=2,
+    mixing_alpha=0.25,
+    **OUTER,
+)
+
+
+def loss_fn(params, batch, key):
+    return sum(jnp.sum((params[n] - batch[n]) ** 2) for n in params) / 2, {}
+
+
+def make_batch(step):
+    """Region 2 reads nonsense at step 3, region 0 what is far too large at step 6."""
+    rng = np.random.default_rng(step)
+    batch = {n: rng.normal(size=(R, *x.shape)) for n, x in PARAMS.items()}
+    if step == 3:
+        batch["b"][2, 0] = np.nan
+    if step == 6:
+        batch["a"][0] = 1e4
+    return batch
+
+
+def stream(step=0):
+    while True:
+        step += 1
+        yield make_batch(step)
+
+
+def make_program(method, exchange="program"):
+    return RegionProgram(
+        loss_fn,
+        optax.sgd(LR, MOMENTUM),
+        method,
+        PARAMS,
+        R,
+        transport=Transport(exchange),
+    )
+
+
+def verdict_of(program, num_steps):
+    """The state after so many steps, and who was left out of the one sync by then."""
+    state = program.init(PARAMS, jax.random.key(0))
+    *_, (state, output) = run(program, state, stream(), num_steps)
+    return state, told(np.asarray(output.syncs[0].verdict))
+
+
+def mean_of(messages, above, mean, trim):
+    """The verdicts and the mean of the regions' messages, each one array."""
+    length = np.array([np.linalg.norm(x) for x in messages])
+    finite = np.isfinite(length)
+    far = finite & (np.nan_to_num(length) > above * np.median(length[finite]))
+    kept = [m for m in range(R) if finite[m] and not far[m]]
+    values = np.array([messages[m] for m in kept])
+    if mean == "clip":
+        limit = np.median(length[kept])
+        scale = np.minimum(1, limit / length[kept])
+        values = values * scale[:, None]
+    if mean == "trim":
+        cut = int(trim * len(kept))
+        values = np.sort(values, axis=0)[cut : len(kept) - cut]
+    return [m for m in range(R) if m not in kept], values.mean(0)
+
+
+def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
+    """The outer parameters, and who was left out of which sync."""
+    schedule = program.method.sync.schedule
+    names = [
+        sorted(program.fragments.take(PARAMS, k)) for k in range(len(program.fragments))
+    ]
+    outer = {n: x.copy() for n, x in PARAMS.items()}
+    trace = {n: np.zeros_like(x) for n, x in PARAMS.items()}
+    w = [{n: x.copy() for n, x in PARAMS.items()} for _ in range(R)]
+    pace = [{n: np.zeros_like(x) for n, x in PARAMS.items()} for _ in range(R)]
+    state, flights, judged = schedule.init(), {}, []
+    for step in range(1, num_steps + 1):
+        batch = make_batch(step)
+        for m in range(R):
+            for n in PARAMS:
+                pace[m][n] = MOMENTUM * pace[m][n] + w[m][n] - batch[n][m]
+                w[m][n] = w[m][n] - LR * pace[m][n]
+        if schedule.next_step(state) != step:
+            continue
+        for after, event in events_at(schedule, state, step):
+            state = after
+            if event is None:
+                break
+            k = event.fragment_id
+            if event.kind == "start":
+                messages = []
+                for m in range(R):
+                    x = np.concatenate([outer[n] - w[m][n] for n in names[k]])
+                    sick = any(np.isnan(v).any() for v in w[m].values())
+                    messages.append(np.full_like(x, np.nan) if sick else x)
+                out, delta = mean_of(messages, above, mean, trim)
+                flights[event.sync_id] = [set(out), delta]
+                judged.append((step, k, out))
+            elif event.kind == "finish":
+                out, delta = flights.pop(event.sync_id)
+                for n in names[k]:
+                    part, delta = np.split(delta, [len(outer[n])])
+                    trace[n] = part + 0.9 * trace[n]
+                    outer[n] = outer[n] - 0.5 * (part + 0.9 * trace[n])
+                for m in out:
+                    w[m] = {n: x.copy() for n, x in outer.items()}
+                    pace[m] = {n: np.zeros_like(x) for n, x in outer.items()}
+                    for flight in flights.values():
+                        flight[0].discard(m)
+                for m in range(R):
+                    for n in names[k]:
+                        w[m][n] = alpha * w[m][n] + (1 - alpha) * outer[n]
+    return outer, w, judged
+
+
+CASES = {
+    "program": (DILOCO, {"exclude_above": 5.0}, "program", 0.0),
+    "outer mesh": (DILOCO, {"exclude_above": 5.0}, "outer", 0.0),
+    "gathered": (DILOCO, {"exclude_above": 5.0, "gathered": True}, "program", 0.0),
+    "clip": (DILOCO, {"exclude_above": 5.0, "robust_mean": "clip"}, "program", 0.0),
+    "trim": (DILOCO, {"robust_mean": "trim:0.25"}, "outer", 0.0),
+    "late": (STREAMING, {"exclude_above": 5.0}, "program", 0.25),
+    "late, outer mesh": (
+        STREAMING,
+        {"exclude_above": 5.0, "gathered": True},
+        "outer",
+        0.25,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_numpy(case):
+    make, options, exchange, alpha = CASES[case]
+    options = dict(options)
+    gathered = options.pop("gathered", False)
+    with jax.enable_x64(True):
+        method = make(**options)
+        if gathered:
+            method = method.with_sync(message=Compressed(identity()))
+        program = make_program(method, exchange)
+        state = program.init(PARAMS, jax.random.key(0))
+        syncs = []
+        for after, output in run(program, state, stream(), 12):
+            state = after
+            syncs += output.syncs
+        robust = method.sync.robust
+        outer, w, judged = reference(
+            program, 12, robust.exclude_above, robust.mean, robust.trim, alpha
+        )
+        found = program.outer_params(state)
+        for n in PARAMS:
+            np.testing.assert_allclose(found[n], outer[n], rtol=1e-10)
+            local = np.stack([each[n] for each in w])
+            np.testing.assert_allclose(state.region.params[n], local, rtol=1e-10)
+    left_out = {
+        (s.start_step, s.fragment_id): told(np.asarray(s.verdict)) for s in syncs
+    }
+    assert any(out for _, _, out in judged)
+    for step, k, out in judged:
+        if (step, k) in left_out:
+            assert sorted(left_out[step, k]) == out, (step, k)
+
+
+def test_nobody_left_out_changes_nothing():
+    """The flag on, and nothing to leave out: the same numbers."""
+
+    def quiet():
+        rng = np.random.default_rng(0)
+        while True:
+            yield {n: rng.normal(size=(R, *x.shape)) for n, x in PARAMS.items()}
+
+    ends = []
+    for options in ({}, {"exclude_above": 50.0}):
+        program = make_program(STREAMING(**options))
+        state = program.init(PARAMS, jax.random.key(0))
+        *_, (state, _) = run(program, state, quiet(), 12)
+        ends.append(jax.tree.map(np.asarray, state.region.params))
+    assert_within_ulps(*ends)
+
+
+@pytest.mark.parametrize("averaging", ["mean", "rda"])
+def test_an_outlier_is_one_whatever_the_mean_is_of(averaging):
+    """Directions are of length 1, far above that of a short pseudo-gradient."""
+    method = methods.get(
+        "decoupled_diloco",
+        sync_interval=6,
+        num_fragments=1,
+        delay_steps=1,
+        averaging=averaging,
+        exclude_above=5.0,
+    )
+    program = RegionProgram(loss_fn, optax.sgd(1e-5), method, PARAMS, R)
+    _, verdict = verdict_of(program, 7)
+    assert verdict == {0: "outlier", 2: "not finite"}
+
+
+def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
+    method = DILOCO(exclude_above=5.0, compress="ef+int8")
+    optimizer = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
+    program = RegionProgram(loss_fn, optimizer, method, PARAMS, R)
+    state, verdict = verdict_of(program, 4)
+    assert verdict == {2: "not finite"}
+    (fed_back,) = jax.tree.map(np.asarray, state.sync.compressors)
+    for leaf in jax.tree.leaves(fed_back):
+        if leaf.dtype == np.float32:
+            assert (leaf[2] == 0).all()
+            assert np.isfinite(leaf).all()
+    adam, rate = state.region.opt_state
+    assert np.asarray(adam.count).tolist() == [4, 4, 0, 4]
+    assert np.asarray(rate.count).tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("curvature", ["adam_second_moment", "hessian_vector"])
+def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
+    """Region 2 is restored as it merges, its inner optimizer fresh."""
+    method = methods.get(
+        "cocodc",
+        sync_interval=4,
+        num_fragments=1,
+        delay_steps=2,
+        curvature=curvature,
+        exclude_above=5.0,
+    )
+    optimizer, supplies = optax.adam(LR), Supplies(LR, adam_second_moment(0.999))
+    program = RegionProgram(loss_fn, optimizer, method, PARAMS, R, supplies=supplies)
+    state, verdict = verdict_of(program, 6)
+    assert verdict == {2: "not finite"}
+    assert np.asarray(state.region.opt_state[0].count).tolist() == [6, 6, 0, 6]
+    found, outer = state.region.params, program.outer_params(state)
+    for n in PARAMS:
+        np.testing.assert_array_equal(found[n][2], outer[n])
+
+
+class TestLoop:
+    def train(self, num_steps, folder=None, **options):
+        program = make_program(STREAMING(**options))
+        records, progress = [], None
+        state = program.init(PARAMS, jax.random.key(0))
+        checkpoints = Checkpoints(folder) if folder else None
+        if checkpoints and (restored := checkpoints.restore(program)):
+            state, extra = restored
+            progress = extra["progress"]
+        try:
+            result = train(
+                program,
+                state,
+                stream(state.step),
+                num_steps,
+                lambda step: step,
+                cadence=Cadence(log_every=2, checkpoint_every=5),
+                hooks=Hooks(record=records.append),
+                checkpoints=checkpoints,
+                progress=progress,
+            )
+        finally:
+            if checkpoints:
+                checkpoints.__exit__(None, None, None)
+        return result, records
+
+    def test_one_region_does_not_end_the_run(self):
+        result, records = self.train(12, exclude_above=5.0)
+        assert all(
+            np.isfinite(x).all() for x in jax.tree.leaves(result.state.region.params)
+        )
+        syncs = [r for r in records if r["kind"] == "sync"]
+        assert [0, 0, 1, 0] in [r["left_out"] for r in syncs]
+        assert [2, 0, 0, 0] in [r["left_out"] for r in syncs]
+        for record in records:
+            check_record(record)
+        assert result.left_out["region 2: not finite"] >= 1
+        losses = [r for r in records if r["kind"] == "train"]
+        assert all(r["loss"] is not None for r in losses)
+        assert any(None in r["loss_regions"] for r in losses)
+        assert None not in losses[-1]["loss_regions"]
+
+    def test_it_does_without_the_flag(self):
+        with pytest.raises(NonFiniteLossError, match="loss is nan at step 3 in region"):
+            self.train(12)
+
+    def test_a_run_goes_on_from_the_middle_of_it(self, tmp_path):
+        """Region 2 is restored as the checkpoint is written, in both."""
+        whole, _ = self.train(12, tmp_path / "whole", exclude_above=5.0)
+        self.train(5, tmp_path / "parts", exclude_above=5.0)
+        result, _ = self.train(12, tmp_path / "parts", exclude_above=5.0)
+        assert result.left_out == whole.left_out
+        for n in PARAMS:
+            np.testing.assert_array_equal(
+                result.state.region.params[n], whole.state.region.params[n]
+            )

@@ -1,0 +1,205 @@
+"""Segments: start, inner steps and merge as one program, with the plain form's numbers.
+
+To rounding: XLA may fuse otherwise where more is in one program, and sums the norm of
+an outer state that is divided part by part.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program import segment
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sharding.transfer import PINNED
+from cocodc_jax.train.checkpoint import Checkpoints
+from tests.numerics import assert_within_ulps
+
+NUM_STEPS = 12
+SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
+CASES = {
+    "streaming": ("streaming_diloco", SHORT),
+    "streaming, tau > H / K": ("streaming_diloco", SHORT | dict(delay_steps=5)),
+    "streaming, int8": ("streaming_diloco", SHORT | dict(compress="ef+int8")),
+    "streaming, feedback": (
+        "streaming_diloco", SHORT | dict(compress="ef+int8", merge_feedback=True),
+    ),
+    "streaming, feedback, tau > H / K": (
+        "streaming_diloco",
+        SHORT | dict(compress="ef+int8", merge_feedback=True, delay_steps=6),
+    ),
+    "cocodc": ("cocodc", SHORT | dict(syncs_per_interval=2)),
+    "cocodc, second_moment, drift": (
+        "cocodc",
+        SHORT | dict(curvature="adam_second_moment", transmission_score="drift"),
+    ),
+    "cocodc, Hessian": ("cocodc", SHORT | dict(curvature="hessian_vector")),
+    "streaming, divided": (
+        "streaming_diloco", SHORT | dict(outer_placement="divided"),
+    ),
+    "streaming, exclude": ("streaming_diloco", SHORT | dict(exclude_above=9.0)),
+    "streaming, whole": ("streaming_diloco", SHORT | dict(num_fragments=1)),
+    # Nothing of these is hidden.
+    "diloco": ("diloco", dict(sync_interval=3)),
+    "co2": ("co2", dict(sync_interval=3, staleness_gap="measured")),
+}  # fmt: skip
+
+# What each of these adds is in another case, or in a form without windows.
+SLOW = (
+    "streaming, feedback, tau > H / K",
+    "cocodc, second_moment, drift",
+    "cocodc, Hessian",
+    "streaming, exclude",
+    "streaming, whole",
+    "diloco",
+)
+
+
+def make(tiny, case, fuse_syncs):
+    """Regions of two devices each in the first case, of one in the others."""
+    name, options = CASES[case]
+    devices = 8 if case == "streaming" else 4
+    return tiny.program_of(
+        methods.get(name, **options),
+        make_mesh(tiny.NUM_REGIONS, devices // 4, devices=jax.devices()[:devices]),
+        param_specs=tiny.SPECS if devices == 8 else None,
+        transport=Transport("program", fuse_syncs=fuse_syncs),
+    )
+
+
+@pytest.fixture(scope="module")
+def program(tiny):
+    return functools.cache(functools.partial(make, tiny))
+
+
+def told(output):
+    """What a record is made of."""
+    syncs = [
+        (s.fragment_id, s.start_step, s.apply_step, s.num_bytes, s.norm, s.metrics)
+        for s in output.syncs
+    ]
+    return output.losses, output.aux, syncs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES],
+)
+def test_both_forms_give_the_same_numbers(tiny, program, case):
+    (plain, before), (fused, after) = (
+        tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
+    )
+    assert_within_ulps(tiny.numbers(fused), tiny.numbers(plain))
+    assert_within_ulps(*([told(x) for x in outputs] for outputs in (after, before)))
+
+
+@pytest.mark.parametrize("case", ["streaming, int8", "streaming, feedback", "cocodc"])
+@pytest.mark.parametrize("cut", [6, 7])
+def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, case, cut):
+    """At the step of a start, which then leaves by itself; and with it in flight."""
+    own = program(case, "yes")
+    expected, _ = tiny.trained(own, NUM_STEPS)
+    state, _ = tiny.finish(own, tiny.start(own), cut)
+    assert len(state.sync.leaving) == (cut == 6)
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.save(own, state, {})
+    assert len(state.sync.in_flight) == 1
+    assert not state.sync.leaving
+    for other in ("yes", "no"):
+        with Checkpoints(tmp_path) as checkpoints:
+            restored, _ = checkpoints.restore(program(case, other))
+        again, _ = tiny.finish(program(case, other), restored, NUM_STEPS - cut)
+        again = program(case, other).synchronize(again)
+        assert_within_ulps(tiny.numbers(again), tiny.numbers(expected))
+
+
+def test_windows_are_few_and_traced_once(tiny, monkeypatch):
+    """A second cycle and a third trace nothing.
+
+    With a long delay a window ends at the next event: of a fragment that starts at 6
+    and arrives at 11 at the merge of the other, at 8; only before the first merge it is
+    another start.
+    """
+    made, make_segment = [], segment.make_segment
+
+    def counted(place, steps, key):
+        function = make_segment(place, steps, key)
+
+        def traced(*arguments):
+            made.append((*key, arguments[1]["x"].shape[0]))
+            return function(*arguments)
+
+        return traced
+
+    monkeypatch.setattr(segment, "make_segment", counted)
+    for case, expected in (
+        ("streaming", [(((k, 0),), k, 2) for k in (0, 1)]),
+        (
+            "streaming, tau > H / K",
+            [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)],
+        ),
+    ):
+        made.clear()
+        tiny.trained(make(tiny, case, "yes"), 18)
+        assert sorted(made) == expected
+
+
+def test_outer_state_lies_divided_in_host_memory(tiny, program):
+    own = program("streaming", "yes")
+    outer = tiny.start(own).sync.outer
+    for leaf in jax.tree.leaves(outer):
+        assert leaf.sharding.memory_kind == PINNED
+        # Two devices a region.
+        assert leaf.addressable_shards[0].data.size * 2 == leaf.size
+    plain = program("streaming", "no")
+    tiny.assert_same(*(tiny.host(p.outer_params(tiny.start(p))) for p in (plain, own)))
+
+
+@pytest.mark.parametrize("old", ["yes", "no"])
+def test_a_run_is_adopted_by_the_other_form_with_other_fragments(tiny, program, old):
+    """With what waits for inner steps; nothing of the outer state is lost."""
+    before = program("streaming", old)
+    state, _ = tiny.finish(before, tiny.start(before), 6)
+    params = tiny.host(before.outer_params(state))
+    after = program("streaming, whole", "no" if old == "yes" else "yes")
+    found = after.adopt(state, before)
+    assert {"outer parameters", "outer optimizer"} <= set(found.kept)
+    assert set(found.lost) <= {"schedule"}  # It begins anew.
+    landed = tiny.host(after.outer_params(found.state))
+    assert jax.tree.map(np.shape, landed) == jax.tree.map(np.shape, params)
+    _, outputs = tiny.finish(after, found.state, 4)
+    assert all(np.isfinite(output.losses).all() for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("method", "transport", "data_axis", "message"),
+    [
+        ("data_parallel", {}, 1, "method='data_parallel' has no outer model"),
+        ("noloco", {}, 1, "method='noloco' has no outer model"),
+        ("diloco", dict(exchange="outer"), 1, "messages cross by exchange='outer'"),
+        ("diloco", {}, 4, "all regions lie on the same devices"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused(tiny, method, transport, data_axis, message):
+    with pytest.raises(
+        ValueError, match=f"fuse_syncs='yes' is not possible: {message}"
+    ):
+        RegionProgram(
+            tiny.loss_fn,
+            optax.sgd(0.1),
+            method,
+            tiny.make_params(),
+            tiny.NUM_REGIONS,
+            mesh=make_mesh(tiny.NUM_REGIONS, data_axis, devices=jax.devices()[:4]),
+            transport=Transport(fuse_syncs="yes", **transport),
+        )
+
+
+def test_an_unknown_word_is_refused():
+    with pytest.raises(ValueError, match="fuse_syncs='maybe' is unknown"):
+        Transport(fuse_syncs="maybe")

@@ -1,0 +1,224 @@
+"""The same run on more or fewer devices, whole or sharded inside a region."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import optimizer_memory as optimizer_place
+from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.sharding.optimizer_memory import memory_kind
+from tests.numerics import assert_within_ulps
+
+NUM_STEPS = 6
+
+FOUR_METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+
+# Sums over regions and over shards are taken in another order, and AdamW divides by
+# the root of what may be small: 6 steps of float32 grow 1e-7 to some 1e-5.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+def result(tiny, program):
+    """What a run came to, on the host: all of it that is comparable across meshes."""
+    state, outputs = tiny.finish(program, tiny.start(program), NUM_STEPS)
+    arrays = {
+        "region": state.region,
+        "outer": state.sync and state.sync.outer,
+        "in_flight": state.sync and state.sync.in_flight,
+        "losses": np.concatenate([np.asarray(o.losses) for o in outputs]),
+        "draws": np.concatenate([np.asarray(o.aux["draw"]) for o in outputs]),
+        "syncs": [sync for o in outputs for sync in o.syncs],
+        "mean": program.mean_params(state),
+        "outer_params": program.outer_params(state),
+    }
+    return tiny.host(arrays), state.sync and state.sync.schedule.in_flight
+
+
+@functools.cache
+def four_devices(tiny_of, name):
+    return result(tiny_of.tiny, tiny_of.tiny.shared_program(name))
+
+
+class Hashable:
+    """Lets `four_devices` be cached by a fixture's value, which has no hash."""
+
+    def __init__(self, tiny):
+        self.tiny = tiny
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return True
+
+
+def assert_close(one, other):
+    assert one[1] == other[1]
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), one[0], other[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "data", "model"),
+    [
+        (2, 2, 2),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("method_name", FOUR_METHODS)
+def test_devices_and_axes_do_not_change_the_run(tiny, method_name, length, data, model):
+    program = tiny.sharded_program(method_name, length, data, model)
+    assert_close(result(tiny, program), four_devices(Hashable(tiny), method_name))
+
+
+def test_another_run_is_not_close(tiny):
+    with pytest.raises(AssertionError):
+        assert_close(
+            *(
+                four_devices(Hashable(tiny), name)
+                for name in ("cocodc", "cocodc_hessian")
+            )
+        )
+
+
+@pytest.mark.parametrize("how", ["batched", "in_turn"])
+def test_regions_of_one_device_make_the_same_run(tiny, how):
+    mesh = make_mesh(4, devices=jax.devices()[:1])
+    for name in ("data_parallel", "cocodc_hessian"):
+        program = tiny.make_program(name, mesh, local_regions=how)
+        assert_close(result(tiny, program), four_devices(Hashable(tiny), name))
+
+
+class TestMomentsOfHosts:
+    """JAX's CPU has the kind of memory that accelerators reach of their hosts."""
+
+    @pytest.mark.parametrize(
+        ("name", "data"),
+        [pytest.param("cocodc_hessian", 1, marks=pytest.mark.slow), ("cocodc", 2)],
+    )
+    def test_where_they_lie_changes_no_number(self, tiny, name, data):
+        """Also where merges read them, and where devices divide them."""
+        mesh = make_mesh(4, data, 1, jax.devices()[:4])
+        specs = P() if data == 1 else P("data")
+        programs = [
+            tiny.make_program(name, mesh, param_specs=specs, optimizer_memory=memory)
+            for memory in ("host", "device")
+        ]
+        assert_within_ulps(*(result(tiny, each) for each in programs))
+        state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
+        # Counts of steps, one a region, are none.
+        moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
+        assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+
+    def test_what_cannot_be_had_is_named(self, tiny, monkeypatch):
+        with pytest.raises(ValueError, match="optimizer_memory='disk' is unknown"):
+            tiny.make_program("cocodc", optimizer_memory="disk")
+        robust = methods.get("streaming_diloco", exclude_above=3.0)
+        with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
+            memory_kind("host", make_mesh(4), robust)
+        monkeypatch.setattr(optimizer_place, "PINNED", "no_such_kind")
+        with pytest.raises(ValueError, match="needs memory of the kind .* cpu has"):
+            tiny.make_program("cocodc", optimizer_memory="host")
+
+
+class TestLayout:
+    def test_optimizer_state_lies_as_its_parameters(self, tiny):
+        program = tiny.sharded_program("cocodc", 2, 2, 2)
+        mesh = program.mesh
+        state, _ = tiny.finish(program, tiny.start(program), 2)
+        adam = state.region.opt_state[0]
+        for tree in (state.region.params, adam.mu, adam.nu):
+            assert tree["embed"].sharding == regional(mesh, P("data", "model"))
+            assert tree["head"].sharding == regional(mesh, P("model", "data"))
+            blocks = tree["blocks"]["w"]
+            assert blocks.sharding == regional(mesh, P(None, "data", "model"))
+            assert blocks.addressable_shards[0].data.shape == (2, 2, 4, 4)
+        assert adam.count.sharding == regional(mesh)
+        (flight,) = state.sync.in_flight.values()
+        for path, x in flight.mean.items():
+            assert x.sharding.spec == program.shardings.fragments[0][path].spec
+            assert flight.kept["staged"][path].sharding == regional(
+                mesh, x.sharding.spec
+            )
+            assert not x.sharding.is_fully_replicated
+        outer = program.outer_params(state)["embed"]
+        assert outer.sharding == NamedSharding(mesh, P("data", "model"))
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            optax.adafactor(0.01, min_dim_size_to_factor=2),
+            optax.contrib.muon(0.01),
+        ],
+        ids=["adafactor", "muon"],
+    )
+    def test_any_optax_optimizer_can_be_sharded(self, tiny, optimizer):
+        """Factored states are not of their parameter's shape: these are replicated."""
+        program = RegionProgram(
+            tiny.loss_fn,
+            optimizer,
+            methods.get("diloco", sync_interval=2),
+            tiny.make_params(),
+            4,
+            mesh=make_mesh(2, data=2, model=2),
+            param_specs=tiny.SPECS,
+        )
+        region = tiny.start(program).region
+        assert region.params["embed"].sharding.spec == P("region", "data", "model")
+        batches = jax.tree.map(lambda x: x[None], tiny.make_batch(0))
+        # Traced only: that the scan takes the state back is what can go wrong.
+        after, _ = jax.eval_shape(program._steps, region, batches, None, None, ())
+        assert jax.tree.structure(after) == jax.tree.structure(region)
+
+
+ONE_DEVICE = """
+import importlib.util, json, sys, warnings
+import jax
+import numpy as np
+
+warnings.simplefilter("error")
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+spec = importlib.util.spec_from_file_location("problem", sys.argv[1])
+tiny = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tiny)
+means = {}
+for name in sys.argv[3:]:
+    program = tiny.make_program(name)
+    assert program.mesh.devices.size == len(jax.devices()) == 1
+    state, outputs = tiny.finish(program, tiny.start(program), int(sys.argv[2]))
+    outer = state.sync and state.sync.outer
+    outer = {d for x in jax.tree.leaves(outer) for d in x.devices()}
+    assert outer <= set(jax.devices())
+    means[name] = [np.asarray(output.losses).tolist() for output in outputs]
+print(json.dumps(means))
+"""
+
+
+def test_one_device_in_all_is_enough(tiny):
+    """In a process of its own: the regions and the outer state share the device."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            *("-c", ONE_DEVICE, tiny.__file__, str(NUM_STEPS), *FOUR_METHODS),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name, losses in json.loads(done.stdout).items():
+        expected = four_devices(Hashable(tiny), name)[0]["losses"]
+        np.testing.assert_allclose(np.concatenate(losses), expected, **TOLERANCE)

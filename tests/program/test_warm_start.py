@@ -1,0 +1,319 @@
+"""A running state goes on in another program; what is lost is named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.core.state import TrainState
+from tests.numerics import assert_within_ulps
+
+PARAMS = {"blocks": {"w": np.ones((2, 3), np.float32)}, "b": np.zeros(3, np.float32)}
+RNG = np.random.default_rng(0)
+BATCHES = RNG.normal(size=(40, 8, 3)).astype(np.float32)
+SGD = optax.sgd(0.1, 0.9)
+
+
+def loss_fn(params, batch, key):
+    away = params["blocks"]["w"].sum(0) + params["b"] - batch
+    return jnp.sum(away**2), {}
+
+
+def make(name, regions=4, optimizer=SGD, **options):
+    compress = options.pop("compress", None)
+    method = cc.methods.get(name, compress=compress, **options)
+    return cc.RegionProgram(
+        loss_fn,
+        optimizer,
+        method,
+        PARAMS,
+        regions,
+        supplies=cc.Supplies(0.1, cc.adam_second_moment(0.999)),
+    )
+
+
+def streaming(regions=4, delay_steps=2, **options):
+    return make(
+        "streaming_diloco",
+        regions,
+        sync_interval=6,
+        num_fragments=2,
+        delay_steps=delay_steps,
+        **options,
+    )
+
+
+def start(program):
+    return program.init(PARAMS, jax.random.key(1))
+
+
+def finish(program, state, num_steps, batches=BATCHES):
+    rows = batches[:, : program.num_regions]
+    for _ in range(num_steps):  # One length of a scan is compiled, whatever H.
+        state, _ = program.advance(state, rows[state.step :][:1])
+    return state
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def test_a_state_is_a_pytree_of_its_arrays():
+    program = streaming()
+    state = finish(program, start(program), 4)
+    doubled = jax.tree.map(lambda x: x + x, {"mine": state})["mine"]
+    assert isinstance(doubled, TrainState)
+    assert (doubled.step, doubled.bytes_sent) == (4, state.bytes_sent)
+    assert doubled.sync is not None
+    assert doubled.sync.schedule == state.sync.schedule
+    assert set(doubled.sync.in_flight) == set(state.sync.in_flight) != set()
+    first = (0, 3) if (0, 3) in state.sync.in_flight else (1, 3)
+    for one, two in zip(
+        jax.tree.leaves(state.sync.in_flight[first]),
+        jax.tree.leaves(doubled.sync.in_flight[first]),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(2 * one, two)
+    # And an argument of a compiled function.
+    total = jax.jit(lambda s: optax.tree_utils.tree_sum(s.region.params))(state)
+    assert np.isfinite(total)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("streaming_diloco", {"sync_interval": 6, "num_fragments": 2}),
+        ("co2", {"sync_interval": 4, "compress": "ef+int8"}),
+        ("noloco", {"sync_interval": 4}),
+        ("data_parallel", {}),
+    ],
+)
+def test_the_same_program_goes_on_bit_for_bit(name, options):
+    one, other = (make(name, **options) for _ in range(2))
+    expected = host(finish(one, start(one), 12))
+    state, kept, lost = other.adopt(finish(one, start(one), 5), one)
+    assert not lost
+    assert kept["parameters"] == "of each region"
+    found = host(finish(other, state, 7))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_regions_that_are_alike_may_be_any_number():
+    """All train on the same: 4, then 2, then 8 are one run, mid-interval too."""
+    batches = np.repeat(BATCHES[:, :1], 8, axis=1)
+    programs = [make("diloco", regions, sync_interval=5) for regions in (4, 2, 8)]
+    whole = finish(programs[0], start(programs[0]), 24, batches)
+    state = finish(programs[0], start(programs[0]), 7, batches)
+    for num_steps, of, program in zip((6, 11), programs, programs[1:], strict=False):
+        before = state.bytes_sent
+        state, kept, lost = program.adopt(state, of)
+        assert set(lost) == {"regions", "keys"}
+        assert f"{of.num_regions} are {program.num_regions}" in lost["regions"]
+        assert kept["inner optimizer"] == f"the mean of {of.num_regions} regions"
+        assert kept["outer optimizer"] == "as it was"
+        assert kept["schedule"] == "where it was"
+        assert state.bytes_sent == before
+        state = finish(program, state, num_steps, batches)
+    assert (state.step, state.sync.schedule) == (24, whole.sync.schedule)
+    one, other = (host((s.region.params, s.region.opt_state)) for s in (whole, state))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x[0], y[7], rtol=1e-5), one, other
+    )
+    outer = host(whole.sync.outer), host(state.sync.outer)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), *outer)
+    assert len({key.tobytes() for key in np.asarray(state.region.key)}) == 8
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_each_region_owns_entries_of_its_own(before, after):
+    program, other = (
+        make("masked_core", num, sync_interval=4, rank=1, mask_density=0.25)
+        for num in (before, after)
+    )
+    state = finish(program, start(program), 5)
+    state, kept, _ = other.adopt(state, program)
+    assert kept["compressors"] == f"the mean of {before} regions"
+    for compressor in state.sync.compressors:
+        assert compressor.region.tolist() == list(range(after))
+    assert finish(other, state, 4).step == 9
+
+
+def test_what_regions_did_since_the_last_sync_is_in_the_mean():
+    program, fewer = make("diloco", sync_interval=5), make("diloco", 2, sync_interval=5)
+    state = finish(program, start(program), 7)
+    mean, outer = host((program.mean_params(state), program.outer_params(state)))
+    state, _, _ = fewer.adopt(state, program)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, np.stack([y, y]), rtol=1e-6),
+        host(state.region.params),
+        mean,
+    )
+    jax.tree.map(np.testing.assert_array_equal, host(fewer.outer_params(state)), outer)
+
+
+def test_another_method_and_cut():
+    """DiLoCo's one fragment is cut in two, its momentum too."""
+    old = make("diloco", sync_interval=5)
+    new = make("cocodc", sync_interval=6, num_fragments=2, delay_steps=2)
+    state = finish(old, start(old), 7)
+    params, outer, momentum = host(
+        (state.region.params, old.outer_params(state), state.sync.outer.opt_states)
+    )
+    state, kept, lost = new.adopt(state, old)
+    assert set(lost) == {"schedule"}
+    assert kept["outer optimizer"] == "cut anew"
+    assert state.sync.schedule == new.method.schedule.begin_at(7)
+    jax.tree.map(np.testing.assert_array_equal, host(state.region.params), params)
+    jax.tree.map(np.testing.assert_array_equal, host(new.outer_params(state)), outer)
+    traces = [{**s[0].trace} for s in state.sync.outer.opt_states]
+    joined = new.fragments.join(traces)
+    expected = old.fragments.join([momentum[0][0].trace])
+    jax.tree.map(np.testing.assert_array_equal, host(joined), expected)
+    after = finish(new, state, 8)
+    assert after.sync.schedule.last_start != (7, 7)
+
+
+def test_another_interval_loses_the_schedule_alone():
+    old, new = make("diloco", sync_interval=5), make("diloco", sync_interval=4)
+    state, _, lost = new.adopt(finish(old, start(old), 7), old)
+    assert lost == {"schedule": "it begins after step 7"}
+    assert new.steps_to_event(state) == 1
+
+
+def test_another_optimizer_goes_on_in_its_learning_rates():
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    old = make("diloco", optimizer=optax.adamw(rate), sync_interval=5)
+    new = make("diloco", optimizer=optax.sgd(rate), sync_interval=5)
+    state, kept, lost = new.adopt(finish(old, start(old), 7), old)
+    assert set(lost) == {"inner optimizer"}
+    assert lost["inner optimizer"].startswith("0/count was int32[] and is not there")
+    assert kept["learning rate"] == "its schedule goes on"
+    (count,) = jax.tree.leaves(state.region.opt_state)
+    assert count.tolist() == [7] * 4
+    # The rate is 0 from step 10 on.
+    there = finish(new, state, 3)
+    params = host(there.region.params)
+    after = finish(new, there, 1)
+    jax.tree.map(np.testing.assert_array_equal, host(after.region.params), params)
+
+
+def test_what_is_in_flight_is_applied_at_once():
+    """At step 4, one after it left, it is as with a delay of one step."""
+    old, short = streaming(), streaming(delay_steps=1)
+    new = make("diloco", sync_interval=6)
+    expected = finish(short, start(short), 4)
+    state = finish(old, start(old), 4)
+    ((fragment, step),) = state.sync.in_flight
+    outer, params = host((short.outer_params(expected), expected.region.params))
+    state, kept, lost = new.adopt(state, old)
+    assert kept["in flight"] == f"fragment {fragment} of step {step}: applied at once"
+    assert set(lost) == {"schedule"}
+    assert_within_ulps(new.outer_params(state), outer)
+    assert_within_ulps(state.region.params, params)
+
+
+def test_what_cannot_be_applied_is_dropped_and_named():
+    options = {"sync_interval": 6, "num_fragments": 2, "delay_steps": 2}
+    adam = optax.adam(0.1)
+    old = make("cocodc", optimizer=adam, curvature="hessian_vector", **options)
+    new = make("diloco", optimizer=adam, sync_interval=6)
+    state = finish(old, start(old), 4)
+    params = host(state.region.params)
+    flights = state.sync.in_flight
+    state, _, lost = new.adopt(state, old)
+    names = ", ".join(f"fragment {k} of step {step}" for k, step in flights)
+    assert lost["in flight"].startswith(f"{names}: not applied")
+    jax.tree.map(np.testing.assert_array_equal, host(state.region.params), params)
+
+
+def test_a_round_that_is_late_ends_early():
+    """CO2's merge replaces what regions did: it leaves and is applied before."""
+    old, new = make("co2", sync_interval=4), make("diloco", sync_interval=4)
+    batches = np.repeat(BATCHES[:, :1], 8, axis=1)
+    state = finish(old, start(old), 6, batches)
+    before = state.bytes_sent
+    state, kept, _ = new.adopt(state, old)
+    assert kept["in flight"] == "fragment 0 of step 4: applied at once"
+    assert state.bytes_sent - before == 4 * 9
+    one = host(new.outer_params(state))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, np.stack([y] * 4), rtol=1e-5),
+        host(state.region.params),
+        one,
+    )
+
+
+def test_a_late_schedule_begins_with_messages_of_zero():
+    old, new = make("diloco", sync_interval=5), make("co2", sync_interval=4)
+    state, _, lost = new.adopt(finish(old, start(old), 5), old)
+    assert "schedule" in lost
+    (pending,) = state.sync.schedule.in_flight
+    assert (pending.start_step, pending.apply_step) == (0, 8)
+    (flight,) = state.sync.in_flight.values()
+    assert not any(np.any(x) for x in jax.tree.leaves(flight.mean))
+    state = finish(new, state, 12)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.region.params))
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "noloco", "mla", "apart"])
+def test_any_method_adopts_any_other(name):
+    options = {"sync_interval": 6} if name in ("noloco", "mla") else {}
+    other, regular = make(name, **options), streaming()
+    state, _, _ = regular.adopt(finish(other, start(other), 4), other)
+    state = finish(regular, state, 4)
+    back, _, lost = other.adopt(state, regular)
+    assert ("outer model" in lost) == (other.method.sync is None)
+    assert (back.step, back.sync is None) == (8, other.method.sync is None)
+    assert finish(other, back, 3).step == 11
+
+
+def test_a_models_state_goes_along():
+    def stateful(params, state, batch, key):
+        loss, aux = loss_fn(params, batch, key)
+        return loss, (aux, {"mean": (state["mean"] + batch) / 2})
+
+    old, new, other = (
+        cc.RegionProgram(
+            stateful,
+            SGD,
+            cc.methods.get("diloco", sync_interval=9),
+            PARAMS,
+            regions,
+            model_state=cc.ModelState(init),
+        )
+        for regions, init in (
+            (4, {"mean": jnp.zeros(3)}),
+            (2, {"mean": jnp.zeros(3)}),
+            (2, {"var": jnp.zeros(3)}),
+        )
+    )
+    state = finish(old, start(old), 4)
+    mean = host(state.region.model_state["mean"]).mean(0)
+    state, kept, _ = new.adopt(state, old)
+    assert kept["model_state"] == "the mean of 4 regions"
+    found = host(state.region.model_state["mean"])
+    np.testing.assert_allclose(found, np.stack([mean] * 2), rtol=1e-6)
+    _, _, lost = other.adopt(state, new)
+    assert lost == {"model_state": "mean was float32[3] and is not there"}
+
+
+def test_a_checkpoint_of_another_program(tmp_path):
+    old, new = streaming(), make("diloco", 2, sync_interval=6)
+    with cc.Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.save(old, finish(old, start(old), 4), {})
+        checkpoints.wait()
+        expected = host(new.adopt(state, old).state)
+        state, _ = checkpoints.restore(old) or pytest.fail("nothing saved")
+    found = host(new.adopt(state, old).state)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_another_model_is_refused():
+    old = make("diloco")
+    params = PARAMS | {"b": np.zeros(4, np.float32)}
+    new = cc.RegionProgram(loss_fn, SGD, cc.methods.get("diloco"), params, 4)
+    with pytest.raises(ValueError, match=r"a leaf 'b' of float32\[3\], but the pro"):
+        new.adopt(start(old), old)

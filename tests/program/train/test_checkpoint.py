@@ -1,0 +1,398 @@
+"""Checkpoints: all of a run, at any moment, whole or not at all."""
+
+import errno
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.train import checksums
+from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
+
+
+def walk(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def damage(folder, harm):
+    """Do to a checkpoint what disks, copies and people do."""
+    data = max(walk(folder / "arrays"), key=lambda path: path.stat().st_size)
+    if harm == "flip":
+        content = bytearray(data.read_bytes())
+        for at in np.linspace(0, len(content) - 1, 4, dtype=int):
+            content[at] ^= 0x10
+        data.write_bytes(content)
+    elif harm == "truncate":
+        arrays = [p for p in walk(folder / "arrays") if p.parent.name == "d"]
+        for path in arrays:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif harm == "no data":
+        for path in [p for p in (folder / "arrays").rglob("d") if p.is_dir()]:
+            shutil.rmtree(path)
+    elif harm == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    else:
+        shutil.rmtree(folder / harm.removeprefix("no "))
+
+
+def syncs_of(tiny, outputs):
+    return [tiny.host(sync) for output in outputs for sync in output.syncs]
+
+
+def save(tiny, folder, state, program, extra=None):
+    with Checkpoints(folder) as checkpoints:
+        return checkpoints.save(program, state, extra or {})
+
+
+@pytest.mark.parametrize("cut", [5, 6])
+def test_a_restored_run_goes_on_bit_for_bit(tiny, tmp_path, method_name, cut):
+    """Between two events, and at one."""
+    check_restored(tiny, tmp_path, method_name, cut, tiny.shared_program(method_name))
+
+
+def test_another_program_goes_on_bit_for_bit(tiny, tmp_path):
+    """As in a new process, which compiles anew."""
+    check_restored(tiny, tmp_path, "cocodc", 5, tiny.make_program("cocodc"))
+
+
+def check_restored(tiny, tmp_path, method_name, cut, again):
+    program = tiny.shared_program(method_name)
+    whole, before = tiny.finish(program, tiny.start(program), cut)
+    in_flight = whole.sync and whole.sync.in_flight
+    assert bool(in_flight) == (method_name not in ("data_parallel", "diloco"))
+    whole = save(tiny, tmp_path, whole, program, {"position": [1, 2]})
+    expected, outputs = tiny.finish(program, whole, 12 - cut)
+
+    with Checkpoints(tmp_path) as checkpoints:
+        state, extra = checkpoints.restore(again)
+    assert extra == {"position": [1, 2]}
+    assert state.step == cut
+    state, new_outputs = tiny.finish(again, state, 12 - cut)
+    tiny.assert_same(tiny.numbers(state), tiny.numbers(expected))
+    tiny.assert_same(syncs_of(tiny, new_outputs), syncs_of(tiny, outputs))
+    for new, old in zip(new_outputs, outputs, strict=True):
+        tiny.assert_same(tiny.host(new.losses), tiny.host(old.losses))
+        tiny.assert_same(tiny.host(new.aux), tiny.host(old.aux))
+
+
+def test_saving_changes_no_number(tiny, tmp_path, method_name):
+    program = tiny.shared_program(method_name)
+    expected, _ = tiny.finish(program, tiny.start(program), 12)
+    state = tiny.start(program)
+    with Checkpoints(tmp_path) as checkpoints:
+        for _ in range(4):
+            state, _ = tiny.finish(program, state, 3)
+            state = checkpoints.save(program, state, {})
+    tiny.assert_same(tiny.numbers(state), tiny.numbers(program.synchronize(expected)))
+
+
+def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
+    """Applied at 5, between the slots 4 and 6 at which the schedule looks."""
+    method = methods.get(
+        "cocodc", sync_interval=8, num_fragments=2, delay_steps=3, curvature="none"
+    )
+    params = tiny.make_params()
+    program = RegionProgram(tiny.loss_fn, optax.sgd(0.1), method, params, 4)
+    state, _ = tiny.finish(program, program.init(params, jax.random.key(0)), 5)
+    ((fragment, seen),) = state.sync.observed
+    assert set(seen) == {"norm"}
+    save(tiny, tmp_path, state, program)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(program)
+    assert restored.sync.schedule.norm[fragment] == float(seen["norm"]) > 0
+    ends = [
+        program.synchronize(tiny.finish(program, s, 6)[0]) for s in (state, restored)
+    ]
+    tiny.assert_same(*map(tiny.numbers, ends))
+
+
+def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tmp_path):
+    """Large enough that writing takes longer than the steps that overwrite it."""
+    params = {"w": np.zeros((512, 1024), np.float32)}
+    program = RegionProgram(
+        lambda p, batch, key: ((p["w"] - batch.mean()).sum(), {}),
+        optax.sgd(1.0),
+        methods.get("diloco", sync_interval=1),
+        params,
+        4,
+    )
+    state = program.init(params, jax.random.key(0))
+    batch = np.zeros((1, 4, 1), np.float32)
+    for _ in range(2):
+        state, _ = program.advance(state, batch)
+    held = np.array(state.region.params["w"]), np.array(state.sync.outer.params[0]["w"])
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.save(program, state, {})
+        for _ in range(20):
+            state, _ = program.advance(state, batch)
+        jax.block_until_ready(state.region)
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(program)
+    np.testing.assert_array_equal(restored.region.params["w"], held[0])
+    np.testing.assert_array_equal(restored.sync.outer.params[0]["w"], held[1])
+    assert not np.array_equal(state.region.params["w"], held[0])
+
+
+def test_arrays_come_back_where_they_were(tiny, tmp_path):
+    program = tiny.sharded_program("streaming_diloco", 2, 2, 2)
+    state, _ = tiny.finish(program, tiny.start(program), 2)
+    save(tiny, tmp_path, state, program)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(program)
+    for old, new in (
+        (state.region, restored.region),
+        (state.sync.outer, restored.sync.outer),
+    ):
+        where = [x.sharding for x in jax.tree.leaves(old)]
+        assert [x.sharding for x in jax.tree.leaves(new)] == where
+    assert set(restored.sync.in_flight) == set(state.sync.in_flight) == {(1, 2)}
+
+
+def test_the_newest_are_kept(tiny, tmp_path):
+    program = tiny.shared_program("diloco")
+    state = tiny.start(program)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest_step is None
+        assert checkpoints.restore(program) is None
+        for _ in range(4):
+            state, _ = tiny.finish(program, state, 2)
+            state = checkpoints.save(program, state, {})
+    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [6, 8]
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step == 8
+
+
+@pytest.fixture(scope="module")
+def two(tiny, tmp_path_factory):
+    """A folder with checkpoints of steps 2 and 4, and the program that they are of."""
+    folder = tmp_path_factory.mktemp("two")
+    program = tiny.shared_program("diloco")
+    state = tiny.start(program)
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for _ in range(2):
+            state, _ = tiny.finish(program, state, 2)
+            state = checkpoints.save(program, state, {"at": state.step})
+    return program, folder
+
+
+@pytest.fixture
+def copied(two, tmp_path):
+    program, folder = two
+    return program, pathlib.Path(shutil.copytree(folder, tmp_path / "copied"))
+
+
+class TestFailure:
+    @pytest.fixture
+    def saved(self, tiny, tmp_path):
+        """A state of step 4, and a folder with a checkpoint of step 2."""
+        program = tiny.shared_program("diloco")
+        state, _ = tiny.finish(program, tiny.start(program), 2)
+        state = save(tiny, tmp_path, state, program)
+        return program, tiny.finish(program, state, 2)[0], tmp_path
+
+    def test_a_kill_while_saving_leaves_the_one_before(self, tiny, saved):
+        """What a killed save leaves, as Orbax names it, is no checkpoint."""
+        program, state, folder = saved
+        torn = folder / "4.orbax-checkpoint-tmp"
+        (torn / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
+        (torn / "arrays.orbax-checkpoint-tmp" / "manifest.ocdbt").write_bytes(b"half")
+        with Checkpoints(folder) as checkpoints:
+            restored, _ = checkpoints.restore(program)
+            assert restored.step == 2
+            checkpoints.save(program, state, {})  # And its place can be taken.
+        with Checkpoints(folder) as checkpoints:
+            assert checkpoints.restore(program)[0].step == 4
+
+    def test_a_save_under_way_is_not_on_disk_under_its_name(
+        self, tiny, saved, monkeypatch
+    ):
+        """The premise of the test before, on the Orbax that is installed."""
+        program, state, folder = saved
+        seen = []
+        handler = ocp.JsonCheckpointHandler
+        write = handler._save_fn
+
+        def look(self, *args, **kwargs):
+            seen.extend(path.name for path in folder.iterdir())
+            return write(self, *args, **kwargs)
+
+        monkeypatch.setattr(handler, "_save_fn", look)
+        save(tiny, folder, state, program)
+        assert "4" not in seen
+        assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+
+    def test_a_full_disk_is_named_when_the_save_starts(self, tiny, saved, monkeypatch):
+        program, state, folder = saved
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", full)
+        with (
+            Checkpoints(folder) as checkpoints,
+            pytest.raises(
+                CheckpointError,
+                match=f"{folder}.*No space left on device.*checkpoint: step 2",
+            ),
+        ):
+            checkpoints.save(program, state, {})
+
+    @pytest.mark.parametrize("how", ["wait", "close"])
+    def test_a_full_disk_is_named_when_the_save_ends(
+        self, tiny, saved, monkeypatch, how
+    ):
+        program, state, folder = saved
+
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def end():
+            with Checkpoints(folder) as checkpoints:
+                checkpoints.save(program, state, {})
+                monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", full)
+                if how == "wait":
+                    checkpoints.wait()
+
+        with pytest.raises(CheckpointError, match=f"{folder}.*No space left"):
+            end()
+
+    def test_every_file_of_a_checkpoint_is_noted(self, copied):
+        _, folder = copied
+        noted = json.loads((folder / "4" / checksums.FILE).read_text())["blake2b"]
+        files = {p.relative_to(folder / "4").as_posix() for p in walk(folder / "4")}
+        later = {checksums.FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
+        assert files - set(noted) <= later
+        assert any(name.startswith("arrays/") for name in noted)
+        assert checksums.damage(folder / "4", ("arrays", "rest")) is None
+
+    @pytest.mark.parametrize(
+        ("harm", "has_checksums", "why"),
+        [
+            ("flip", True, r"arrays/\S+ is not what was written: its checksum differs"),
+            ("truncate", True, r"arrays/\S+ has \d+ bytes of \d+"),
+            ("truncate", False, "it cannot be read: "),
+            ("no data", True, r"arrays/\S+ is missing"),
+            ("no rest", False, "rest is missing"),
+            ("no rest", True, "rest is missing"),
+            ("no arrays", False, "arrays is missing"),
+            ("empty", False, "arrays is missing"),
+        ],
+    )
+    # Orbax gives up at the first array, and its reads of the others find no loop.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_a_damaged_one_is_passed_over(
+        self, tiny, copied, harm, has_checksums, why, capsys
+    ):
+        program, folder = copied
+        if not has_checksums:
+            for step in "24":
+                (folder / step / checksums.FILE).unlink()
+        damage(folder / "4", harm)
+        with Checkpoints(folder) as checkpoints:
+            state, extra = checkpoints.restore(program)
+            assert (state.step, extra) == (2, {"at": 2})
+            assert checkpoints.latest_step == 2
+            said = capsys.readouterr().err
+            assert re.search(
+                rf"in {folder}: step 4: {why}.*; moved to damaged_4, and step 2 is "
+                "restored",
+                said,
+            )
+            assert said.count("\n") == 1
+            # And the run comes to its step again.
+            state, _ = tiny.finish(program, state, 2)
+            checkpoints.save(program, state, {"at": 4})
+        with Checkpoints(folder) as checkpoints:
+            assert checkpoints.restore(program)[0].step == 4
+        assert (folder / "damaged_4").is_dir()
+        assert not capsys.readouterr().err
+
+    def test_an_empty_folder_of_a_later_step(self, copied, capsys):
+        program, folder = copied
+        (folder / "99").mkdir()
+        with Checkpoints(folder) as checkpoints:
+            assert checkpoints.restore(program)[0].step == 4
+        assert "step 99: arrays is missing" in capsys.readouterr().err
+
+    def test_without_a_whole_one_nothing_is_touched(self, copied):
+        program, folder = copied
+        damage(folder / "2", "truncate")
+        damage(folder / "4", "flip")
+        with (
+            Checkpoints(folder) as checkpoints,
+            pytest.raises(
+                CheckpointError,
+                match=rf"all .* {folder} are damaged: step 4: arrays/.*; step 2: arr",
+            ),
+        ):
+            checkpoints.restore(program)
+        assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        for folder in ("file", "file/checkpoints"):
+            with pytest.raises(OSError, match=folder):
+                Checkpoints(tmp_path / folder)
+
+    def test_a_step_that_is_saved_already(self, tiny, saved):
+        program, _, folder = saved
+        state, _ = tiny.finish(program, tiny.start(program), 2)
+        with (
+            Checkpoints(folder) as checkpoints,
+            pytest.raises(ValueError, match="holds a checkpoint of step 2, so step 2"),
+        ):
+            checkpoints.save(program, state, {})
+
+    def test_keeping_none(self, tmp_path):
+        with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+            Checkpoints(tmp_path, keep=0)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"regions": 2},
+                r"region/key is uint32\[4, 2\] there and uint32\[2, 2\] here",
+            ),
+            ({"optimizer": optax.adam(0.1)}, "opt_state.* is missing there"),
+            ({"method": methods.get("data_parallel")}, "missing here .and 5 more"),
+            (
+                {
+                    "method": methods.get(
+                        "streaming_diloco", sync_interval=4, num_fragments=2
+                    )
+                },
+                "and 5 more|there and",
+            ),
+            ({"dtype": "bfloat16"}, "float32.* there and bfloat16"),
+        ],
+        ids=["regions", "optimizer", "data_parallel", "fragments", "dtype"],
+    )
+    def test_a_checkpoint_of_another_program(self, tiny, saved, change, message):
+        _, _, folder = saved
+        dtype = change.pop("dtype", "float32")
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tiny.make_params()
+        )
+        options = {
+            "optimizer": optax.sgd(0.1, 0.9),
+            "method": tiny.METHODS["diloco"],
+            "regions": 4,
+        }
+        program = RegionProgram(
+            loss_fn=tiny.loss_fn, params=params, **(options | change)
+        )
+        with (
+            Checkpoints(folder) as checkpoints,
+            pytest.raises(ValueError, match=f"step 2 in {folder}.*{message}"),
+        ):
+            checkpoints.restore(program)

@@ -1,0 +1,203 @@
+"""The recorder of a run's timeline: what it counts, and that no array can hang it."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import jax.numpy as jnp
+import pytest
+
+from cocodc_jax.core import pending_mean as arriving
+from cocodc_jax.core.state import AppliedSync
+from cocodc_jax.train.clock import FlightRecorder
+
+
+class PendingMean:
+    """Becomes ready when its gate opens, as an array of a busy device does."""
+
+    def __init__(self, *, is_ready=False):
+        self.gate = threading.Event()
+        if is_ready:
+            self.gate.set()
+
+    def block_until_ready(self):
+        assert self.gate.wait(timeout=30)
+
+
+READY = PendingMean(is_ready=True)
+
+
+def merged(outer, start_step=2, step=4, num_bytes=64):
+    return [AppliedSync(1, start_step, step, num_bytes, outer, {})]
+
+
+def test_the_wait_from_the_steps_to_the_arrival_is_stall():
+    steps, outer = PendingMean(), PendingMean()
+    with FlightRecorder() as recorder:
+        recorder.stepped(4, steps, merged(outer))
+        time.sleep(0.05)  # Inner steps still run: no stall.
+        steps.gate.set()
+        begin = time.perf_counter()
+        time.sleep(0.2)
+        outer.gate.set()
+        longest = time.perf_counter() - begin
+    # The thread wakes up some time after each gate; this machine may be busy.
+    assert 0.1 < recorder.stall_s < longest + 1
+
+
+def test_an_early_arrival_is_no_stall():
+    steps = PendingMean()
+    with FlightRecorder() as recorder:
+        recorder.stepped(4, steps, merged(READY))
+        time.sleep(0.2)
+        steps.gate.set()
+    assert recorder.stall_s < 0.1
+
+
+def test_waits_add_up():
+    with FlightRecorder() as recorder:
+        for step in range(3):
+            outer = PendingMean()
+            threading.Timer(0.1, outer.gate.set).start()
+            recorder.stepped(step, READY, merged(outer))
+            outer.gate.wait()
+    assert recorder.stall_s > 0.2
+
+
+def test_a_flight_from_its_start_to_its_merge():
+    """Started at 2, there 0.2 s later, merged at 4, where nobody waited for it."""
+    mean, steps = PendingMean(), PendingMean()
+    with FlightRecorder(earlier_s=100.0) as recorder:
+        recorder.stepped(2, READY, [])
+        recorder.started(1, 2, READY, {"w": mean})
+        recorder.stepped(4, steps, merged(READY))
+        time.sleep(0.2)
+        mean.gate.set()
+        time.sleep(0.1)
+        steps.gate.set()
+    (sync,) = recorder.to_json()["syncs"]
+    assert (sync["fragment"], sync["start_step"], sync["apply_step"]) == (1, 2, 4)
+    assert sync["num_bytes"] == 64
+    assert 100.0 <= sync["start_s"] < sync["arrival_s"] < sync["merge_s"]
+    assert sync["arrival_s"] - sync["start_s"] > 0.1
+    assert sync["stall_s"] < 0.1
+    marks = recorder.to_json()["marks"]
+    assert [step for step, _ in marks] == [2, 4]
+    assert marks[1][1] - marks[0][1] > 0.2
+
+
+def test_when_steps_were_done_is_told_once_they_are():
+    steps, later = PendingMean(), PendingMean()
+    with FlightRecorder(earlier_s=100.0) as recorder:
+        recorder.stepped(2, steps, [])
+        recorder.stepped(4, later, [])
+        threading.Timer(0.1, steps.gate.set).start()
+        begin = time.perf_counter()
+        first = recorder.done_s(2)
+        assert begin + 0.05 < first <= time.perf_counter()
+        later.gate.set()
+        assert recorder.done_s(4) > first == recorder.done_s(2)
+
+
+def test_what_is_under_way_at_the_end_has_no_merge():
+    with FlightRecorder() as recorder:
+        recorder.started(0, 2, READY, READY)
+    (sync,) = recorder.to_json()["syncs"]
+    assert sync["arrival_s"] is not None
+    assert sync["merge_s"] is None
+    assert sync["apply_step"] is None
+
+
+def test_watching_does_not_wait():
+    outer, mean = PendingMean(), PendingMean()
+    with FlightRecorder() as recorder:
+        begin = time.perf_counter()
+        recorder.started(1, 2, READY, mean)
+        recorder.stepped(4, READY, merged(outer))
+        assert time.perf_counter() - begin < 5
+        assert not outer.gate.is_set()
+        outer.gate.set()
+        mean.gate.set()
+
+
+def test_leaving_waits_for_what_is_watched_and_ends_the_threads():
+    before, mean = set(threading.enumerate()), PendingMean()
+    with FlightRecorder() as recorder:
+        recorder.started(1, 2, READY, mean)
+        threading.Timer(0.2, mean.gate.set).start()
+    assert mean.gate.is_set()
+    alive = set(threading.enumerate()) - before
+    assert not [t for t in alive if not isinstance(t, threading.Timer)]
+
+
+class TestArraysThatCannotBeWaitedFor:
+    def deleted(self):
+        array = jnp.ones(3)
+        array.delete()
+        return array
+
+    def test_a_failure_is_raised_at_the_end(self):
+        recorder = FlightRecorder()
+        recorder.stepped(2, self.deleted(), [])
+        for step in range(3):  # Still taken, though no longer measured.
+            recorder.stepped(step, jnp.ones(3), merged(jnp.ones(3)))
+        with pytest.raises(RuntimeError, match="timeline.*deleted"):
+            recorder.__exit__(None)
+
+    def test_who_asks_when_steps_were_done_does_not_wait_for_ever(self):
+        recorder = FlightRecorder()
+        threading.Timer(0.1, recorder.stepped, (2, self.deleted(), [])).start()
+        assert recorder.done_s(2) <= time.perf_counter()
+        with pytest.raises(RuntimeError, match="timeline.*deleted"):
+            recorder.__exit__(None)
+
+    def test_it_does_not_hide_what_went_wrong_before(self):
+        recorder = FlightRecorder()
+        recorder.started(0, 1, READY, self.deleted())
+        recorder.__exit__(KeyError)
+
+
+def test_a_step_is_measured_without_the_wait_before_it():
+    outer, steps = PendingMean(), PendingMean()
+    with FlightRecorder() as recorder:
+        assert (recorder.step_s, recorder.sync_s) == (0.0, 0.0)
+        recorder.stepped(4, READY, merged(outer))
+        recorder.stepped(6, steps, [])
+        time.sleep(0.6)
+        outer.gate.set()
+        time.sleep(0.2)
+        steps.gate.set()
+    assert 0.05 < recorder.step_s < 0.3  # 0.1; 0.4 with the wait.
+
+
+def test_the_last_sync_to_arrive_tells_what_syncs_take():
+    mean = PendingMean()
+    with FlightRecorder() as recorder:
+        recorder.started(1, 2, READY, {"w": READY})
+        recorder.started(0, 4, READY, {"w": mean})
+        time.sleep(0.3)
+        mean.gate.set()
+    assert recorder.sync_s > 0.2
+
+
+def test_who_hands_out_a_merge_may_wait_for_its_mean():
+    """Steps of 0.1 s; then the mean of other jobs is waited for on the host."""
+    future, steps = Future(), PendingMean()
+    with FlightRecorder() as recorder:
+        recorder.stepped(2, READY, [])
+        recorder.started(1, 2, READY, arriving.PendingMean(future))
+        recorder.handed_out(4, steps)
+        time.sleep(0.2)
+        steps.gate.set()
+        time.sleep(0.8)
+        future.set_result(arriving.MeanResult(jnp.ones(3)))
+        time.sleep(0.1)
+        recorder.stepped(4, steps, merged(READY))
+    assert 0.05 < recorder.step_s < 0.4  # 0.55 with the wait.
+    assert recorder.recent_step_s == recorder.step_s
+    assert 0.4 < recorder.stall_s < 5
+    marks = recorder.to_json()["marks"]
+    assert [step for step, _ in marks] == [2, 4]
+    (sync,) = recorder.to_json()["syncs"]
+    assert sync["stall_s"] == recorder.stall_s
+    assert sync["arrival_s"] - marks[1][1] > 0.4

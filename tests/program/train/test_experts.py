@@ -1,0 +1,245 @@
+"""Ensembles of experts and their routers, against NumPy and at their limits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.train import experts
+
+REGIONS, BATCHES, BATCH, LENGTH, VOCAB, WIDTH = 4, 3, 2, 7, 11, 5
+
+
+def logits_fn(params, tokens):
+    """A causal model of one layer: the running mean of what was seen."""
+    seen = jnp.cumsum(params["embedding"][tokens], axis=1)
+    count = 1 + jnp.arange(tokens.shape[1], dtype=jnp.float32)
+    return jnp.tanh(seen / count[None, :, None]) @ params["head"]
+
+
+def make_params(seed, num_regions=REGIONS):
+    rng = np.random.default_rng(seed)
+    return {
+        "embedding": rng.normal(0, 2, (num_regions, VOCAB, WIDTH)).astype(np.float32),
+        "head": rng.normal(0, 1, (num_regions, WIDTH, VOCAB)).astype(np.float32),
+    }
+
+
+def make_tokens(seed=0):
+    shape = (BATCHES, BATCH, LENGTH + 1)
+    return np.random.default_rng(seed).integers(0, VOCAB, shape).astype(np.int32)
+
+
+def scores_of(params, tokens, length=4, data=1):
+    num_regions = len(params["head"])
+    mesh = make_mesh(num_regions, data, devices=jax.devices()[: length * data])
+    assert mesh.shape["region"] == min(length, num_regions)
+    placed = jax.device_put(params, regional(mesh))
+    return experts.make_score(logits_fn, mesh, num_regions)(placed, tokens)
+
+
+def numpy_log_softmax(x):
+    x = x.astype(np.float64)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def numpy_logits(params, tokens):
+    """`[R, E, B, L, V]` in float64, one sequence and position at a time."""
+    out = np.zeros((len(params["head"]), BATCHES, BATCH, LENGTH, VOCAB))
+    for r, e, b, t in np.ndindex(out.shape[:-1]):
+        seen = params["embedding"][r][tokens[e, b, : t + 1]].astype(np.float64)
+        out[r, e, b, t] = np.tanh(seen.mean(0)) @ params["head"][r]
+    return out
+
+
+def numpy_chosen(log_probs, tokens):
+    out = np.zeros(log_probs.shape[:-1])
+    for index in np.ndindex(out.shape):
+        *_, e, b, t = index
+        out[index] = log_probs[index][tokens[e, b, t + 1]]
+    return out
+
+
+def random_log_probs(seed, *shape):
+    return np.log(np.random.default_rng(seed).uniform(0.01, 1, shape))
+
+
+def random_weights(seed, *shape):
+    drawn = np.random.default_rng(seed).uniform(0.01, 1, shape)
+    return drawn / drawn.sum(0)
+
+
+@pytest.mark.parametrize(("length", "data"), [(4, 1), (2, 1), (1, 1), (2, 2), (1, 2)])
+def test_scores_are_of_each_expert_where_it_lives(length, data):
+    params, tokens = make_params(1), make_tokens()
+    scores = scores_of(params, tokens, length, data)
+    logits = numpy_logits(params, tokens)
+    assert scores.experts.shape == (REGIONS, BATCHES, BATCH, LENGTH)
+    assert scores.experts.is_fully_replicated
+    # Float32 logits of some ten terms.
+    np.testing.assert_allclose(
+        scores.experts, numpy_chosen(numpy_log_softmax(logits), tokens), atol=2e-6
+    )
+    np.testing.assert_allclose(
+        scores.mean_logits,
+        numpy_chosen(numpy_log_softmax(logits.mean(0)), tokens),
+        atol=2e-6,
+    )
+
+
+def test_scores_gather_a_number_a_token_and_sum_the_logits():
+    mesh = make_mesh(REGIONS)
+    score = experts.make_score(logits_fn, mesh, REGIONS)
+    text = str(jax.make_jaxpr(score)(make_params(1), make_tokens()))
+    assert text.count("psum") == 1
+    assert "all_gather" not in text
+
+
+def test_equal_experts_are_the_model_itself():
+    one, tokens = make_params(2, 1), make_tokens()
+    alone = scores_of(one, tokens, 1)
+    params = jax.tree.map(lambda x: np.repeat(x, REGIONS, 0), one)
+    scores = scores_of(params, tokens)
+    expected = np.asarray(alone.experts[0])
+    # Sums of four equal numbers in float32.
+    for found in (
+        scores.experts[2],
+        scores.mean_logits,
+        alone.mean_logits,
+        experts.mixture(alone.experts),
+        experts.mixture(scores.experts),
+        experts.routed(scores.experts, experts.posterior(scores.experts), 3),
+    ):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_mixture_is_the_log_of_the_mean_probability():
+    log_probs = random_log_probs(0, REGIONS, 3, LENGTH)
+    weights = random_weights(1, REGIONS, 3)
+    even = jax.jit(experts.mixture)(log_probs)
+    np.testing.assert_allclose(even, np.log(np.exp(log_probs).mean(0)), rtol=1e-5)
+    weighted = jax.jit(experts.mixture)(log_probs, np.log(weights))
+    expected = np.log((weights[..., None] * np.exp(log_probs)).sum(0))
+    np.testing.assert_allclose(weighted, expected, rtol=1e-5)
+
+
+def test_a_route_is_even_within_the_prefix():
+    log_probs = random_log_probs(2, REGIONS, 3, LENGTH)
+    weights = random_weights(3, REGIONS, 3)
+    found = experts.routed(log_probs, np.log(weights), 2)
+    probs = np.exp(log_probs)
+    expected = np.concatenate(
+        [probs.mean(0)[:, :2], (weights[..., None] * probs).sum(0)[:, 2:]], axis=-1
+    )
+    np.testing.assert_allclose(found, np.log(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_posterior_is_bayes_rule(temperature):
+    prefix = random_log_probs(4, REGIONS, 2, 3, 5)
+    found = jax.jit(experts.posterior, static_argnums=1)(prefix, temperature)
+    likelihood = np.exp(prefix).prod(-1) ** (1 / temperature)
+    np.testing.assert_allclose(np.exp(found), likelihood / likelihood.sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_the_best_weights_are_kept_and_sum_to_one(top_k):
+    weights = random_weights(5, REGIONS, 6)
+    keep = jax.jit(experts.keep_top, static_argnums=1)
+    found = np.exp(keep(np.log(weights), top_k))
+    for n in range(6):
+        best = sorted(range(REGIONS), key=lambda r: -weights[r, n])[:top_k]
+        expected = [
+            weights[r, n] / weights[best, n].sum() if r in best else 0.0
+            for r in range(REGIONS)
+        ]
+        np.testing.assert_allclose(found[:, n], expected, rtol=1e-5)
+
+
+def test_ties_keep_as_many_as_were_asked_for():
+    found = experts.keep_top(jnp.log(jnp.full((4, 1), 0.25)), 2)
+    np.testing.assert_allclose(np.exp(found)[:, 0], [0.5, 0.5, 0, 0])
+
+
+@settings(deadline=None)  # The first example compiles.
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.floats(0.1, 10.0))
+def test_an_even_mixture_is_no_worse_than_the_mean_expert(seed, regions, spread):
+    log_probs = spread * random_log_probs(seed, regions, 2, 3)
+    mixed = experts.mixture(jnp.asarray(log_probs, jnp.float32))
+    # Jensen's inequality, token by token; one part in a million for float32.
+    assert np.all(-mixed <= -log_probs.mean(0) * (1 + 1e-6) + 1e-6)
+    # Nor can it be better than the best expert of each token.
+    assert np.all(-mixed >= -log_probs.max(0) * (1 - 1e-6) - 1e-6)
+
+
+def toy(num_sequences, seed):
+    """Two kinds of text, told by their tokens; each of two experts knows one."""
+    rng = np.random.default_rng(seed)
+    kind = rng.integers(0, 2, num_sequences)
+    prefixes = kind[:, None] * 4 + rng.integers(0, 4, (num_sequences, 8))
+    knows = kind == np.arange(2)[:, None]
+    log_probs = np.log(np.where(knows, 0.5, 0.05))[..., None].repeat(3, -1)
+    return kind, prefixes.astype(np.int32), log_probs.astype(np.float32)
+
+
+def test_a_router_learns_what_can_be_told_apart():
+    _, prefixes, log_probs = toy(64, 0)
+    features = experts.hashed_ngrams(jnp.asarray(prefixes), 64)
+    router, losses = experts.train_router(features, log_probs, optax.adam(0.1), 100)
+    np.testing.assert_allclose(losses[0], -np.log((0.5 + 0.05) / 2), rtol=1e-5)
+    assert losses[-1] < -np.log(0.49)
+    kind, prefixes, _ = toy(32, 1)
+    features = experts.hashed_ngrams(jnp.asarray(prefixes), 64)
+    chosen = experts.weigh(router, features).argmax(0)
+    np.testing.assert_array_equal(chosen, kind)
+
+
+def test_a_router_that_can_tell_nothing_stays_even():
+    """Equal experts: no gradient, whatever the features."""
+    features = experts.hashed_ngrams(jnp.asarray(toy(8, 0)[1]), 16)
+    log_probs = jnp.full((3, 8, 2), -1.0)
+    router, losses = experts.train_router(features, log_probs, optax.sgd(1.0), 5)
+    np.testing.assert_allclose(
+        np.exp(experts.weigh(router, features)), np.full((3, 8), 1 / 3), rtol=1e-5
+    )
+    np.testing.assert_allclose(losses, 1.0, rtol=1e-6)
+
+
+def test_ngrams_count_tokens_and_pairs_in_their_order():
+    def features(*tokens):
+        return np.asarray(experts.hashed_ngrams(jnp.asarray(tokens), 4096))
+
+    once = features(1, 2, 3)
+    np.testing.assert_allclose(np.linalg.norm(once), 1, rtol=1e-6)
+    assert sorted(once[once > 0]) == pytest.approx([5**-0.5] * 5)
+    # The same three tokens in two, one and no pair.
+    assert once @ features(1, 2, 3) == pytest.approx(1)
+    assert once @ features(3, 1, 2) == pytest.approx(4 / 5)
+    assert once @ features(3, 2, 1) == pytest.approx(3 / 5)
+    assert once @ features(7, 8, 9) == 0
+    # Large vocabularies too, and any leading axes.
+    many = jnp.asarray([[[1, 2, 3], [32_000, 31_999, 5]]])
+    assert experts.hashed_ngrams(many, 4096).shape == (1, 2, 4096)
+    np.testing.assert_allclose(experts.hashed_ngrams(many, 4096)[0, 0], once)
+
+
+def test_passes_per_token():
+    # 8 of 32 tokens by all four experts, 24 by two of them.
+    assert experts.passes_per_token(4, 2, 8, 32) == 2.5
+    assert experts.passes_per_token(4, 4, 8, 32) == 4
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_more_experts_than_there_are(top_k):
+    with pytest.raises(ValueError, match=f"top_k={top_k} must be from 1 to .* 4"):
+        experts.keep_top(jnp.zeros((4, 2)), top_k)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_none(temperature):
+    with pytest.raises(ValueError, match="temperature=.* must be positive"):
+        experts.posterior(jnp.zeros((4, 2, 3)), temperature)

@@ -1,0 +1,187 @@
+"""A region that comes back goes on from another one's memory."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.link import Link
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.netlab.independent import free_addresses
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.train import joining
+from cocodc_jax.train.run_steps import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
+
+TIMING = Timing(beat_s=0.05, dead_after_s=60, grace_s=300, start_s=60)
+LEFT, AGAIN, END = 6, 13, 25
+
+
+def places():
+    addresses = free_addresses(2)
+    return [Place(region, addresses, b"k" * 32, TIMING) for region in range(2)]
+
+
+def make_program(tiny, method, place):
+    return RegionProgram(
+        tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 2,
+        mesh=make_mesh(1), transport=Transport("jobs", place=place),
+    )  # fmt: skip
+
+
+def train(tiny, program, state, link, end, seen):
+    """Train to `end`, letting in who waits; keep every state's outer parameters."""
+    region = link.region
+    batches = (
+        jax.tree.map(lambda x: x[region : region + 1], b)
+        for b in tiny.stream(state.step)
+    )
+    for new, output in run(program, state, batches, end - state.step):
+        state = new
+        oldest = min((s for _, s in state.sync.in_flight), default=state.step)
+        waiting = link.at(oldest)
+        wait_until = time.monotonic() + 60
+        while state.step == AGAIN and region == 0 and not waiting:
+            assert time.monotonic() < wait_until
+            time.sleep(0.01)
+            waiting = link.at(oldest)
+        if state.step < AGAIN:  # One that comes sooner waits.
+            waiting = {}
+        for other, boot in waiting.items():
+            copy = joining.copy_of(program, state)
+            link.let_in(other, boot, copy, oldest)
+        if output.syncs:
+            seen[region, state.step] = tiny.host(state.sync.outer)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("streaming_diloco", {"num_fragments": 2, "delay_steps": 3}),
+        ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "ef+topk:0.2"}),
+    ],
+)
+def test_leaving_and_coming_back(tiny, name, options):
+    method = methods.get(name, sync_interval=4, **options)
+    one, two = places()
+    seen, errors, ends = {}, [], {}
+
+    def stays():
+        try:
+            program = make_program(tiny, method, one)
+            size = joining.max_frame_bytes(program)
+            with Link(one, "run", size) as link:
+                program.exchange.link = link
+                assert link.join(60) is None
+                state = train(tiny, program, tiny.start(program), link, END, seen)
+                ends[0] = tiny.numbers(state)
+                assert program._steps._cache_size() == 1  # Of whatever length.
+        except BaseException as error:
+            errors.append(error)
+
+    def leaves():
+        try:
+            program = make_program(tiny, method, two)
+            size = joining.max_frame_bytes(program)
+            with Link(two, "run", size) as link:
+                program.exchange.link = link
+                assert link.join(60) is None
+                train(tiny, program, tiny.start(program), link, LEFT, seen)
+            with Link(two, "run", size) as link:
+                program.exchange.link = link
+                copy = link.join(60)
+                assert copy.step == AGAIN
+                state = joining.adopt(
+                    program, tiny.make_params(), jax.random.key(0), copy
+                )
+                assert state.step == AGAIN
+                outer = program.outer_params(state)
+                for x, y in zip(
+                    jax.tree.leaves(outer), jax.tree.leaves(state.region.params),
+                    strict=True,
+                ):  # fmt: skip
+                    np.testing.assert_array_equal(x, y[0])
+                state = train(tiny, program, state, link, END, seen)
+                ends[1] = tiny.numbers(state)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=each) for each in (stays, leaves)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    compared = [step for region, step in seen if region == 1]
+    assert min(compared) <= LEFT
+    assert sum(step > AGAIN for step in compared) > 2
+    for step in compared:
+        tiny.assert_same(seen[0, step], seen[1, step])
+    # The schedule, the step and what one region has sent are the same as well.
+    assert ends[0][1:] == ends[1][1:]
+
+
+def test_schedules_go_on_and_moments_are_fresh(tiny):
+    rate = optax.linear_schedule(1.0, 0.0, 100)
+    program = RegionProgram(
+        tiny.loss_fn, optax.adam(rate), methods.get("diloco", sync_interval=4),
+        tiny.make_params(), 2, mesh=make_mesh(1),
+        transport=Transport("jobs", place=places()[0]),
+    )  # fmt: skip
+    copy = joining.copy_of(program, tiny.start(program))
+    later = copy.__class__(40, copy.header, copy.arrays)
+    state = joining.adopt(program, tiny.make_params(), jax.random.key(0), later)
+    adam, scheduled = state.region.opt_state
+    assert (int(adam.count[0]), int(scheduled.count[0])) == (0, 40)
+    assert scheduled.count.sharding == adam.count.sharding
+
+
+def test_what_was_done_meanwhile_is_kept(tiny):
+    """By hand: theta_g + (theta_m - theta_s), of any theta_s."""
+    method = methods.get("diloco", sync_interval=4)
+    program = make_program(tiny, method, places()[0])
+    copy = joining.copy_of(
+        program, program.init(tiny.make_params(3), jax.random.key(0))
+    )
+    one = jax.tree.map(lambda x: x[:1], next(tiny.stream()))
+    state, _ = program.advance(
+        tiny.start(program), jax.tree.map(lambda x: x[None], one)
+    )
+    moments = tiny.host(state.region.opt_state)
+    mine, outer = tiny.host(state.region.params), tiny.host(program.outer_params(state))
+    shared = jax.tree.map(lambda x: x + 1.0, state.sync.outer.params)
+    for carried, moved in (
+        (joining.Carried(state), 0.0), (joining.Carried(state, shared), 1.0),
+    ):  # fmt: skip
+        found = joining.adopt(
+            program, tiny.make_params(), jax.random.key(0), copy, carried
+        )
+        tiny.assert_same(found.region.opt_state, moments)
+        trees = (found.region.params, tiny.make_params(3), mine, outer)
+        for x, g, m, s in zip(*map(jax.tree.leaves, trees), strict=True):
+            np.testing.assert_allclose(x, g + (m - s - moved), rtol=1e-5, atol=1e-6)
+        tiny.assert_same(program.outer_params(found), tiny.make_params(3))
+
+
+def test_a_copy_of_another_model_is_refused(tiny):
+    program = make_program(tiny, methods.get("diloco", sync_interval=4), places()[0])
+    copy = joining.copy_of(program, tiny.start(program))
+    short = copy.__class__(
+        copy.step, copy.header, (copy.arrays[0][:-4], *copy.arrays[1:])
+    )
+    args = (program, tiny.make_params(), jax.random.key(0))
+    with pytest.raises(ValueError, match="an array of .* bytes where this program has"):
+        joining.adopt(*args, short)
+    more = copy.__class__(copy.step, copy.header, (*copy.arrays, b""))
+    with pytest.raises(ValueError, match="more arrays than this program"):
+        joining.adopt(*args, more)
