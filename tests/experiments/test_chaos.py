@@ -88,6 +88,7 @@ def child(program):
     return [sys.executable, "-S", "-c", program]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_an_unbroken_run_that_fails_is_told_with_its_last_line(tmp_path, monkeypatch):
     for program, message in (
         ("import sys; print('much'); sys.exit('error: no room')", "ended with 1: no r"),
