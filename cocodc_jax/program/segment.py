@@ -110,10 +110,11 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
       `run(region, batches, participating, starts, outer, told) -> (region, (losses,
       aux), sent, outer, merged)`. `starts` has for each of `before` what
       `OuterPlace.broadcast` takes (None for `after`, whose `outer` it is), the
-      compressors' states, the weights `[R]` and the start step; `sent` has what is in
-      flight (less of `after`) and the compressors' states. `outer` is outer fragment and optimizer
-      state of `after`; `told` the frozen parameters, and learning rate and start step
-      for its merge; `merged` a `Merged`. The last two results are None without `after`.
+      compressors' states, the weights `[R]` and the start step. `sent` has what is in
+      flight (less of `after`) and the compressors' states. `outer` is outer fragment
+      and optimizer state of `after`; `told` the frozen parameters, and learning rate
+      and start step for its merge; `merged` a `Merged`. The last two results are None
+      without `after`.
     """
     spec = place.spec
     crossings = [make_crossing(spec, k, rank) for k, rank in segment.before]
