@@ -174,7 +174,7 @@ def _leaf_spec(
             "its sharding has to be given by hand"
         )
     if part is not None:  # The product lies as the matrix that it is added to.
-        sides = (sides[0], None) if part == "a" else (None, sides[1])
+        sides = (sides[0], None) if part == "a" else (None, sides[-1])
     has_layers = ndim > len(sides)
     if stage is not None and path[0].key == "blocks" and not has_layers:
         raise ValueError(
