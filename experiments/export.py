@@ -4,7 +4,9 @@
 
 DIR gets model.safetensors and config.json of a LlamaForCausalLM, in float32, and the
 files of the run's tokenizer; `AutoModelForCausalLM.from_pretrained(DIR)` loads it, and
-`--init_from=DIR` begins another run with it. The run's data must be where they were.
+`--init_from=DIR` begins another run with it. Of a run with `--lora_rank` the adapters
+are merged in; `--adapter` writes them alone, for `peft` to load onto the model that the
+run began with. The run's data must be where they were.
 Needs `pip install 'cocodc_jax[hf]'`.
 """
 
@@ -29,6 +31,7 @@ def main() -> None:
                 flags.value("out"),
                 flags.value("step"),
                 flags.value("params"),
+                adapter=flags.value("adapter"),
             )
         except OSError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -47,6 +50,9 @@ def define() -> None:
         "outer",
         f"Which parameters, {' or '.join(PARAMS)}: of the outer model, or the mean of "
         "the regions'.",
+    )
+    flags.define_one(
+        bool, "adapter", False, "Whether to write the adapters alone, for peft."
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.models import attention, backward, hugging_face
+    from cocodc_jax.models import attention, backward, hugging_face, lora
     from cocodc_jax.models.accumulate import make_accumulated_loss_fn
     from cocodc_jax.models.config import TransformerConfig
     from cocodc_jax.models.divided import make_divided_loss_fn
@@ -54,6 +54,7 @@ __all__ = [
     "get",
     "hugging_face",
     "init_params",
+    "lora",
     "make_accumulated_loss_fn",
     "make_divided_loss_fn",
     "make_loss_fn",
@@ -85,6 +86,7 @@ _PLACES = {
     "get": "presets:get",
     "hugging_face": "hugging_face",
     "init_params": "transformer:init_params",
+    "lora": "lora",
     "make_accumulated_loss_fn": "accumulate:make_accumulated_loss_fn",
     "make_divided_loss_fn": "divided:make_divided_loss_fn",
     "make_loss_fn": "transformer:make_loss_fn",

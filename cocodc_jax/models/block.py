@@ -7,10 +7,12 @@ A block adds to the residual stream x, with n(x) = scale * x / rms(x):
 
 Sources: LLaMA (Touvron et al., arXiv 2302.13971, section 2.2) for RMSNorm
 (arXiv 1910.07467), SwiGLU (arXiv 2002.05202) and RoPE (arXiv 2104.09864);
-grouped-query attention (arXiv 2305.13245); QK-norm (arXiv 2302.05442).
+grouped-query attention (arXiv 2305.13245); QK-norm (arXiv 2302.05442); LoRA, thin
+products that are added to those with matrices (Hu et al., arXiv 2106.09685).
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import attend
 from cocodc_jax.models.backward import PLAIN, spread
 from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.models.layout import Layout, read, shared, write
+from cocodc_jax.models.layout import Adapter, Layout, read, shared, write
 
 with extra("train"):
     from flax import nnx
@@ -43,7 +45,40 @@ class RMSNorm(nnx.Module):
         return (normed * scale).astype(x.dtype)
 
 
-class Attention(nnx.Module):
+class Thin(nnx.Module):
+    """Two thin matrices whose product is added to a matrix, zero at first."""
+
+    def __init__(self, rngs: nnx.Rngs, like: nnx.Param, rank: int):
+        fan_in, fan_out = like.shape
+        self.a = matrix(rngs, fan_in, rank)
+        self.b = nnx.Param(jnp.zeros((rank, fan_out), jnp.float32))
+
+
+class Multiplying(nnx.Module):
+    """A module whose matrices may have adapters."""
+
+    def adapt(
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None
+    ) -> None:
+        """Add adapters to those of the module's matrices that are to have some."""
+        self.config, self.layout = config, layout
+        found = {name: getattr(self, name, None) for name in config.lora_names}
+        if found := {name: x for name, x in found.items() if x is not None}:
+            self.lora = nnx.Dict(
+                {name: Thin(rngs, x, config.lora_rank) for name, x in found.items()}
+            )
+
+    def times(self, multiply: Callable, x: jax.Array, name: str) -> jax.Array:
+        """Multiply by a matrix, by `read` or `write`."""
+        config, adapter = self.config, None
+        if name in config.lora_names:
+            thin = self.lora[name]
+            adapter = Adapter(thin.a[...], thin.b[...], config.lora_scale)
+        w = getattr(self, name)[...]
+        return multiply(x, w, self.layout, config.backward, adapter)
+
+
+class Attention(Multiplying):
     """Causal grouped-query attention with rotary positions."""
 
     def __init__(
@@ -57,14 +92,14 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.query_norm = norm(config, config.head_width)
             self.key_norm = norm(config, config.head_width)
-        self.config, self.layout = config, layout
+        self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
         """Attend within each sequence; `rotation` comes from `rotary_tables`."""
         x_BLD = shared(x_BLD, self.layout)
-        query_BLHd = self._heads(x_BLD, self.query)
-        key_BLHd = self._heads(x_BLD, self.key)
-        value_BLHd = self._heads(x_BLD, self.value)
+        query_BLHd = self._heads(x_BLD, "query")
+        key_BLHd = self._heads(x_BLD, "key")
+        value_BLHd = self._heads(x_BLD, "value")
         if self.config.qk_norm:
             query_BLHd = self.query_norm(query_BLHd)
             key_BLHd = self.key_norm(key_BLHd)
@@ -77,14 +112,14 @@ class Attention(nnx.Module):
             query_BLHd, key_BLHd, value_BLHd, self.config.attention, sequence
         )
         mixed_BLF = mixed_BLHd.reshape(*x_BLD.shape[:2], -1)
-        return write(mixed_BLF, self.output[...], self.layout, self.config.backward)
+        return self.times(write, mixed_BLF, "output")
 
-    def _heads(self, x_BLD: jax.Array, kernel: nnx.Param):
-        flat = read(x_BLD, kernel[...], self.layout, self.config.backward)
+    def _heads(self, x_BLD: jax.Array, name: str):
+        flat = self.times(read, x_BLD, name)
         return flat.reshape(*x_BLD.shape[:2], -1, self.config.head_width)
 
 
-class MLP(nnx.Module):
+class MLP(Multiplying):
     """SwiGLU feed-forward."""
 
     def __init__(
@@ -93,15 +128,14 @@ class MLP(nnx.Module):
         self.gate = matrix(rngs, config.width, config.mlp_width)
         self.up = matrix(rngs, config.width, config.mlp_width)
         self.down = matrix(rngs, config.mlp_width, config.width, _residual(config))
-        self.layout, self.backward = layout, config.backward
+        self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map each position by itself."""
-        how = (self.layout, self.backward)
         x_BLD = shared(x_BLD, self.layout)
-        gate_BLF = jax.nn.silu(read(x_BLD, self.gate[...], *how))
-        gated_BLF = gate_BLF * read(x_BLD, self.up[...], *how)
-        return write(gated_BLF, self.down[...], *how)
+        gate_BLF = jax.nn.silu(self.times(read, x_BLD, "gate"))
+        gated_BLF = gate_BLF * self.times(read, x_BLD, "up")
+        return self.times(write, gated_BLF, "down")
 
 
 class Block(nnx.Module):

@@ -14,6 +14,9 @@ REMAT_POLICIES = ("none", "dots", "attention", "full", "offload")
 ATTENTIONS = ("auto", "plain", "blocks", "cudnn", "splash")
 BACKWARDS = ("auto", "plain", "cpu")
 COMPUTE_DTYPES = ("float32", "bfloat16")
+# Matrices of a block, which may have adapters, and where those are in its parameters.
+LORA = "lora"
+MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 
 _SIZES = (
     "vocab_size",
@@ -61,6 +64,11 @@ class TransformerConfig:
       compute_dtype: "float32" or "bfloat16" for activations and for the weights
         as used; parameters, gradients and the loss are always float32.
       loss_chunk_tokens: tokens whose logits exist at one time on each device.
+      lora_rank: r of LoRA's adapters, a product [in, r] [r, out] for each matrix of
+        lora_targets, which alone are trained: what init_from holds stays as it is. 0
+        has none and trains everything.
+      lora_alpha: adapters count lora_alpha / lora_rank times.
+      lora_targets: matrices of every block that have adapters, separated by commas.
     """
 
     vocab_size: int
@@ -79,6 +87,9 @@ class TransformerConfig:
     backward: str = free("auto")
     compute_dtype: str = "float32"
     loss_chunk_tokens: int = free(2048)
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    lora_targets: str = ",".join(MATRICES)
 
     def __post_init__(self):
         """Raise ValueError when the fields do not make a model."""
@@ -107,6 +118,23 @@ class TransformerConfig:
         _check_choice("backward", self.backward, BACKWARDS)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         self._check_heads()
+        self._check_lora()
+
+    def _check_lora(self):
+        most = min(self.width, self.mlp_width)
+        if not 0 <= self.lora_rank <= most:
+            raise ValueError(
+                f"lora_rank={self.lora_rank} must be at least 1, or 0 for no adapters, "
+                f"and at most {most}, the smaller side of a matrix"
+            )
+        if not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"lora_alpha={self.lora_alpha} must be above 0 and finite")
+        named = self.lora_targets.split(",")
+        if not set(named) <= set(MATRICES) or len({*named}) < len(named):
+            raise ValueError(
+                f"lora_targets={self.lora_targets!r} must be some of "
+                f"{','.join(MATRICES)}"
+            )
 
     def _check_heads(self):
         if self.width % self.num_heads:
@@ -131,6 +159,16 @@ class TransformerConfig:
 
     def _nearest_width(self, multiple: int) -> int:
         return max(1, round(self.width / multiple)) * multiple
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Matrices of a block that have adapters."""
+        return tuple(self.lora_targets.split(",")) if self.lora_rank else ()
+
+    @property
+    def lora_scale(self) -> float:
+        """What the product of an adapter is multiplied by."""
+        return self.lora_alpha / self.lora_rank
 
     @property
     def head_width(self) -> int:

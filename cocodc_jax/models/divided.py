@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.models.accumulate import accumulated
-from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.divided_loss import divided_cross_entropy
 from cocodc_jax.models.layout import Layout, sum_over
 from cocodc_jax.models.loss import TokenSums
 from cocodc_jax.models.sharding import partition_specs
 from cocodc_jax.models.transformer import LossFn, Params, bind
 
-# Scales of heads, of which a device of the model axis has its own.
-_OF_HEADS = ("query_norm", "key_norm")
+# Scales of heads, of which a device of the model axis has its own; and adapters.
+_OF_FEATURES = ("query_norm", "key_norm", LORA)
 
 
 def make_divided_loss_fn(
@@ -115,7 +115,8 @@ class _Device:
         """Sum the gradient of what is whole on all devices of an axis."""
         if self.layout.tokens not in spec:
             grad = sum_over(grad, self.layout.tokens)
-        if any(key.key in _OF_HEADS for key in path):
+        of_features = any(key.key in _OF_FEATURES for key in path)
+        if of_features and self.layout.model not in spec:
             grad = sum_over(grad, self.layout.model)
         return grad
 

@@ -14,13 +14,20 @@ files that `model.safetensors.index.json` names for each tensor. With n a layer:
 A matrix is [in, out] here and [out, in] there, as in `torch.nn.Linear`; the embedding
 is [V, D] in both. Heads lie side by side in both, a key head serves neighbouring query
 heads in both, and rotary pairs are features (i, i + d / 2) in both (`rotate_half`), so
-that nothing is permuted. Checked against transformers' own code, which gives the same
+that nothing is permuted. Adapters (`lora.py`) are files of their own, as `peft` loads
+them: `adapter_config.json`, and in `adapter_model.safetensors` for the n-th layer's
+query
+
+    base_model.model.model.layers.n.self_attn.q_proj.lora_{A,B}.weight
+
+Checked against transformers' own code, which gives the same
 logits (`tests/models/test_hugging_face.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -32,18 +39,22 @@ import jax
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16, which most files are in.)
 import numpy as np
 
-from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.llama_config import (
+    ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
+    adapter_json,
     check_llama,
     check_shape,
     read_config,
     read_json,
     to_json,
 )
+from cocodc_jax.models.lora import merged, only_adapters
 from cocodc_jax.models.transformer import Params, init_params
 
 TENSORS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 _INDEX_FILE = f"{TENSORS_FILE}.index.json"
 _HEAD = "lm_head.weight"
 
@@ -78,7 +89,7 @@ def write(
     Args:
       folder: where; made if missing.
       config: the model.
-      params: its parameters, scanned or not, of one region.
+      params: its parameters, scanned or not, of one region; adapters are merged in.
       max_length: tokens that the model was trained to read, for `config.json`.
       eos_id: id of the token that ends a text.
 
@@ -86,6 +97,43 @@ def write(
       ValueError: if the model is no LLaMA, or the package safetensors is missing.
     """
     check_llama(config)
+    said = CONFIG_FILE, to_json(config, max_length, eos_id)
+    _write(pathlib.Path(folder), said, TENSORS_FILE, merged(config, params), config)
+
+
+def write_adapter(
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    params: Params,
+    base: str,
+) -> None:
+    """Write a model's adapters as `peft` loads them, in float32.
+
+    Args:
+      folder: where; made if missing.
+      config: the model.
+      params: its parameters, scanned or not, of one region.
+      base: folder or name of the model that they are of.
+
+    Raises:
+      ValueError: if it is no LLaMA or has none, or the package safetensors is missing.
+    """
+    check_llama(config)
+    theirs = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
+    targets = [theirs[name] for name in config.lora_names]
+    said = ADAPTER_CONFIG_FILE, adapter_json(config, base, targets)
+    adapters = only_adapters(params)
+    _write(pathlib.Path(folder), said, ADAPTER_FILE, adapters, config)
+
+
+def _write(
+    folder: pathlib.Path,
+    said: tuple[str, dict[str, Any]],
+    file: str,
+    params: Params,
+    config: TransformerConfig,
+) -> None:
+    """Write tensors, and the JSON file of what is said of them."""
     save_file = _safetensors().numpy.save_file
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -95,13 +143,12 @@ def write(
         for name, part in zip(names, parts, strict=True):
             # The file is written from memory as it lies.
             tensors[name] = np.ascontiguousarray(part.T if _is_turned(name) else part)
-    folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_json(config, max_length, eos_id), indent=2)
-    (folder / CONFIG_FILE).write_text(text + "\n")
-    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    name, value = said
+    (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    save_file(tensors, folder / file, metadata={"format": "pt"})
     # The library lets nobody else read it.
-    (folder / TENSORS_FILE).chmod((folder / CONFIG_FILE).stat().st_mode)
+    (folder / file).chmod((folder / name).stat().st_mode)
 
 
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
@@ -190,6 +237,8 @@ def check(
 
 
 def _shapes(config: TransformerConfig) -> Params:
+    """Return the shapes of a model's parameters; the files have no adapters."""
+    config = dataclasses.replace(config, lora_rank=0)
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
@@ -200,8 +249,14 @@ def _names_of(path: Any, config: TransformerConfig) -> list[str]:
         return [_NAMES[keys]]
     stacked = _is_stacked(path, config)
     layers = range(config.num_layers) if stacked else (keys[1],)
-    name = _NAMES_IN_BLOCK[keys[1:] if stacked else keys[2:]]
-    return [f"model.layers.{layer}.{name}" for layer in layers]
+    inside, wrapped = keys[1:] if stacked else keys[2:], ""
+    if LORA not in inside:
+        name = _NAMES_IN_BLOCK[inside]
+    else:
+        module, _, matrix, part = inside
+        weight, wrapped = f"lora_{part.upper()}.weight", "base_model.model."
+        name = _NAMES_IN_BLOCK[module, matrix].replace("weight", weight)
+    return [f"{wrapped}model.layers.{layer}.{name}" for layer in layers]
 
 
 def _is_stacked(path: Any, config: TransformerConfig) -> bool:
@@ -209,7 +264,7 @@ def _is_stacked(path: Any, config: TransformerConfig) -> bool:
 
 
 def _is_turned(name: str) -> bool:
-    return name.endswith("_proj.weight") or name == _HEAD
+    return "_proj." in name or name == _HEAD
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,20 @@ from cocodc_jax.models.backward import PLAIN, product
 
 # What no policy of rematerialisation keeps: it would be the whole model on each device.
 WEIGHTS = "weights"
+
+
+class Adapter(NamedTuple):
+    """What adds `scale * x a b` to a product with a weight [D, F]; see `lora.py`.
+
+    Attributes:
+      a: [D, r], divided over devices as the weight's rows are.
+      b: [r, F], divided as its columns are.
+      scale: of the product.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    scale: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +114,11 @@ def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:
 
 
 def read(
-    x_BLD: jax.Array, w_DF: jax.Array, layout: Layout | None, backward: str = PLAIN
+    x_BLD: jax.Array,
+    w_DF: jax.Array,
+    layout: Layout | None,
+    backward: str = PLAIN,
+    adapter: Adapter | None = None,
 ) -> jax.Array:
     """Multiply the residual width by a weight; own features, in x's dtype.
 
@@ -109,14 +127,21 @@ def read(
       w_DF: own part, divided over data and model.
       layout: None where everything is on one device, or left to the compiler.
       backward: how gradients are written where there is no layout; see `backward.py`.
+      adapter: of the weight, if it has one.
     """
-    if layout is None:
-        return product(x_BLD, w_DF.astype(x_BLD.dtype), backward)
-    return _product(x_BLD, w_DF, layout, 0)
+    out = _times(x_BLD, w_DF, layout, 0, backward)
+    if adapter is None:
+        return out
+    low = _times(x_BLD, adapter.a, layout, 0, backward)
+    return out + adapter.scale * _times(low, adapter.b, None, 0, backward)
 
 
 def write(
-    x_BLF: jax.Array, w_FD: jax.Array, layout: Layout | None, backward: str = PLAIN
+    x_BLF: jax.Array,
+    w_FD: jax.Array,
+    layout: Layout | None,
+    backward: str = PLAIN,
+    adapter: Adapter | None = None,
 ) -> jax.Array:
     """Multiply features by a weight that gives the residual width, summed over them.
 
@@ -125,10 +150,21 @@ def write(
       w_FD: own part, divided over model and data.
       layout: None where everything is on one device, or left to the compiler.
       backward: how gradients are written where there is no layout; see `backward.py`.
+      adapter: of the weight, if it has one.
     """
+    out = _times(x_BLF, w_FD, layout, 1, backward)
+    if adapter is not None:
+        low = _times(x_BLF, adapter.a, None, 1, backward)
+        out += adapter.scale * _times(low, adapter.b, layout, 1, backward)
+    return out if layout is None else _summed(out, layout)
+
+
+def _times(
+    x: jax.Array, w: jax.Array, layout: Layout | None, side: int, backward: str
+) -> jax.Array:
     if layout is None:
-        return product(x_BLF, w_FD.astype(x_BLF.dtype), backward)
-    return _summed(_product(x_BLF, w_FD, layout, 1), layout)
+        return product(x, w.astype(x.dtype), backward)
+    return _product(x, w, layout, side)
 
 
 def shared(x: jax.Array, layout: Layout | None) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any
 from cocodc_jax.models.config import TransformerConfig
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 # The name there of each field of `TransformerConfig`, and its value if it is not said.
 _SHAPE = {
@@ -118,6 +119,24 @@ def to_json(
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "torch_dtype": "float32",
+    }
+
+
+def adapter_json(
+    config: TransformerConfig, base: str, targets: list[str]
+) -> dict[str, Any]:
+    """Return what `adapter_config.json` says of a model's adapters, for `peft`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
     }
 
 

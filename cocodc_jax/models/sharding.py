@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.config import LORA, TransformerConfig
 
 # Which side of each matrix each axis divides, by the parameter's own name.
 _READS_WIDTH = ("query", "key", "value", "gate", "up", "head")
@@ -157,7 +157,9 @@ def _leaf_spec(
     stage: str | None,
     divides_embedding: bool,
 ) -> PartitionSpec:
-    name = path[-1].key
+    name, part = path[-1].key, None
+    if len(path) > 2 and path[-3].key == LORA:
+        name, part = path[-2].key, name
     if name == "scale":
         sides = (None,)
     elif name == "embedding":
@@ -171,6 +173,8 @@ def _leaf_spec(
             f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
             "its sharding has to be given by hand"
         )
+    if part is not None:  # The product lies as the matrix that it is added to.
+        sides = (sides[0], None) if part == "a" else (None, sides[-1])
     has_layers = ndim > len(sides)
     if stage is not None and path[0].key == "blocks" and not has_layers:
         raise ValueError(

@@ -7,6 +7,7 @@ float32 arrays:
     embedding [V, D]
     blocks    attention: query, key, value, output, (query_norm, key_norm: scale)
               mlp: gate, up, down
+              both with adapters: lora: NAME: a, b (`lora.py`)
               attention_norm, mlp_norm: scale
     norm      scale [D]
     head      [D, V], absent with tied embeddings
@@ -218,14 +219,17 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """Return the floating-point operations of one training step per token.
 
     PaLM's convention (arXiv 2204.02311, appendix B): 6 for every parameter that
-    multiplies a token, plus 12 * num_layers * width * sequence_length for
-    attention; recomputation is not counted, nor is the causal half left out.
+    multiplies a token, 4 where it is frozen, plus 12 * num_layers * width *
+    sequence_length for attention; recomputation is not counted, nor is the causal half
+    left out.
     """
-    table = config.vocab_size * config.width
     # A tied table is a head and counts; an untied one has its head beside it.
-    num_multiplying = num_params(config) - (0 if config.tie_embeddings else table)
+    table = 0 if config.tie_embeddings else config.vocab_size * config.width
     attention = 12 * config.num_layers * config.width * sequence_length
-    return float(6 * num_multiplying + attention)
+    frozen = 0
+    if config.lora_rank:
+        frozen = num_params(dataclasses.replace(config, lora_rank=0)) - table
+    return float(6 * (num_params(config) - table) - 2 * frozen + attention)
 
 
 def bind(

@@ -119,6 +119,10 @@ def _listed(trainable: PyTree, params: PyTree) -> list[bool]:
 
 
 def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) -> None:
+    state = jax.eval_shape(optimizer.init, params)
+    nodes = jax.tree.leaves(state, is_leaf=_is_part)
+    if not any(map(_is_part, nodes)):  # Tracing an update takes a while.
+        return
     try:
         unchanged = _are_unchanged(params, optimizer)
     except Exception:  # One that can be traced among regions alone is no worse for it.
@@ -136,6 +140,10 @@ def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) 
         "sends, for nothing; pass trainable='optimizer'",
         stacklevel=6,
     )
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, optax.MaskedState)
 
 
 def _are_unchanged(

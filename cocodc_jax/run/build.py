@@ -122,11 +122,14 @@ def init_params(
 ) -> models.Params:
     """Draw or read one region's first parameters, confined where they are to stay so.
 
+    Adapters are drawn, the model that they are of is read.
+
     Raises:
       ValueError: if the folder to read from does not hold this model.
     """
     if run.init_from:
-        return models.hugging_face.read(run.init_from, model)
+        params = models.hugging_face.read(run.init_from, model)
+        return models.lora.adapted(params, model, key)
     params = models.init_params(model, key)
     subspace = losses.subspace_of(run, model)
     return params if subspace is None else models.confine(params, subspace)
@@ -234,6 +237,7 @@ def build_program(
         transport=dataclasses.replace(config.run.transport, place=place),
         local_regions=config.run.how_mapped,
         optimizer_memory=config.run.optimizer_memory,
+        trainable=models.lora.is_adapter if model.lora_rank else None,
     )
 
 

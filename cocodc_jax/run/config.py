@@ -59,6 +59,11 @@ class TrainConfig:
                 f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="
                 f"{self.run.steps}"
             )
+        if self.model.lora_rank and not self.run.init_from:
+            raise ValueError(
+                f"lora_rank={self.model.lora_rank} adapts a model that is there "
+                "already; name its folder: init_from"
+            )
         for size in self.run.unequal(self.data.batch_per_region).batch_sizes:
             if self.data.batch_per_region % size:
                 raise ValueError(

@@ -20,6 +20,7 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
+from cocodc_jax.transforms.layers import named_leaves
 
 PARAMS = ("outer", "mean")
 
@@ -69,12 +70,13 @@ def export(
     step: int | None = None,
     params: str = "outer",
     open_text: Callable[..., TextData] = load,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Write what a run has learnt as a folder that `LlamaForCausalLM` loads.
 
     The outer parameters, or the mean of the regions', as safetensors in float32, with
-    `config.json` and the files of the run's tokenizer. The folder appears when it is
-    whole.
+    `config.json` and the files of the run's tokenizer. Adapters (`lora_rank`) are
+    merged in. The folder appears when it is whole.
 
     Args:
       workdir: of the run, which must not be running.
@@ -82,6 +84,8 @@ def export(
       step: of the checkpoint; None is the newest.
       params: "outer" or "mean".
       open_text: as in `cocodc_jax.run.prepare`.
+      adapter: write the adapters alone, as `peft` loads them onto the model that the
+        run began with.
 
     Returns:
       step, parameters, and the names of the files.
@@ -101,6 +105,11 @@ def export(
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
     config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
     models.hugging_face.check_llama(config.model)
+    if adapter and not config.model.lora_rank:
+        raise ValueError(
+            "adapter=True asks for the adapters of a run that has none (lora_rank=0); "
+            "leave it out"
+        )
     if not steps_in(workdir / CHECKPOINTS):
         raise ValueError(f"workdir={str(workdir)!r} has no checkpoints")
     try:
@@ -119,20 +128,29 @@ def export(
     state, _ = restored
     take = program.outer_params if params == "outer" else program.mean_params
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as folder:
-        whole = pathlib.Path(folder, "whole")
-        models.hugging_face.write(
-            whole,
-            session.model,
-            jax.device_get(take(state)),
-            max_length=config.data.sequence_length,
-            eos_id=session.text.tokenizer.eos_id,
-        )
-        for name, content in session.text.tokenizer.files().items():
-            (whole / name).write_bytes(content)
+        whole, taken = pathlib.Path(folder, "whole"), jax.device_get(take(state))
+        model, tokenizer = session.model, session.text.tokenizer
+        if adapter:
+            base = config.run.init_from
+            models.hugging_face.write_adapter(whole, model, taken, base)
+        else:
+            models.hugging_face.write(
+                whole,
+                model,
+                taken,
+                max_length=config.data.sequence_length,
+                eos_id=tokenizer.eos_id,
+            )
+            for name, content in tokenizer.files().items():
+                (whole / name).write_bytes(content)
         names = sorted(path.name for path in whole.iterdir())
         whole.rename(out)  # Onto an empty folder, too.
     return {
         "step": state.step,
-        "parameters": models.num_params(session.model),
+        "parameters": sum(
+            x.size
+            for path, x in named_leaves(taken)
+            if models.lora.is_adapter(path) == adapter
+        ),
         "files": names,
     }

@@ -182,3 +182,54 @@ def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
 def test_a_confined_model_cannot_begin_so():
     with pytest.raises(ValueError, match="init_from='x' is no model whose residual"):
         PRESETS["smoke"].replace(init_from="x", stage_subspace=4)
+
+
+def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
+    """A run of adapters on what another one has learnt; merged, and by themselves."""
+    workdir, (dataset, data_dir) = trained
+    base, run = tmp_path / "base", tmp_path / "run"
+    code, _, error = call(export, f"--workdir={workdir}", f"--out={base}")
+    assert code == 0, error
+    words = [
+        f"--{name}={value}" for name, value in dict(
+            preset="smoke", num_layers=2, width=16, mlp_width=16, regions=2, steps=8,
+            eval_batches=2, warmup_steps=1, method="diloco", sync_interval=4,
+            inner_lr=0.01, tokenizer=f"hf:{base}", init_from=base, lora_rank=2,
+            workdir=run,
+        ).items()
+    ]  # fmt: skip
+    code, _, error = call(train, *words, dataset, data_dir)
+    assert code == 0, error
+    outs = {}
+    for name in ("merged", "adapter"):
+        out = tmp_path / name
+        words = [f"--workdir={run}", f"--out={out}", f"--adapter={name == 'adapter'}"]
+        code, printed, error = call(export, *words)
+        assert code == 0, error
+        outs[name] = json.loads(printed)
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    num_trained = sum(map(np.size, adapter.values()))
+    assert outs["adapter"]["parameters"] == num_trained
+    assert outs["adapter"]["files"] == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(base)
+    # Two syncs of the adapters alone.
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["bytes_sent_per_region"] == 2 * 4 * num_trained
+    tensors = load_file(base / "model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert tensors.keys() == merged.keys()
+    changed = {n for n in tensors if not np.array_equal(tensors[n], merged[n])}
+    assert changed == {n for n in tensors if "_proj" in n}
+    code, _, error = call(
+        export, f"--workdir={workdir}", f"--out={tmp_path / 'none'}", "--adapter"
+    )
+    assert code == 2
+    assert "adapter=True asks for the adapters of a run that has none" in error
+
+
+def test_adapters_need_a_model_to_adapt():
+    with pytest.raises(ValueError, match="lora_rank=4 adapts a model that is there al"):
+        PRESETS["smoke"].replace(lora_rank=4)

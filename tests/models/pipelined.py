@@ -28,6 +28,7 @@ CONFIG = TransformerConfig(
 # The same function, the loss some tokens at a time.
 CHUNKED = dataclasses.replace(CONFIG, loss_chunk_tokens=12)
 UNTIED = dataclasses.replace(CONFIG, qk_norm=True, tie_embeddings=False, remat="full")
+ADAPTED = dataclasses.replace(CONFIG, lora_rank=3)
 BFLOAT16 = dataclasses.replace(CONFIG, compute_dtype="bfloat16", remat="dots")
 KEY = jax.random.key(0)
 

@@ -22,6 +22,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.train.run_steps import run
 from tests.models.pipelined import (
+    ADAPTED,
     BATCH,
     BFLOAT16,
     CHUNKED,
@@ -50,7 +51,7 @@ _REGIONS = 2
 class TestOneRegion:
     @pytest.mark.parametrize(
         ("config", "stages", "microbatches"),
-        [(CONFIG, 1, 4), (CHUNKED, 2, 1), (UNTIED, 4, 4)],
+        [(CONFIG, 1, 4), (CHUNKED, 2, 1), (UNTIED, 4, 4), (ADAPTED, 2, 2)],
     )
     def test_loss_and_gradient_are_the_plain_models(self, config, stages, microbatches):
         mesh = make_mesh(1, stage=stages)
@@ -59,7 +60,7 @@ class TestOneRegion:
         with jax.set_mesh(mesh):
             loss_fn = make_pipelined_loss_fn(config, stages, microbatches)
             program = jax.jit(step(loss_fn)).lower(placed, tokens(), KEY).compile()
-            expected = plain(UNTIED if config is UNTIED else CONFIG)
+            expected = plain(config if config in (UNTIED, ADAPTED) else CONFIG)
             assert_close(program(placed, tokens(), KEY), expected)
         assert "collective-permute" in str(program.as_text())
 

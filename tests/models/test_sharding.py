@@ -37,6 +37,7 @@ _CHUNKED = dataclasses.replace(_CONFIG, loss_chunk_tokens=12, remat="full")
 _UNSCANNED = dataclasses.replace(
     _CHUNKED, num_layers=1, scan_layers=False, tie_embeddings=True
 )
+_ADAPTED = dataclasses.replace(_CHUNKED, lora_rank=3)
 _REGIONS = 4
 
 
@@ -147,8 +148,9 @@ _WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
 
 @pytest.mark.parametrize(
     ("config", "parts"),
-    [(_CHUNKED, 1), (_TIED, 2), pytest.param(_WHOLE, 1, marks=pytest.mark.slow)],
-    ids=["untied", "tied, accumulated", "unscanned"],
+    [(_CHUNKED, 1), (_TIED, 2), (_ADAPTED, 1),
+     pytest.param(_WHOLE, 1, marks=pytest.mark.slow)],
+    ids=["untied", "tied, accumulated", "adapters", "unscanned"],
 )  # fmt: skip
 def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config, parts):
     params, tokens, expected = _example(config)
@@ -209,8 +211,9 @@ def test_weights_gathered_in_steps_change_no_number():
 @pytest.mark.parametrize(
     ("config", "axes"),
     [pytest.param(_TIED, dict(data=2, sequence=2, model=1), marks=pytest.mark.slow),
-     (_CHUNKED, dict(data=1, sequence=4, model=2))],
-    ids=["tied, of data too", "untied, of heads too"],
+     (_CHUNKED, dict(data=1, sequence=4, model=2)),
+     (_ADAPTED, dict(data=2, sequence=2, model=2))],
+    ids=["tied, of data too", "untied, of heads too", "adapters"],
 )  # fmt: skip
 def test_positions_on_several_devices_change_no_number(config, axes):
     length = 8
@@ -302,7 +305,7 @@ def test_one_region_per_device_without_vmap():
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_specs_divide_every_matrix(scan_layers):
     specs = partition_specs(
-        _shapes(dataclasses.replace(_CONFIG, scan_layers=scan_layers))
+        _shapes(dataclasses.replace(_ADAPTED, scan_layers=scan_layers))
     )
     block = specs["blocks"] if scan_layers else specs["blocks"][1]
     layer = (None,) if scan_layers else ()
@@ -316,6 +319,10 @@ def test_specs_divide_every_matrix(scan_layers):
     assert block["mlp"]["up"] == P(*layer, "data", "model")
     assert block["mlp"]["down"] == P(*layer, "model", "data")
     assert block["attention"]["key_norm"]["scale"] == P()
+    # The product of two lies as the matrix that it is added to.
+    up, down = (block["mlp"]["lora"][name] for name in ("up", "down"))
+    assert up == {"a": P(*layer, "data", None), "b": P(*layer, None, "model")}
+    assert down == {"a": P(*layer, "model", None), "b": P(*layer, None, "data")}
 
 
 def test_other_axis_names():

@@ -1,0 +1,66 @@
+"""Adapters of a frozen model (LoRA; Hu et al., arXiv 2106.09685).
+
+Beside a matrix W [in, out] a block has A [in, r], normal, and B [r, out], zero at
+first, and computes with
+
+    W + (lora_alpha / r) A B
+
+They are `blocks/../lora/NAME/{a, b}` in the parameters, beside `blocks/../NAME`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from cocodc_jax.models.config import LORA, TransformerConfig
+from cocodc_jax.models.transformer import Params, init_params
+
+
+def is_adapter(path: str) -> bool:
+    """Tell whether a parameter is of an adapter, by its path, parts joined by "/"."""
+    return LORA in path.split("/")
+
+
+def without(config: TransformerConfig) -> TransformerConfig:
+    """Return the model without adapters."""
+    return dataclasses.replace(config, lora_rank=0)
+
+
+def adapted(base: Params, config: TransformerConfig, key: jax.Array) -> Params:
+    """Return parameters of a model without adapters with the first ones of `config`."""
+    if not config.lora_rank:
+        return base
+    # The rest is not drawn: nothing asks for it.
+    drawn = jax.jit(lambda key: only_adapters(init_params(config, key)))(key)
+    return _over(base, drawn)
+
+
+def merged(config: TransformerConfig, params: Params) -> Params:
+    """Return the parameters of the model without adapters that computes the same."""
+    if not config.lora_rank:
+        return params
+    found = {}
+    for name, part in params.items():
+        if isinstance(part, dict) and name != LORA:
+            found[name] = merged(config, part)
+        elif name != LORA:
+            found[name] = part
+    for name, thin in params.get(LORA, {}).items():
+        found[name] = found[name] + config.lora_scale * (thin["a"] @ thin["b"])
+    return found
+
+
+def only_adapters(params: Params) -> Params:
+    """Return a model's parameters without any but adapters."""
+    return {
+        name: part if name == LORA else only_adapters(part)
+        for name, part in params.items()
+        if isinstance(part, dict)
+    }
+
+
+def _over(base: Params, drawn: Params) -> Params:
+    found = {n: _over(x, drawn[n]) if n in drawn else x for n, x in base.items()}
+    return found | {n: x for n, x in drawn.items() if n == LORA}
