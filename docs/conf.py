@@ -1,0 +1,57 @@
+"""Sphinx configuration: the theme, and pages generated from the code at build time."""
+
+import os
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).parent
+PATHS = [str(HERE.parent), str(HERE)]
+sys.path[:0] = PATHS
+# Executed pages run in processes of their own, which need the same paths.
+os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import docstrings  # noqa: E402
+import generate  # noqa: E402
+
+import cocodc_jax  # noqa: E402
+
+project = html_title = "cocodc_jax"
+author = "the cocodc_jax authors"
+project_copyright = "the cocodc_jax authors, Apache-2.0"
+release = version = cocodc_jax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+
+html_theme = "sphinx_book_theme"
+html_theme_options = {"show_toc_level": 2, "show_navbar_depth": 1}
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_preserve_defaults = True
+default_role = "code"  # Docstrings write names in single backticks.
+napoleon_use_ivar = True
+copybutton_prompt_text = "$ "
+
+generate.write(HERE)
+
+
+def setup(app):
+    """Let docstrings, which are plain text with equations, pass as reStructuredText."""
+    app.connect("autodoc-process-docstring", docstrings.process, priority=400)

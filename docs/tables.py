@@ -1,0 +1,112 @@
+"""Tables and plots of the results pages, made of `experiments/results` at build time."""
+
+import json
+import pathlib
+
+import cocodc_jax
+from cocodc_jax.report.units import format_bytes
+from IPython.display import Markdown
+from matplotlib.figure import Figure
+
+RESULTS = pathlib.Path(cocodc_jax.__file__).parents[1] / "experiments" / "results"
+SHOWN = ("method", "compress", "sync_interval", "delay_steps")
+# Flags that tell the cells of a sweep apart, in the symbols of the glossary.
+SYMBOLS = {
+    "num_fragments": "K",
+    "syncs_per_interval": "N",
+    "mixing_alpha": "alpha",
+    "compensation_strength": "lambda",
+    "progress_weight": "rho",
+    "outer_momentum": "outer momentum",
+    "outer_lr": "outer lr",
+    "inner_lr": "inner lr",
+    "regions": "M",
+    "batch_per_region": "batch",
+}
+
+
+def read(name):
+    """Return a file of results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(heads, rows):
+    """Return a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return Markdown("\n".join("| " + " | ".join(map(str, x)) + " |" for x in lines))
+
+
+def interval(value, form=".3f"):
+    """Return a mean and the half of its interval; a dash for none."""
+    if value is None:
+        return "-"
+    half = value.get("half")
+    text = format(value["mean"], form)
+    return text if half is None else f"{text} ± {format(half, form.strip('+'))}"
+
+
+def cells(name, keep=lambda cell: True, hide=()):
+    """Return the cells of a sweep as a table, by the bytes that a region sent."""
+    found = read(name)
+    reference, kept = found["reference"], list(filter(keep, found["cells"]))
+    names = [n for n in ("published", "tuned") if any(n in c["columns"] for c in kept)]
+    target = f"{reference['column']} `{reference['cell']}`"
+    heads = ["method", "precision", "H", "tau", "settings", "sent by a region"]
+    heads += [f"loss, {n}" for n in names]
+    heads += ["difference", f"steps to the last loss of the reference ({target})"]
+    rows = []
+    for cell in sorted(kept, key=lambda c: _last(c)["bytes"]):
+        flags, last = cell["flags"], _last(cell)
+        rows.append(
+            [
+                f"`{flags['method']}`",
+                f"`{flags['compress']}`" if flags.get("compress") else "float32",
+                flags.get("sync_interval") or "-",
+                "-" if flags.get("delay_steps") is None else flags["delay_steps"],
+                _settings(flags, hide),
+                format_bytes(last["bytes"]),
+                *(interval(cell["columns"].get(n, {}).get("loss")) for n in names),
+                interval(last["difference"], "+.3f"),
+                interval(last["steps_to_reference"], ".0f"),
+            ]
+        )
+    return table(heads, rows)
+
+
+def _last(cell):
+    columns = cell["columns"]
+    return columns.get("tuned") or columns["published"]
+
+
+def _settings(flags, hide):
+    said = []
+    for name, value in flags.items():
+        if name in SHOWN or name in hide or value in (None, False):
+            continue
+        symbol = SYMBOLS.get(name, name)
+        said.append(f"`--{name}`" if value is True else f"{symbol} {value}")
+    return ", ".join(said) or "-"
+
+
+def frontier(name, keep=lambda cell: True):
+    """Return a plot of loss against the bytes that a region sent, with intervals."""
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    axes = figure.subplots()
+    by_method = {}
+    for cell in filter(keep, read(name)["cells"]):
+        by_method.setdefault(cell["flags"]["method"], []).append(_last(cell))
+    for method, found in by_method.items():
+        axes.errorbar(
+            [c["bytes"] / 1e6 for c in found],
+            [c["loss"]["mean"] for c in found],
+            [c["loss"]["half"] or 0 for c in found],
+            fmt="o",
+            capsize=2,
+            label=method,
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel("MB sent by a region")
+    axes.set_ylabel("last loss, nats per token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
