@@ -31,7 +31,7 @@ extensions = [
 exclude_patterns = ["_build"]
 
 html_theme = "sphinx_book_theme"
-html_theme_options = {"show_toc_level": 2, "show_navbar_depth": 1}
+html_theme_options = {"show_toc_level": 2, "show_navbar_depth": 1, "navbar_persistent": []}
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 
@@ -41,10 +41,12 @@ nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
+highlight_language = "text"
 default_role = "code"  # Docstrings write names in single backticks.
 napoleon_use_ivar = True
 copybutton_prompt_text = "$ "

@@ -76,6 +76,10 @@ def _escaped(made):
     return out
 
 
+def _escape(found):
+    return found[0] if found[1] else "\\" + found[0]
+
+
 def _text(text):
     """Escape what reStructuredText would read as markup, outside of `names`."""
     parts = re.split(r"(``[^`]*``|`[^`]*`)", text)
@@ -84,7 +88,8 @@ def _text(text):
             is_plural = re.match(r"\w", (parts[i + 1 :] or [""])[0])
             parts[i] = part + ("\\ " if is_plural else "")
             continue
-        part = re.sub(r"([*|])", r"\\\1", part)
+        # Emphasis stays: *word*.
+        part = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])|([*|])", _escape, part)
         part = re.sub(r"(?<=\w)_(?=[\s,.;:)]|$)", r"\\_", part)
         parts[i] = re.sub(
             r"arXiv (\d{4}\.\d{4,5})",

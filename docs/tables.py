@@ -1,11 +1,12 @@
 """Tables and plots of the results pages, made of `experiments/results` at build time."""
 
+import io
 import json
 import pathlib
 
 import cocodc_jax
 from cocodc_jax.report.units import format_bytes
-from IPython.display import Markdown
+from IPython.display import SVG, Markdown
 from matplotlib.figure import Figure
 
 RESULTS = pathlib.Path(cocodc_jax.__file__).parents[1] / "experiments" / "results"
@@ -57,10 +58,11 @@ def cells(name, keep=lambda cell: True, hide=()):
     rows = []
     for cell in sorted(kept, key=lambda c: _last(c)["bytes"]):
         flags, last = cell["flags"], _last(cell)
+        exact = flags.get("compress") in (None, "none")
         rows.append(
             [
                 f"`{flags['method']}`",
-                f"`{flags['compress']}`" if flags.get("compress") else "float32",
+                "float32" if exact else f"`{flags['compress']}`",
                 flags.get("sync_interval") or "-",
                 "-" if flags.get("delay_steps") is None else flags["delay_steps"],
                 _settings(flags, hide),
@@ -109,4 +111,6 @@ def frontier(name, keep=lambda cell: True):
     axes.set_ylabel("last loss, nats per token")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    return figure
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    return SVG(drawn.getvalue())
