@@ -31,7 +31,11 @@ extensions = [
 exclude_patterns = ["_build"]
 
 html_theme = "sphinx_book_theme"
-html_theme_options = {"show_toc_level": 2, "show_navbar_depth": 1, "navbar_persistent": []}
+html_theme_options = {
+    "show_toc_level": 2,
+    "show_navbar_depth": 1,
+    "navbar_persistent": [],
+}
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 

@@ -7,7 +7,8 @@ equation, a table or a command, and is shown as it stands.
 import re
 
 _LABEL = re.compile(
-    r"(Sources?|Derived here|Differs from the paper|Defaults?|Measured here)([^:]{0,40}:)"
+    r"(?:Sources?|Derived here|Differs from the paper|Defaults?|Measured here)"
+    r"[^:]{0,40}:"
 )
 _SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Examples?|Note):\s*$")
 

@@ -83,7 +83,7 @@ def write_methods(folder):
             page += [
                 "## Measured",
                 "",
-                "One seed, 840,000 parameters, 480 steps, four regions, the method's own "
+                "One seed, 840,000 parameters, 480 steps, four regions, the method's "
                 "defaults (`experiments/results/compare_all.json`; the command and all "
                 "methods are on [one page](../results/methods.md)).",
                 "",
@@ -167,7 +167,7 @@ def _help(name):
 
 
 def _program(name, text):
-    """Return a page of a program's help: titles begin lines, what they have does not."""
+    """Return a page of a program's help, with a heading for each section."""
     lines = [f"# {name}", "", f"`python -m experiments.{name} --help`", "", "```text"]
     for before, line in zip(["", *text.splitlines()], text.splitlines(), strict=False):
         after = text.partition(f"\n{line}\n")[2]

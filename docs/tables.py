@@ -1,13 +1,14 @@
-"""Tables and plots of the results pages, made of `experiments/results` at build time."""
+"""Tables and plots of the results pages, from `experiments/results` at build time."""
 
 import io
 import json
 import pathlib
 
-import cocodc_jax
-from cocodc_jax.report.units import format_bytes
 from IPython.display import SVG, Markdown
 from matplotlib.figure import Figure
+
+import cocodc_jax
+from cocodc_jax.report.units import format_bytes
 
 RESULTS = pathlib.Path(cocodc_jax.__file__).parents[1] / "experiments" / "results"
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")

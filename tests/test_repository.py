@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".sbatch"}
-FOLDERS = ("cocodc_jax", "experiments", "tests", r"\.ci")
+FOLDERS = ("cocodc_jax", "docs", "experiments", "tests", r"\.ci")
 
 # A name without a folder: what comes before must not make it part of a longer path.
 MARKDOWN = re.compile(r"(?<![\w./*{}$-])[\w-]+\.md\b")

@@ -47,7 +47,7 @@ class Job:
         """Compile, in a process with the target's environment.
 
         Args:
-          begins: told of each program as it begins.
+          begins: called with each program as it begins.
 
         Returns:
           What holds for all programs, and a record of each, as `child` writes them.

@@ -1,6 +1,6 @@
 """`noloco` (arXiv 2506.10911): random pairs in place of everyone, no all-reduce.
 
-Every H steps (`schedules.staggered(H)`) a matching, drawn alike everywhere (`pair_seed`
+Every H steps (`schedules.staggered(H)`) a matching, equal everywhere (by `pair_seed`
 and the sync), gives every region i a partner j. Each region has slow weights phi_i of
 its own (`RegionalOuter`), which are never made equal:
 
@@ -149,5 +149,5 @@ def noisy_pairs(
         "pairs",
         seed,
         why_uncompressed="its regions send their parameters, which are no change that "
-        "could be told in part",
+        "could be sent in part",
     )

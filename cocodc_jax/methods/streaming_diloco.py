@@ -11,7 +11,7 @@ steps (`schedules.staggered`). With t_p its start, in each region m of M:
                theta^g_p <- theta^g_p - eta (Delta_p + mu m_p)
                theta^m_p <- alpha theta^m_p + (1 - alpha) theta^g_p     `merge.mix`
 
-theta^g_p is the fragment's last outer value, alike in all regions and never the mixed
+theta^g_p is the fragment's last outer value, equal in all regions and never the mixed
 one. alpha is the weight on *local*: 1 never synchronises, 0 throws away what was
 learned during the overlap. `merge_rule="replay"` has LOSCAR's merge in place of the
 mix, theta^m_p <- theta^g_p + (theta^m_p - theta^m_p(t_p)). What arrives at a step is
@@ -76,12 +76,12 @@ def streaming_diloco(
         or its rest by H / K, merges fall on them.
       merge_rule: what a region does with what arrives, "mix" by `mixing_alpha`, or
         "replay" of its own progress since the start (LOSCAR's merge).
-      merge_feedback: whether a region's next message tells what the mix drops of its
+      merge_feedback: whether a region's next message has what the mix drops of its
         progress during the delay; needs messages with error feedback (ours).
 
     Raises:
       ValueError: if a number is out of range, `merge_rule` is another one, or
-        `merge_feedback` has nothing to tell.
+        `merge_feedback` has nothing to send.
     """
     rules = {"mix": merge.mix(mixing_alpha), "replay": merge.replay()}
     if merge_rule not in rules:

@@ -1,7 +1,7 @@
 """`multi_ring` (arXiv 2401.01728): plain averaging, by several rings at once.
 
 Every H steps, blocking, the whole model (`schedules.staggered(H)`). In each region m of
-M (in the source, a cluster of alike peers):
+M (in the source, a cluster of equal peers):
 
     H times:  theta^m <- inner(theta^m, g^m)           AdamW
     theta^g <- theta^g - eta (1/M) sum_m (theta^g - theta^m)     `nesterov(eta, 0)`
@@ -11,7 +11,7 @@ With eta = 1 that is the mean of the parameters. *How* the sum is made is the me
 (`sync.rings.ByRings`): each of `num_rings` rings carries its share of the numbers, ring
 j from place p to place p + s_j (mod M), with strides s_j that have no factor in common
 with M, so that each visits all and different strides use different links. A chunk goes
-round twice, once to be summed and once to be told: 2 (M - 1) / M of the model is sent
+round twice, once to be summed and once to be spread: 2 (M - 1) / M of the model is sent
 by a region. Partial sums cannot be encoded on their way, so `compress` has no meaning.
 
 Source: Ravnest, Menon et al., arXiv 2401.01728; from memory. Which orders is ours.
