@@ -4,6 +4,8 @@ import os
 import pathlib
 import sys
 
+from docutils import nodes
+
 HERE = pathlib.Path(__file__).parent
 PATHS = [str(HERE.parent), str(HERE)]
 sys.path[:0] = PATHS
@@ -13,6 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import docstrings  # noqa: E402
 import generate  # noqa: E402
+import latex2mathml.converter  # noqa: E402
 
 import cocodc_jax  # noqa: E402
 
@@ -28,6 +31,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+html_math_renderer = "mathml"  # Needs neither a script nor the network.
 exclude_patterns = ["_build"]
 
 html_theme = "sphinx_book_theme"
@@ -49,6 +53,8 @@ nb_render_markdown_format = "gfm"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+toc_object_entries_show_parents = "hide"
 autodoc_preserve_defaults = True
 highlight_language = "text"
 default_role = "code"  # Docstrings write names in single backticks.
@@ -61,3 +67,27 @@ generate.write(HERE)
 def setup(app):
     """Let docstrings, which are plain text with equations, pass as reStructuredText."""
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
+    app.connect("autodoc-skip-member", skip_field)
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
+
+
+def skip_field(app, what, name, obj, skip, options):
+    """Leave out the fields of named tuples: their class documents them."""
+    return skip or type(obj).__name__ == "_tuplegetter"
+
+
+def inline_math(translator, node):
+    """Write an equation inside a line as MathML."""
+    write_math(translator, node, "inline")
+
+
+def block_math(translator, node):
+    """Write an equation of its own as MathML."""
+    write_math(translator, node, "block")
+
+
+def write_math(translator, node, display):
+    """Write LaTeX as MathML, which browsers show by themselves."""
+    math = latex2mathml.converter.convert(node.astext(), display=display)
+    translator.body.append(f'<span class="math">{math}</span>')
+    raise nodes.SkipNode

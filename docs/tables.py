@@ -32,10 +32,11 @@ def read(name):
     return json.loads((RESULTS / name).read_text())
 
 
-def table(heads, rows):
-    """Return a Markdown table."""
+def table(heads, rows, note=""):
+    """Return a Markdown table, with a note below it."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return Markdown("\n".join("| " + " | ".join(map(str, x)) + " |" for x in lines))
+    text = "\n".join("| " + " | ".join(map(str, x)) + " |" for x in lines)
+    return Markdown(f"{text}\n\n{note}")
 
 
 def interval(value, form=".3f"):
@@ -44,7 +45,10 @@ def interval(value, form=".3f"):
         return "-"
     half = value.get("half")
     text = format(value["mean"], form)
-    return text if half is None else f"{text} ± {format(half, form.strip('+'))}"
+    # In one piece, by spaces that do not break.
+    return (
+        text if half is None else f"{text}\u00a0±\u00a0{format(half, form.strip('+'))}"
+    )
 
 
 def cells(name, keep=lambda cell: True, hide=()):
@@ -52,10 +56,9 @@ def cells(name, keep=lambda cell: True, hide=()):
     found = read(name)
     reference, kept = found["reference"], list(filter(keep, found["cells"]))
     names = [n for n in ("published", "tuned") if any(n in c["columns"] for c in kept)]
-    target = f"{reference['column']} `{reference['cell']}`"
     heads = ["method", "precision", "H", "tau", "settings", "sent by a region"]
     heads += [f"loss, {n}" for n in names]
-    heads += ["difference", f"steps to the last loss of the reference ({target})"]
+    heads += ["less the reference", "steps to its last loss"]
     rows = []
     for cell in sorted(kept, key=lambda c: _last(c)["bytes"]):
         flags, last = cell["flags"], _last(cell)
@@ -67,13 +70,17 @@ def cells(name, keep=lambda cell: True, hide=()):
                 flags.get("sync_interval") or "-",
                 "-" if flags.get("delay_steps") is None else flags["delay_steps"],
                 _settings(flags, hide),
-                format_bytes(last["bytes"]),
+                format_bytes(last["bytes"]).replace(" ", "\u00a0"),
                 *(interval(cell["columns"].get(n, {}).get("loss")) for n in names),
                 interval(last["difference"], "+.3f"),
                 interval(last["steps_to_reference"], ".0f"),
             ]
         )
-    return table(heads, rows)
+    if all(row[4] == "-" for row in rows):
+        for row in [heads, *rows]:
+            del row[4]
+    note = f"The reference is `{reference['cell']}`, {reference['column']}."
+    return table(heads, rows, note)
 
 
 def _last(cell):
