@@ -68,7 +68,13 @@ def setup(app):
     """Let docstrings, which are plain text with equations, pass as reStructuredText."""
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
     app.connect("autodoc-skip-member", skip_field)
+    app.connect("source-read", keep_intervals)
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
+
+
+def keep_intervals(app, name, source):
+    """Keep means and intervals in one piece, by spaces that do not break."""
+    source[0] = source[0].replace(" ± ", "\u00a0±\u00a0")
 
 
 def skip_field(app, what, name, obj, skip, options):

@@ -79,6 +79,9 @@ def cells(name, keep=lambda cell: True, hide=()):
     if all(row[4] == "-" for row in rows):
         for row in [heads, *rows]:
             del row[4]
+    if sum(row[-1] == "-" for row in rows) >= len(rows) - 1:
+        for row in [heads, *rows]:
+            del row[-1]
     note = f"The reference is `{reference['cell']}`, {reference['column']}."
     return table(heads, rows, note)
 

@@ -31,7 +31,7 @@ Differs from the paper: matchings come from a round-robin tournament, where ever
 is equally likely, but of more than four regions not every matching.
 Defaults: published H 50, beta 0.7, mu 0.5, gamma = beta; here the same (gamma follows
 beta unless it is given).
-Measured here: last loss 1.825 (DiLoCo 1.836) with 80.5 MB sent by a region, twice
+Measured here: last loss 1.825 (DiLoCo 1.838) with 80.5 MB sent by a region, twice
 DiLoCo's, as phi is sent too; regions are 2 % of their length apart (840k parameters,
 480 steps, H 40, 4 regions, one seed), by
 
