@@ -54,7 +54,7 @@ def write_methods(folder):
             *(
                 [
                     ":::{note}",
-                    "This method was written from memory, in part or whole. Check it "
+                    "This method was written from memory, in part or in full. Check it "
                     "against the paper before you reproduce published figures.",
                     ":::",
                     "",
