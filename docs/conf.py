@@ -95,5 +95,6 @@ def block_math(translator, node):
 def write_math(translator, node, display):
     """Write LaTeX as MathML, which browsers show by themselves."""
     math = latex2mathml.converter.convert(node.astext(), display=display)
-    translator.body.append(f'<span class="math">{math}</span>')
+    tag = "span" if display == "inline" else "div"
+    translator.body.append(f'<{tag} class="math">{math}</{tag}>')
     raise nodes.SkipNode

@@ -115,8 +115,8 @@ def test_block_runs(name, results):
     printed, error = results[name]
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
-    if name == LIBRARY:
-        assert float(words[0][0]) < 1e-2, printed
+    if name == LIBRARY:  # 8 before the first step.
+        assert float(words[0][0]) < 0.1, printed
     if name == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed
     if name == LINEN:
