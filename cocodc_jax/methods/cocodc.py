@@ -34,8 +34,8 @@ Differs from the paper: a fragment in flight is never chosen again, and each sta
 within H steps strictly (there a slot serves one fragment, whatever is overdue).
 Defaults: published H 100, K 4, tau 5, N 8, eta 0.4, mu 0.9, lambda 0.5; `cocodc` has
 lambda 0.3 (won at tau/H 0.05 to 0.5; 0.5 at 1).
-Measured here: `cocodc` 1.776 (DiLoCo's last loss after 389 of 480 steps) and
-`cocodc_paper` 1.869, at 80 MB a region, N/K = 2 times streaming's, which ends at 1.803
+Measured here: `cocodc` 1.776 (DiLoCo's last loss after 380 of 480 steps) and
+`cocodc_paper` 1.870, at 80 MB a region, N/K = 2 times streaming's, which ends at 1.803
 (H 40, tau 5, one seed), by
 
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco

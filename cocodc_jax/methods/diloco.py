@@ -17,7 +17,7 @@ later code. Derived here: with H = 1, eta = 1, mu = 0 and SGD inside it is
 `data_parallel`; with eta = 1 and mu = 0 it is local SGD (federated averaging).
 Defaults: published H 500, eta 0.7, mu 0.9, AdamW 4e-4 with weight decay 0.1, 1000 steps
 of warm-up, cosine, clip 1.0, length 1024; H, eta and mu here are the same.
-Measured here: last loss 1.838, 40.3 MB sent by a region, 0.21 s of stall (840k
+Measured here: last loss 1.838, 40.3 MB sent by a region, 0.37 s of stall (840k
 parameters, 480 steps, H 40, 4 regions, one seed), by
 
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
