@@ -1,14 +1,14 @@
 """Cross-region training in JAX: one model, several data centres, a slow network.
 
 - `cocodc_jax.transforms`: delay compensation, compressors and outer optimizers as
-  Optax transformations, for anybody's JAX code.
+  Optax transformations, for any JAX code.
 - `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty more, as values.
 - `cocodc_jax.RegionProgram` and `cocodc_jax.run_steps`: a method around your own loss.
-- `cocodc_jax.run`: whole runs, from a configuration to files, as the programs do them.
+- `cocodc_jax.run`: complete runs, from a configuration to files, as the programs do.
 
-All but the last need JAX and Optax alone; what else is missing names the extra of the
-installation that brings it. Names are imported when they are first asked for, and
-packages that are none of them too (`cocodc_jax.models`).
+All but the last need JAX and Optax alone. If another package is missing, the error
+names the extra that brings it. Names and subpackages (`cocodc_jax.models`) are imported
+when they are first used.
 """
 
 from __future__ import annotations

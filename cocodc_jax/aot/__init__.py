@@ -1,13 +1,14 @@
-"""Programs of a run compiled for machines that are not there, and measured.
+"""Compile the programs of a run for machines that are not present, and measure them.
 
-A chip's compiler needs no chip: it takes a description of the machine and gives the
-scheduled program, its memory, or its refusal. From that text follow bytes, operations,
-collectives and which of them cross while the inner steps run (`experiments.compile`).
+A chip's compiler needs no chip. It takes a description of the machine and returns the
+scheduled program and its memory, or refuses it. From the program's text follow bytes,
+operations, collectives, and which of these overlap the inner steps
+(`experiments.compile`).
 
-- `targets`: the machines, what a chip of each can do, and what must be installed;
-- `hlo`: scheduled HLO as values; `collectives`, `groups`, `costs`: what it tells;
-- `roofline`: what a step takes at least; `programs`: what a run compiles;
-- `child`: the process that compiles, with an environment of its own; `job` starts it.
+- `targets`: the machines, what a chip of each can do, and what must be installed.
+- `hlo`: scheduled HLO as values; `collectives`, `groups`, `costs`: what follows.
+- `roofline`: the least time of a step; `programs`: the programs that a run compiles.
+- `child`: the process that compiles, in its own environment; `job` starts it.
 """
 
 from cocodc_jax._lazy import attach, modules_of

@@ -123,7 +123,7 @@ def _dims(inside: Computation, name: str) -> tuple[int, ...]:
 def hbm_bytes(module: Module) -> float:
     """Estimate the bytes that a program reads from and writes to main memory.
 
-    Every instruction reads its operands and writes its result, as far as they lie in
+    Every instruction reads its operands and writes its result, as far as they are in
     main memory. A slice of an array reads the slice, and an update in place writes the
     update, also where a fusion does it.
     """

@@ -36,7 +36,7 @@ class Array:
     Attributes:
       dtype: as HLO writes it, such as bf16.
       dims: sizes of its axes.
-      is_in_hbm: whether it lies in the device's main memory, not in a TPU's VMEM.
+      is_in_hbm: whether it is in the device's main memory, not in a TPU's VMEM.
     """
 
     dtype: str

@@ -48,8 +48,8 @@ class Job:
         """Compile, in a process with the target's environment.
 
         Args:
-          begins: told of each program as it begins: its name, its number from 1, and
-            how many there are.
+          begins: called with each program as it begins: its name, its number from 1,
+            and how many there are.
 
         Returns:
           What holds for all programs, and a record of each, as `child` writes them.

@@ -222,7 +222,7 @@ def _undivided_bytes(leaf: Any, mesh: Mesh) -> int:
 def device_bytes(tree: PyTree, mesh: Mesh) -> int:
     """Return the bytes that a device of the mesh holds of abstract arrays.
 
-    Not those that lie in its host's memory.
+    Not those in its host's memory.
     """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -175,7 +175,7 @@ class Target:
         """Return what must be set before JAX starts in the process that compiles.
 
         JAX itself stays on the CPU, several processes may compile at once, and nothing
-        asks the network which TPU this is. The TPU's compiler wants to be told.
+        asks the network which TPU this is. The TPU's compiler needs to be given it.
         """
         always = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
         if self.chip.platform == "cuda":

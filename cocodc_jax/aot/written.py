@@ -1,7 +1,7 @@
 """Operations of a program as it is written, before any compiler has seen it.
 
 A compiled program computes the model's products, those that a rematerialisation policy
-asks for again, and what the compiler adds. The second cannot be told from the third in
+asks for again, and what the compiler adds. The second and third are not distinct in
 the compiled program, but in the program as it is written (its jaxpr) there are only the
 first two: with a policy, less without one, are the operations computed again.
 """

@@ -3,8 +3,8 @@
 >>> from cocodc_jax.data import DataConfig
 >>> config = DataConfig(dataset="stdlib", sequence_length=128, batch_per_region=8)
 
-`load(config, num_regions=4)` then gives a `TextData`: `next(data.train_stream())` is
-int32 `[4, 8, 129]`, and `data.eval_tokens(num_batches=2)` is int32 `[2, 8, 129]`.
+`load(config, num_regions=4)` then returns a `TextData`. Its `next(data.train_stream())`
+is int32 `[4, 8, 129]`, and `data.eval_tokens(num_batches=2)` is int32 `[2, 8, 129]`.
 """
 
 from collections.abc import Sequence

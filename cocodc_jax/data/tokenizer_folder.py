@@ -97,7 +97,7 @@ class TokenizerFolder:
 
 
 def encode_plainly(tokenizer: Any) -> None:
-    """Have a `tokenizers.Tokenizer` encode any text whole, and always alike."""
+    """Have a `tokenizers.Tokenizer` encode any text in full, always the same way."""
     # A document that spells out a special token is text like any other.
     tokenizer.encode_special_tokens = True
     # A file keeps what its tokenizer was called or trained with, by which documents

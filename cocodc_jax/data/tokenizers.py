@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Short text that two tokenizers share only if they encode alike."""
+        """Short text that two tokenizers share only if they encode equally."""
         ...
 
     def encode(self, text: str) -> np.ndarray:

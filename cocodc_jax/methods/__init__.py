@@ -1,10 +1,10 @@
 """The table of methods: each is a composition of the same few parts.
 
 Regions exchange something now and then (`Sync`), at every step (`PerStep`), or never.
-A `Sync` is four parts: *when* fragments leave and are applied (`sync.schedules`),
-*what* is sent of them (`sync.messages`, and `sync.averages`), what is *made of it*
-(`sync.outer`), and what a region does with the outcome (`sync.merge`). Every method is
-an instance:
+A `Sync` has four parts: the schedule, *when* fragments start and are merged
+(`sync.schedules`); the message, *what* is sent of them (`sync.messages`, and
+`sync.averages`); the outer optimizer, which steps on the mean (`sync.outer`); and the
+merge, what a region does with the result (`sync.merge`). Every method is an instance:
 
 =================  ==================  ================  ===================  ==========
 method             schedule            message           outer optimizer      merge
@@ -67,15 +67,15 @@ alpha 0 is `diloco`; `diloco` with H = 1, outer learning rate 1, no momentum and
 inner SGD is `data_parallel`; `cocodc` with `syncs_per_interval` = K and alpha mixing
 in place of compensation is `streaming_diloco` up to the order of the fragments;
 `loscar` of all coordinates replays plain means; `decoupled_diloco` with plain means of
-strided blocks, where all answer at once and did as much, is `streaming_diloco`;
-`heloco` that keeps whatever comes is `mla`; `snoo` is `diloco` with one region.
+strided blocks, where all answer at once with equal weights, is `streaming_diloco`;
+`heloco` without corrections is `mla`; `snoo` is `diloco` with one region.
 
-Each method is a file whose docstring is the whole algorithm, its source and how sure it
-is; those of `contrib` are from memory, in part or whole. Everywhere M is the number of
-regions, K of fragments, H the inner steps of a sync interval, tau those from a start to
-its merge, theta^m a region's parameters, theta^g the outer ones, and Delta = theta^g -
-theta^m a pseudo-gradient, old minus new: descent is minus Delta. What an inner
-optimizer remembers is sent by `des_loc` and `mt_dao` alone.
+Each method is a file whose docstring has the full algorithm, its source and how sure we
+are. Those of `contrib` are from memory, in part or in full. Symbols are the same
+everywhere: M regions, K fragments, H inner steps in a sync interval, tau inner steps
+from a start to its merge, theta^m a region's parameters, theta^g the outer ones, and
+Delta = theta^g - theta^m a pseudo-gradient, old minus new, so descent is minus Delta.
+Only `des_loc` and `mt_dao` exchange the state of the inner optimizer.
 
 A new method is a file with a function that returns a `Method`, and a line in `METHODS`;
 its arguments become flags.

@@ -1,8 +1,8 @@
 """`cocodc`, `cocodc_paper` (arXiv 2504.17672): compensation and adaptive transmission.
 
 *When* (`schedules.adaptive`). N >= K syncs in H steps, a slot every h = floor(H / N).
-With I_p the steps between p's last two starts, and age those since the last, a slot
-serves the fragment that is due (so that each starts within H steps, strictly), else one
+I_p is the steps between the last two starts of fragment p, age those since the last. A
+slot serves the fragment that is due (each starts within H steps, strictly), else one
 never sent, else
 
     argmax_p   ||last mean Delta_p|| / size_p / I_p              "pseudo_gradient"
@@ -12,21 +12,21 @@ never sent, else
 "auto" measures the seconds T_c of a step and T_s of a sync, and takes tau = ceil(T_s /
 T_c) and N = max(K, floor(gamma H T_c / T_s)), gamma the `network_share`.
 
-*What* (`merge.compensate`). Delta^m_p = theta^g_p - staged is sent, staged = theta^m_p;
-tau steps later m <- mu m + Delta; theta^g <- theta^g - eta (Delta + mu m) of the mean
-(`sync.outer.nesterov`), and every region goes on from
+*What* (`merge.compensate`). A region sends Delta^m_p = theta^g_p - staged, with staged
+its theta^m_p at the start. tau steps later m <- mu m + Delta, theta^g <- theta^g - eta
+(Delta + mu m) of the mean (`sync.outer.nesterov`), and every region continues from
 
     g  = (staged - theta^m_p) / tau          own progress, old minus new, per step
     D  = theta^g_p - staged                  from where g was taken to where it goes
     g~ = g + lambda C(g, D)                  first-order Taylor; the sign is plus
     theta^m_p <- theta^g_p - tau g~
 
-`cocodc_paper`: C = g * g * D / H, lambda 0.5, as specified. Uncertain of it are the
-placement of 1/H (about 75 % sure), and N by T_c and T_s with gamma (from memory). In
-parameter units it is some 1e-7 of g (`correction_ratio`), so it is the replay,
-`loscar`'s merge. `cocodc`: C = D / tau ("isotropic"), so theta^m_p
-<- theta^g_p - lambda D + progress: the mix is made at the staged point. Ours. Others,
-the authors' later normalized form too, are in `transforms.curvature`.
+`cocodc_paper`: C = g * g * D / H, lambda 0.5, as specified. We are not sure of the
+placement of 1/H (about 75 %), and N by T_c and T_s with gamma is from memory. In
+parameter units the correction is some 1e-7 of g (`correction_ratio`), so the method is
+the replay, `loscar`'s merge. `cocodc` (ours): C = D / tau ("isotropic"), so theta^m_p
+<- theta^g_p - lambda D + progress: the mix is taken at the staged point. Others, also
+the authors' later normalized form, are in `transforms.curvature`.
 
 Source: CoCoDC, sections 3.1 and 3.2; rule, scores and compensation read from the
 authors' code, N and gamma from memory, the units and the sign derived here.
@@ -34,8 +34,8 @@ Differs from the paper: a fragment in flight is never chosen again, and each sta
 within H steps strictly (there a slot serves one fragment, whatever is overdue).
 Defaults: published H 100, K 4, tau 5, N 8, eta 0.4, mu 0.9, lambda 0.5; `cocodc` has
 lambda 0.3 (won at tau/H 0.05 to 0.5; 0.5 at 1).
-Measured here: `cocodc` 1.776 (DiLoCo's last loss after 389 of 480 steps) and
-`cocodc_paper` 1.869, at 80 MB a region, N/K = 2 times streaming's, which ends at 1.803
+Measured here: `cocodc` 1.776 (DiLoCo's last loss after 380 of 480 steps) and
+`cocodc_paper` 1.870, at 80 MB a region, N/K = 2 times streaming's, which ends at 1.803
 (H 40, tau 5, one seed), by
 
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
@@ -43,7 +43,7 @@ Measured here: `cocodc` 1.776 (DiLoCo's last loss after 389 of 480 steps) and
 At equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, published 2.241,
 mix(0.5) 2.210, secant 2.193 (`experiments.ablate_compensation`). At tau/H 0.5 and 1,
 int4, N = K, five seeds: 24 to 42 % fewer steps than Streaming DiLoCo as published; with
-the inner rate tuned level or behind it, ahead by `merge_feedback` (BUILD_NOTES.md).
+the inner rate tuned, level with it or behind, and ahead by `merge_feedback`.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def cocodc(
 
     The published curvature is numerically nothing in its units (`cocodc_paper`). The
     default here is the isotropic one, theta^m <- theta^g - c (theta^g - staged) +
-    progress with c = 0.3, which did best among the rules that need nothing else in the
-    ablation of BUILD_NOTES.md.
+    progress with c = 0.3, which did best in `experiments.ablate_compensation` among the
+    rules that need nothing else.
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.
       num_fragments: K.
-      delay_steps: tau, inner steps from a start to its merge; "auto" is what syncs
-        turn out to take, see `schedules.measured`.
+      delay_steps: tau, inner steps from a start to its merge; "auto"
+        measures how long syncs take, see `schedules.measured`.
       syncs_per_interval: N, syncs in one interval of adaptive transmission, at least
         K; None is 2 K, the paper's 8 for 4, "auto" as many as the network carries.
       transmission_score: what ranks fragments: "pseudo_gradient", "aged", "rms",
@@ -114,8 +114,8 @@ def cocodc(
       max_delay_steps: the longest that "auto" may choose; None is about H.
       network_share: gamma in (0, 1], share of the network that an automatic N may use;
         None is 0.4.
-      merge_feedback: whether a region's next message tells the 1 - rho of its progress
-        that it does not keep; needs messages with error feedback (ours).
+      merge_feedback: whether the share 1 - rho of its progress that a region does not
+        keep is added to its next message; needs messages with error feedback (ours).
 
     Raises:
       ValueError: if `progress_weight` is out of range, or as the parts say.

@@ -6,16 +6,16 @@ At every inner step, in each region m of M with a batch of its own:
     g     = (1/M) sum_m g^m                    a mean is all, so nothing is gathered
     theta <- inner(theta, g)                   AdamW, the same step in every region
 
-There is no outer optimizer, no schedule and no drift. M regions make one step on M
-times the batch, so per step it is ahead of everything that trains apart, and it sends a
-message as large as the model at every step. With `compress` each region encodes its
-gradient, and the mean is taken of what all messages decode to. Regions must be equally
-fast: all wait for the slowest.
+There is no outer optimizer, no schedule and no drift. M regions take one step on M
+times the batch, so per step it is ahead of every method whose regions train apart. It
+sends a message as large as the model at every step. With `compress` each region encodes
+its gradient, and the mean is that of the decoded messages. All regions wait for the
+slowest.
 
 Source: textbook. Derived here, and a test: `diloco` with H = 1, eta = 1, no momentum
 and SGD inside is this method.
 Defaults: it has no numbers of its own.
-Measured here: last loss 1.511, DiLoCo's last loss after 199 of its 480 steps, 1,610 MB
+Measured here: last loss 1.511, DiLoCo's last loss after 198 of its 480 steps, 1,610 MB
 sent by a region (840k parameters, 480 steps, 4 regions, one seed), by
 
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco

@@ -1,4 +1,4 @@
-"""`decoupled_diloco` (arXiv 2604.21428): from whoever answers in time, by their tokens.
+"""`decoupled_diloco` (arXiv 2604.21428): from regions that answer in time, by tokens.
 
 Fragment p of K starts at p H / K, then every H steps (`schedules.staggered`). Region
 m's message takes a_m steps (`answer_steps`, given, so that a run can be repeated). With
@@ -23,7 +23,7 @@ it is `streaming_diloco`.
 
 Source: Decoupled DiLoCo, arXiv 2604.21428; RDA, quorum, grace window and weights from a
 published summary.
-Differs from the paper: who is late is given here and alike in every round; there
+Differs from the paper: which regions are late is given, the same in every round; there
 learners do not wait for one another either. How fragments are balanced, and that
 regions mix (as in streaming), is ours.
 Defaults: published H 24, 24 fragments, tau 2, Q 1; here the same, all answers taking

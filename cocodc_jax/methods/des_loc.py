@@ -10,7 +10,7 @@ with u^m and v^m the first and second moments of its Adam:
     every 6th time:  v^m <- (1/M) sum_m v^m
 
 With eta 1 and mu 0 parameters are averaged plainly. Parameters, first and second
-moments have half-lives of their own, and what changes slowly need not be told often: on
+moments have half-lives of their own, and what changes slowly need not be sent often: on
 average a sync carries 1 + 1/3 + 1/6 = 1.5 times the parameters, where averaging all
 every time (Local Adam) carries 3. Moments travel as they are, in at least float32,
 whatever `compress` does to the parameters; Adam's count is not sent, nor is what other

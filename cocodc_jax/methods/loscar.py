@@ -13,7 +13,7 @@ tau steps later. In each region m of M:
 So a region takes its own stale share out of itself and puts the mean in; nothing that
 it did on the way is lost. What travels is Delta^m = theta^g - staged of the
 coordinates in S, old minus new; the positions are known. theta^g is made of the last
-mean of each coordinate: what is judged is the mean of the regions.
+mean of each coordinate: what is evaluated is the mean of the regions.
 
 Source: LOSCAR-SGD, arXiv 2605.20866; mean, mask and merge from a published summary.
 That the merge is CoCoDC's without a curvature is derived here; with Nesterov and

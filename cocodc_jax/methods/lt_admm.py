@@ -10,7 +10,7 @@ rho keeps a vector z_ij on either side of each edge. Every H steps, blocking:
     z_ij <- (z_ij - z_ji + 2 rho h_j) / 2
 
 h_i, the outer parameters here, is what all neighbours know of x_i. What C leaves out
-stays in x_i - h_i and is told later: error feedback in difference form, which needs no
+stays in x_i - h_i and is sent later: error feedback in difference form, which needs no
 residual of its own (another would count twice). Uncompressed, h_i = x_i: LT-ADMM.
 
 **The sign of 2 rho h_j.** At rest z_ij + z_ji = 2 rho h_j for both ends of an edge, so
@@ -79,7 +79,7 @@ def lt_admm(
       admm_penalty: rho, how stiffly neighbours are tied together, in units of a
         gradient per parameter.
       graph: who are neighbours: ring, or complete for all of them.
-      compress: what is told of the change since the last message; without error
+      compress: how the change since the last message is sent; without error
         feedback, which the method has.
     """
     return Method(
@@ -99,7 +99,7 @@ class AdmmState(NamedTuple):
     Attributes:
       compressor: the compressor's.
       told: q, what the message on its way decodes to.
-      neighbours: m, mean of what the neighbours have told.
+      neighbours: m, mean of what the neighbours have sent.
       dual: l, half the sum over the edges of z_ij - z_ji.
     """
 
@@ -110,7 +110,7 @@ class AdmmState(NamedTuple):
 
 
 def admm(penalty: float, graph: str) -> RegionalOuter:
-    """Tie regions to their neighbours by ADMM; the outer parameters are what was told.
+    """Tie regions to their neighbours by ADMM; the outer parameters are what was sent.
 
     Source: LT-ADMM, arXiv 2501.13516; see above.
 

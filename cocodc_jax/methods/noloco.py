@@ -1,6 +1,6 @@
 """`noloco` (arXiv 2506.10911): random pairs in place of everyone, no all-reduce.
 
-Every H steps (`schedules.staggered(H)`) a matching, drawn alike everywhere (`pair_seed`
+Every H steps (`schedules.staggered(H)`) a matching, equal everywhere (by `pair_seed`
 and the sync), gives every region i a partner j. Each region has slow weights phi_i of
 its own (`RegionalOuter`), which are never made equal:
 
@@ -31,7 +31,7 @@ Differs from the paper: matchings come from a round-robin tournament, where ever
 is equally likely, but of more than four regions not every matching.
 Defaults: published H 50, beta 0.7, mu 0.5, gamma = beta; here the same (gamma follows
 beta unless it is given).
-Measured here: last loss 1.825 (DiLoCo 1.836) with 80.5 MB sent by a region, twice
+Measured here: last loss 1.825 (DiLoCo 1.838) with 80.5 MB sent by a region, twice
 DiLoCo's, as phi is sent too; regions are 2 % of their length apart (840k parameters,
 480 steps, H 40, 4 regions, one seed), by
 
@@ -149,5 +149,5 @@ def noisy_pairs(
         "pairs",
         seed,
         why_uncompressed="its regions send their parameters, which are no change that "
-        "could be told in part",
+        "could be sent in part",
     )

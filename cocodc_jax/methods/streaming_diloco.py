@@ -11,26 +11,25 @@ steps (`schedules.staggered`). With t_p its start, in each region m of M:
                theta^g_p <- theta^g_p - eta (Delta_p + mu m_p)
                theta^m_p <- alpha theta^m_p + (1 - alpha) theta^g_p     `merge.mix`
 
-theta^g_p is the fragment's last outer value, alike in all regions and never the mixed
-one. alpha is the weight on *local*: 1 never synchronises, 0 throws away what was
-learned during the overlap. `merge_rule="replay"` has LOSCAR's merge in place of the
-mix, theta^m_p <- theta^g_p + (theta^m_p - theta^m_p(t_p)). What arrives at a step is
-merged before anything leaves, also at tau = H, where a fragment leaves in the step in
-which it arrives. `merge_feedback` adds what the mix drops of the progress since the
-start, (1 - alpha) (theta^m_p(t_p + tau) - theta^m_p(t_p)), to the region's next message
-(ours, `runtime/merge_feedback.py`). `phase_steps` is f, 0 here; programs that let
-merges fall on the multiples of H / K start tau steps before them, f = tau.
-`delay_steps="auto"` takes tau from what syncs last (`schedules.measured`, ours).
+theta^g_p is the fragment's last outer value. It is equal in all regions, and never the
+mixed value. alpha is the weight on *local*: 1 never synchronises, 0 discards what was
+learned during the overlap. A step merges what arrives before it starts other fragments.
+
+`merge_rule="replay"` uses LOSCAR's merge in place of the mix, theta^m_p <- theta^g_p +
+(theta^m_p - theta^m_p(t_p)). `merge_feedback` (ours) adds the progress that the mix
+drops, (1 - alpha) (theta^m_p(t_p + tau) - theta^m_p(t_p)), to the next message.
+`phase_steps` is f, 0 by default; with f = tau merges are at the multiples of H / K.
+`delay_steps="auto"` (ours) measures how long syncs take (`schedules.measured`).
 
 Source: Streaming DiLoCo, Douillard et al., arXiv 2501.18512, algorithm 2 and section
 2.3; updates and mixing read from the authors' code, FP4 and tau from published tables.
 Derived here: K = 1, tau = 0, alpha = 0 is `diloco`.
-Differs from the paper: it sends FP4 (E3M0), this float32 unless `compress="fp4"`, so
-that methods are compared at one precision, and as the scale, of which ours is the
-largest of each 256 values, is not published. FP4 is an eighth of the bytes.
+Differs from the paper: the paper sends FP4 (E3M0), and this float32 unless
+`compress="fp4"`, so that methods are compared at one precision. The scale of FP4 is not
+published; ours is the largest of each 256 values. FP4 is an eighth of the bytes.
 Defaults: published eta 0.4, mu 0.9, alpha 0.5, H 30 or 100, tau 1 (up to 5
 recommended); here H 100, K 4, tau 1 and the same eta, mu, alpha.
-Measured here: last loss 1.803, DiLoCo's last after 430 of 480 steps, the same 40.3 MB
+Measured here: last loss 1.803, DiLoCo's last after 421 of 480 steps, the same 40.3 MB
 sent by a region, no stall (840k parameters, H 40, tau 5, 4 regions, one seed), by
 
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
@@ -65,7 +64,7 @@ def streaming_diloco(
       sync_interval: H, inner steps, a multiple of `num_fragments`.
       num_fragments: K, fragments the model is cut into.
       delay_steps: tau, inner steps between a sync's start and its merge; "auto"
-        follows what syncs turn out to take, see `schedules.measured`.
+        measures how long syncs take, see `schedules.measured`.
       mixing_alpha: weight on the local fragment when a mean arrives, in [0, 1].
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
@@ -76,12 +75,12 @@ def streaming_diloco(
         or its rest by H / K, merges fall on them.
       merge_rule: what a region does with what arrives, "mix" by `mixing_alpha`, or
         "replay" of its own progress since the start (LOSCAR's merge).
-      merge_feedback: whether a region's next message tells what the mix drops of its
-        progress during the delay; needs messages with error feedback (ours).
+      merge_feedback: whether the progress that the mix drops is added to the region's
+        next message; needs messages with error feedback (ours).
 
     Raises:
       ValueError: if a number is out of range, `merge_rule` is another one, or
-        `merge_feedback` has nothing to tell.
+        `merge_feedback` has nothing to send.
     """
     rules = {"mix": merge.mix(mixing_alpha), "replay": merge.replay()}
     if merge_rule not in rules:

@@ -1,6 +1,6 @@
 """The transformer: configurations, presets, pure functions and sharding.
 
-Names are imported when they are first asked for.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class _Device:
         return partition_specs(params, axes, divides_embedding=True)
 
     def loss(self, params: Params, tokens: jax.Array):
-        """Return `(loss, aux)` of the region's batch, alike on all devices."""
+        """Return `(loss, aux)` of the region's batch, equal on all devices."""
         return self._whole(self._share(params, tokens), tokens)
 
     def loss_and_grad(self, params: Params, tokens: jax.Array):

@@ -1,6 +1,6 @@
 """Cross-entropy of one device's sequences, with its gradient in the same pass.
 
-The loss of `loss.py`, where sequences lie over "data" and the vocabulary over "model".
+The loss of `loss.py`, with sequences sharded over "data", the vocabulary over "model".
 With logits z = h W, targets y and p = softmax(z),
 
     loss = sum over tokens of  logsumexp(z) - z[y],     dz = p - onehot(y)
@@ -30,7 +30,7 @@ def divided_cross_entropy(
     chunk_tokens: int,
     layout: Layout,
 ) -> TokenSums:
-    """Return the sums over one device's tokens, alike along the model axis.
+    """Return the sums over one device's tokens, equal along the model axis.
 
     Args:
       hidden_BLD: after the final norm, compute dtype, own sequences.

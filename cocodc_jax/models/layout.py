@@ -10,13 +10,13 @@ written down:
                  and gathered again for the backward pass if that computes again
     its gradient is a float32 sum over the device's tokens, reduce-scattered over "data"
                  (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054)
-    keys, values are gathered over "sequence", where positions lie over one; weights
-                 then lie over both axes of tokens, as if these were one
+    keys, values are gathered over "sequence", where positions are sharded over one;
+                 weights are then sharded over both token axes, as if these were one
     activations  are summed over "model" after each pair of matrices, and their
                  cotangents before it (Megatron-LM, arXiv 1909.08053, section 3)
 
 Each function has its derivative by hand, since nothing tells a transposition which
-values are alike on all devices of an axis.
+values are equal on all devices of an axis.
 
 A TPU's compiler (libtpu 0.0.42) has no gather and no scatter over three axes of a torus
 at once, and for some sizes none over two: it makes them sums of whole arrays, of twice
@@ -123,7 +123,7 @@ def read(
     """Multiply the residual width by a weight; own features, in x's dtype.
 
     Args:
-      x_BLD: own sequences, alike along the model axis, through `shared`.
+      x_BLD: own sequences, equal along the model axis, through `shared`.
       w_DF: own part, divided over data and model.
       layout: None where everything is on one device, or left to the compiler.
       backward: how gradients are written where there is no layout; see `backward.py`.
@@ -225,7 +225,7 @@ def sum_over(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, w: jax.Array, layout: Layout, side: int) -> jax.Array:
-    """Multiply by a weight, one side of which lies over data."""
+    """Multiply by a weight, one side of which is sharded over data."""
     return _product_forward(x, w, layout, side)[0]
 
 

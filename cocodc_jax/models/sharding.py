@@ -1,4 +1,4 @@
-"""How one region's parameters lie on the devices inside the region.
+"""How one region's parameters are sharded over its devices.
 
 Two mesh axes divide every matrix. Over "model" goes the side that tensor
 parallelism splits without communication between the two matrices of a pair:
@@ -37,7 +37,7 @@ def partition_specs(
 
     Args:
       params: one region's parameters (or their shapes) as `init_params` makes
-        them, scanned or not, with no region axis; whoever stacks regions puts the
+        them, scanned or not, with no region axis; callers that stack regions put the
         region axis before each spec.
       axes: names of the mesh axes that shard the width (one, or several as one) and
         that shard heads, feed-forward features and vocabulary.

@@ -118,7 +118,7 @@ class Transformer(nnx.Module):
 
 
 def init_params(config: TransformerConfig, key: jax.Array) -> Params:
-    """Draw the parameters: a pure function of `key`, so every region starts alike.
+    """Draw the parameters: a pure function of `key`, so every region starts equal.
 
     Matrices are normal with deviation 1/sqrt(fan_in), those that write to the
     residual stream further divided by sqrt(2 num_layers) (GPT-2), the embedding

@@ -6,9 +6,9 @@
     plan = netlab.make_plan(topology, ["hostname"], pathlib.Path("logs"))
     exit_code = netlab.run(plan)
 
-Every region is a network namespace of its own; a relay in user space carries packets
-between them (`shaper` says when each arrives). `missing` tells what this machine lacks.
-`probe` measures exchanges over any network.
+Every region has a network namespace of its own. A relay in user space carries packets
+between them (`shaper` decides when each arrives). `missing` lists what this machine
+lacks. `probe` measures exchanges over any network.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _SHORTEST_GRACE_S = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a region is told.
+    """What a region is given.
 
     Attributes:
       region_id: from 0 to num_regions - 1.

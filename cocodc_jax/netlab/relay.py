@@ -31,7 +31,7 @@ _IDLE_S = 0.1  # select does not return when a signal asks to stop
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the relay is told.
+    """What the relay is given.
 
     Attributes:
       regions: names, one per region.

@@ -1,12 +1,13 @@
 """Link model, cost of collectives, timeline simulator and planner.
 
-- `simulate`: a schedule of `cocodc_jax.sync` over a `Topology`, as a `Timeline`;
-  `simulate_method` the same of a method.
-- `make_plan`: tau, N, H and K for a network, and why; `place`: stages on sites.
-- `world`: cities; `load_topology`: a file.
+- `simulate`: run a schedule of `cocodc_jax.sync` over a `Topology` and return a
+  `Timeline`; `simulate_method` does the same for a method.
+- `make_plan`: choose tau, N, H and K for a network, with reasons; `place`: assign
+  pipeline stages to sites.
+- `world`: round trips between cities; `load_topology`: read links from a file.
 
-Knows nothing of devices, models, data or reports. Names are imported when they are
-first asked for.
+The package is independent of devices, models, data and reports. Names are imported
+when they are first used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names what is faulty: a link, a sender, a receiver, a region, from times alone.
 
-Collectives of training are periodic and alike: each sync sends messages of one size
+Collectives of training are periodic and regular: each sync sends messages of one size
 over the same pairs, so what a message takes is compared with what that pair took before
 (C4, arXiv 2406.04594). With x a time in seconds, over the healthy past of its own pair
 
@@ -40,7 +40,7 @@ _MAD_TO_SIGMA = 1.4826  # of normal numbers
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is faulty, and by what it is told.
+    """What is faulty, and the evidence for it.
 
     Attributes:
       kind: "link", "sender", "receiver", "region", "partition" or "network" of

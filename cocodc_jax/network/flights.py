@@ -75,7 +75,7 @@ class Flight:
         return max(self.route.channel.arrival_s(i) for _, i in self.layers)
 
     def record(self, step: int, merge_s: float, stall_s: np.ndarray) -> SyncRecord:
-        """Return what is told of it after its merge.
+        """Return what is reported of it after its merge.
 
         Args:
           step: of the merge.

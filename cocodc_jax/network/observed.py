@@ -3,7 +3,7 @@
 Adaptive schedules rank fragments by how fast they change, which a network model does
 not know. Here all change equally fast, per parameter and step, so that of equals the
 one that has waited longest is served. What syncs and steps take is simulated, and
-told as a run tells it: each message carries what had been measured as it left.
+reported as in a run: each message carries what had been measured as it left.
 """
 
 from __future__ import annotations

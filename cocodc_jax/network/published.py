@@ -9,9 +9,9 @@ reach a compute utilization. Assumptions, all needed for agreement:
     the backward pass; a step waits for a layer only when its forward pass gets there;
   - fragments of 3 layers, strided; fragment p starts at floor(p H / K) of every H;
   - 100B has 36 fragments, more than H = 30 steps: H is 36 there.
-The published numbers lie on the grid 10^(-1 + 4 k / 49) Gbit/s, k = 0..49 (each printed
-value is that number rounded to two places and then to one), so they cannot be told
-apart more finely than a factor 1.207; the agreement is stated against the grid point.
+The published numbers are on the grid 10^(-1 + 4 k / 49) Gbit/s, k = 0..49 (each printed
+value is that number rounded to two places and then to one), so they cannot be
+distinguished below a factor of 1.207; the agreement is stated for the grid point.
 All 50 entries of the other rows agree within that factor. The rows with H = 30 at 1B
 and 10B do not fit H = 30: this model needs 0.38 to 0.79 of the bandwidth they state.
 Their ten entries do fit a fragment started every step, K steps a cycle, which

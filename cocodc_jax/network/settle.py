@@ -19,7 +19,7 @@ def settled_s(state: LinkState, exchange: Exchange) -> float:
     Each begins as long after its own end as the others do after theirs, as regions do
     that wait for each other's fragments. At first each begins the longest delay there
     and back after the rank before. It is the mean over ranks, who in the long run wait
-    alike, and over repeats where there is no end to the change.
+    equally, and over repeats where there is no end to the change.
 
     Args:
       state: the links; ranks are numbered as its regions.

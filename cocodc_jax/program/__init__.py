@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.program.region_program import Output
-    from cocodc_jax.program.region_program import RegionProgram
+    from cocodc_jax.program.region_program import Output, RegionProgram
 
 __all__ = ["Output", "RegionProgram"]
 
 # Where each is: MODULE, or MODULE:NAME.
-_PLACES = {"Output": "region_program:Output", "RegionProgram": "region_program:RegionProgram"}
+_PLACES = {
+    "Output": "region_program:Output",
+    "RegionProgram": "region_program:RegionProgram",
+}
 
 __getattr__, __dir__ = attach(__name__, _PLACES)

@@ -1,6 +1,6 @@
-"""What a run leaves behind: records, progress, plots and a one-page report.
+"""Records, progress, plots and the report of runs.
 
-Names are imported when they are first asked for.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def weights_and_biases(
 
     Its id is kept in `wandb.json`, so that all parts of a resumed run are one. Steps
     that are written again come twice, with the same numbers. What is written offline
-    lies in the run's `wandb`; `wandb sync --append` sends all parts of it.
+    is in the run's `wandb`; `wandb sync --append` sends all parts of it.
 
     Args:
       folder: see `OpenMirror`.

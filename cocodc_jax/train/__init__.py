@@ -11,18 +11,36 @@ from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
     from cocodc_jax.train.cadence import Cadence
-    from cocodc_jax.train.checkpoint import CheckpointError
-    from cocodc_jax.train.checkpoint import Checkpoints
+    from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
     from cocodc_jax.train.evaluate import make_evaluate
     from cocodc_jax.train.finite import NonFiniteLossError
-    from cocodc_jax.train.hooks import Hooks
-    from cocodc_jax.train.hooks import Result
+    from cocodc_jax.train.hooks import Hooks, Result
     from cocodc_jax.train.loop import train
     from cocodc_jax.train.run_steps import run as run_steps
 
-__all__ = ["Cadence", "CheckpointError", "Checkpoints", "Hooks", "NonFiniteLossError", "Result", "make_evaluate", "run_steps", "train"]
+__all__ = [
+    "Cadence",
+    "CheckpointError",
+    "Checkpoints",
+    "Hooks",
+    "NonFiniteLossError",
+    "Result",
+    "make_evaluate",
+    "run_steps",
+    "train",
+]
 
 # Where each is: MODULE, or MODULE:NAME.
-_PLACES = {"Cadence": "cadence:Cadence", "CheckpointError": "checkpoint:CheckpointError", "Checkpoints": "checkpoint:Checkpoints", "Hooks": "hooks:Hooks", "NonFiniteLossError": "finite:NonFiniteLossError", "Result": "hooks:Result", "make_evaluate": "evaluate:make_evaluate", "run_steps": "run_steps:run", "train": "loop:train"}
+_PLACES = {
+    "Cadence": "cadence:Cadence",
+    "CheckpointError": "checkpoint:CheckpointError",
+    "Checkpoints": "checkpoint:Checkpoints",
+    "Hooks": "hooks:Hooks",
+    "NonFiniteLossError": "finite:NonFiniteLossError",
+    "Result": "hooks:Result",
+    "make_evaluate": "evaluate:make_evaluate",
+    "run_steps": "run_steps:run",
+    "train": "loop:train",
+}
 
 __getattr__, __dir__ = attach(__name__, _PLACES)

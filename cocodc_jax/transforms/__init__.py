@@ -1,17 +1,16 @@
 """Transformations for stale, rare or compressed updates; they need jax and optax only.
 
-- `delay_compensation`: correct a gradient for its delay; `curvature` has what can be
-  put into it, `secant` chooses its weight, `dc_asgd` the recipes for asynchronous SGD.
-- `mix`: a merge with a weight per parameter.
-- `outer`: outer optimizers that optax lacks.
-- `compression`: encode and decode pairs with real bytes, error feedback, `parse`.
-- `decoupled`, `lion`: how messages of all regions become one update (DeMo, Lion).
+- `delay_compensation`: correct a gradient for its delay. `curvature` has the curvatures
+  that it takes, `secant` chooses their weight, `dc_asgd` has the recipes for
+  asynchronous SGD.
+- `mix`: a merge with a weight for each parameter.
+- `outer`: outer optimizers that Optax lacks.
+- `compression`: pairs of encode and decode with true sizes, error feedback, `parse`.
+- `decoupled`, `lion`: combine the messages of all regions to one update (DeMo, Lion).
 - `muon`, `mt_adam`: inner optimizers, for a transformer's tree and with a long memory.
 
-Sign, everywhere: updates are gradient-like, old minus new, and descent is minus.
-
-Public are the modules named here, and what stands beside them; all are imported when
-they are first asked for.
+The sign is the same everywhere: updates are gradient-like, old minus new, and descent
+is minus. Modules are imported when they are first used.
 """
 
 from __future__ import annotations

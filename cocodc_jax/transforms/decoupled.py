@@ -40,7 +40,7 @@ def average_duplicates(messages, compressor: Compressor, weights=None):
         what `jax.lax.all_gather` or `jax.vmap(compressor.encode)` gives.
       compressor: what encoded them: `top_k`, `chunked_top_k` or `dct_top_k` with any
         `values`, bare or in `error_feedback`.
-      weights: `[M]` of the regions, up to a common factor; None weighs all alike.
+      weights: `[M]` of the regions, up to a common factor; None weighs all equally.
 
     Returns:
       The tree, in the shapes and dtypes encoded; sums are in float32 or wider.

@@ -75,7 +75,7 @@ def scale_by_heloco(
 
     Returns:
       A transformation to a descent direction. A tensor is a leaf, so the layers of a
-      scanned stack are judged together.
+      scanned stack are treated as one.
 
     Raises:
       ValueError: if an argument is a number out of range.

@@ -1,8 +1,8 @@
-"""Which leaves of a transformer's tree are stacks of layers, told by their paths.
+"""Which leaves of a transformer's tree are stacks of layers, found by their paths.
 
 A model that is scanned keeps the blocks' leaves stacked along a leading layer axis
 (`blocks/mlp/up` is [layers, in, out]), one that is not has a subtree for each
-(`blocks/0/mlp/up`). What is said of a tensor holds for each layer of a stack.
+(`blocks/0/mlp/up`). What is stated of a tensor holds for each layer of a stack.
 """
 
 from typing import Any

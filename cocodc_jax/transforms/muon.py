@@ -12,7 +12,7 @@ mean square of lr / sqrt(d), far less than by Adam in a wide model, so that its 
 rate has to be larger (the authors' default is 0.02). Embedding, head, norms and other
 vectors take AdamW with b2 = 0.99. All share one learning rate.
 
-Source: Muon, Jordan et al. 2024, by `optax.contrib.scale_by_muon`, here told which axes
+Source: Muon, Jordan et al. 2024, by `optax.contrib.scale_by_muon`, here given the axes
 are matrices; the numbers are MuLoCo's (arXiv 2505.23725), read from the authors' code:
 momentum 0.9 without Nesterov, no maximum of the size with 1 (Jordan has one), which
 tensors. Differs from that code: the iterations have Jordan's coefficients and are in

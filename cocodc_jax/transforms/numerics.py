@@ -123,7 +123,7 @@ def check_finite(argument: str, value) -> None:
 
 
 def check_unit_interval(argument: str, value) -> None:
-    """Raise ValueError unless a Python number lies in [0, 1); arrays pass unchecked."""
+    """Raise ValueError unless a Python number is in [0, 1); arrays pass unchecked."""
     if isinstance(value, (int, float)) and not 0 <= value < 1:
         raise ValueError(f"{argument}={value} must be at least 0 and below 1")
 
@@ -141,7 +141,7 @@ def check_not_negative(argument: str, value) -> None:
 
 
 def check_share(argument: str, value) -> None:
-    """Raise ValueError unless a number lies in (0, 1]."""
+    """Raise ValueError unless a number is in (0, 1]."""
     if not 0 < value <= 1:
         raise ValueError(f"{argument}={value} must be above 0 and at most 1")
 

@@ -7,7 +7,7 @@
 | `dct_top_k`     | the k largest coefficients of each chunk's 2-D cosine transform    |
 
 Indices are packed with as few bits as the chunk (or tensor) needs; the values go
-through another compressor (`values`), unchanged unless told otherwise. What is not
+through another compressor (`values`), unchanged by default. What is not
 sent is lost: wrap them in `error_feedback`.
 
 A tensor is folded into a matrix (`matrix_shape`) and padded with zeros to whole chunks

@@ -18,7 +18,7 @@ def loss(params):
 
 
 def test_nnx_keeps_a_copy_of_where_the_gradient_was_taken():
-    """README's recipe: the state alone would follow the model, and correct nothing."""
+    """The docs' recipe: the state alone would follow the model, and correct nothing."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(
         model,

@@ -1,4 +1,4 @@
-"""The pictures of README: made by their command, small, and named there."""
+"""The pictures of README and docs: made by their command, small, and shown there."""
 
 import itertools
 import pathlib
@@ -17,6 +17,8 @@ def test_the_command_makes_the_pictures_that_readme_shows(tmp_path):
     figures.main(tmp_path)
     readme = (ROOT / "README.md").read_text()
     shown = re.findall(r"!\[[^\]]*\]\(experiments/results/([\w.]+)\)", readme)
+    page = (ROOT / "docs" / "results" / "methods.md").read_text()
+    shown += re.findall(r"_static/pictures/(readme_[\w.]+)", page)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(shown) == sorted(made)
     assert "python -m experiments.results.figures" in readme

@@ -77,7 +77,7 @@ def test_a_link_that_is_out_ends_nothing():
     assert max(seconds_of(state, 3, [0, 0, 0])) == math.inf
 
 
-# Four regions in the lab, seconds of the slowest, medians of 6 to 8 (BUILD_NOTES.md).
+# Four regions in the lab, seconds of the slowest, medians of 6 to 8.
 @pytest.mark.parametrize(
     ("mbit", "megabytes", "measured_s"),
     [

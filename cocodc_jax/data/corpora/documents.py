@@ -1,4 +1,4 @@
-"""The documents of a corpus that lies on disk, with random access.
+"""The documents of a corpus on disk, with random access.
 
 An element is one document, or a chunk of those that are only read together.
 """

@@ -74,7 +74,7 @@ def list_text_files(
       undecodable: "skip" leaves out folders that cannot be read, see `DataConfig`.
 
     Returns:
-      The files, in order of name; a file's source is the first sub-folder it lies in,
+      The files, in order of name; a file's source is the first sub-folder it is in,
       or its own stem.
 
     Raises:
@@ -190,7 +190,7 @@ def walk(
 
     Args:
       root: the folder; of one that does not exist there are none.
-      refuse: is told of a folder that cannot be read, to raise; None passes it over.
+      refuse: called with a folder that cannot be read, to raise; None passes it over.
     """
     for folder, subfolders, names in os.walk(
         root, onerror=refuse if os.path.isdir(root) else None

@@ -1,6 +1,6 @@
 """Writes a corpus to disk once, whatever number of processes ask for it.
 
-What is prepared lies in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files.
+What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files.
 Each process writes to a temporary folder beside it and renames that into place; a
 rename of a folder is atomic, so a process finds no data or whole data, and when
 two prepare at once the later one drops its copy. A change of any source file changes

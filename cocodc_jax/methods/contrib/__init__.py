@@ -1,4 +1,4 @@
-"""Methods that are from memory, in part or whole; each says what."""
+"""Methods written from memory, in part or in full; each docstring says which part."""
 
 from cocodc_jax._lazy import attach, modules_of
 

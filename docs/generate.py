@@ -1,0 +1,178 @@
+"""Writes the pages that are made of the code: methods, API, programs, the tour.
+
+They are written beside the pages that are kept by hand, and git ignores them.
+"""
+
+import concurrent.futures
+import importlib
+import inspect
+import json
+import pathlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+
+import cocodc_jax
+from cocodc_jax.methods import METHODS
+from cocodc_jax.report.units import format_bytes
+
+ROOT = pathlib.Path(cocodc_jax.__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results"
+
+
+def write(docs):
+    """Write all generated pages below a folder."""
+    for folder in ("methods", "reference", "programs"):
+        for old in (docs / folder).glob("*.md"):
+            if old.name != "index.md":
+                old.unlink()
+        (docs / folder).mkdir(exist_ok=True)
+    write_methods(docs / "methods")
+    write_reference(docs / "reference")
+    write_programs(docs / "programs")
+    shutil.copyfile(ROOT / "experiments/tour.ipynb", docs / "start/tour.ipynb")
+    pictures = docs / "_static" / "pictures"
+    pictures.mkdir(exist_ok=True)
+    for picture in RESULTS.glob("*.png"):
+        shutil.copyfile(picture, pictures / picture.name)
+
+
+def write_methods(folder):
+    """Write a page for each file of methods: its docstring, arguments and results."""
+    measured = json.loads((RESULTS / "compare_all.json").read_text())["methods"]
+    by_module = {}
+    for name, factory in METHODS.items():
+        by_module.setdefault(factory.__module__, []).append(name)
+    for module, names in by_module.items():
+        title = module.rpartition(".")[2] if len(names) > 1 else names[0]
+        sure = "contrib" in module.split(".")
+        page = [
+            f"# {title}",
+            "",
+            *(
+                [
+                    ":::{note}",
+                    "This method was written from memory, in part or in full. Check it "
+                    "against the paper before you reproduce published figures.",
+                    ":::",
+                    "",
+                ]
+                if sure
+                else []
+            ),
+            "```{eval-rst}",
+            f".. automodule:: {module}",
+            "   :no-index:",
+            "```",
+            "",
+            "## Arguments",
+            "",
+            "Each argument is a flag of the programs, with the default shown here. "
+            "[Names and symbols](../glossary.md) are the same for all methods.",
+            "",
+            "```{eval-rst}",
+        ]
+        for name in names:
+            factory = METHODS[name]
+            page += [f".. autofunction:: {factory.__module__}.{factory.__name__}", ""]
+        page += ["```", ""]
+        rows = [(n, measured[n]) for n in names if n in measured]
+        if rows:
+            page += [
+                "## Measured",
+                "",
+                "One seed, 840,000 parameters, 480 steps, four regions, the method's "
+                "defaults (`experiments/results/compare_all.json`; the command and all "
+                "methods are on [one page](../results/methods.md)).",
+                "",
+                "| method | last loss | sent by a region |",
+                "| --- | --- | --- |",
+                *(
+                    f"| `{n}` | {row['eval_loss']['mean']:.3f} "
+                    f"| {format_bytes(row['bytes_sent_per_region']['mean'])} |"
+                    for n, row in rows
+                ),
+                "",
+            ]
+        (folder / f"{title}.md").write_text("\n".join(page))
+
+
+def write_reference(folder):
+    """Write a page for each package: every public name, with its docstring."""
+    seen = {}
+    top = [n for n in cocodc_jax.__all__ if n not in ("__version__", "methods")]
+    page = _page("cocodc_jax", [("cocodc_jax", n) for n in top], seen)
+    (folder / "cocodc_jax.md").write_text(page)
+    for found in pkgutil.iter_modules(cocodc_jax.__path__):
+        if found.ispkg and found.name[0] != "_" and found.name != "experiments":
+            package = f"cocodc_jax.{found.name}"
+            names = [(package, n) for n in dir(importlib.import_module(package))]
+            (folder / f"{found.name}.md").write_text(_page(package, names, seen))
+
+
+def _page(title, names, seen):
+    """Return a page of names; what another page has already is a line there."""
+    lines = [f"# {title}", "", "```{eval-rst}", f".. automodule:: {title}", ""]
+    elsewhere, submodules = [], []
+    for package, name in names:
+        thing = getattr(importlib.import_module(package), name)
+        if name[0] == "_":
+            continue
+        if inspect.ismodule(thing):
+            submodules.append(thing)
+        elif inspect.isclass(thing) or inspect.isfunction(thing):
+            kind = "class" if inspect.isclass(thing) else "function"
+            if thing in seen:
+                elsewhere.append(f":py:obj:`{name} <{seen[thing]}>`")
+                continue
+            seen[thing] = f"{package}.{name}"
+            lines += [f".. auto{kind}:: {package}.{name}"]
+            lines += ["   :members:", ""] if kind == "class" else [""]
+        else:
+            lines += [f".. py:data:: {package}.{name}", ""]
+    for thing in submodules:
+        lines += [f".. rubric:: {thing.__name__}", ""]
+        lines += [f".. automodule:: {thing.__name__}", ""]
+        for name, value in inspect.getmembers(thing):
+            is_here = getattr(value, "__module__", "") == thing.__name__
+            if name[0] != "_" and is_here and callable(value) and value not in seen:
+                kind = "class" if inspect.isclass(value) else "function"
+                seen[value] = f"{thing.__name__}.{name}"
+                lines += [f".. auto{kind}:: {thing.__name__}.{name}"]
+                lines += ["   :members:", ""] if kind == "class" else [""]
+    if elsewhere:
+        lines += [f"Also here: {', '.join(elsewhere)}.", ""]
+    return "\n".join([*lines, "```", ""])
+
+
+def write_programs(folder):
+    """Write a page for each program: its help, by sections."""
+    paths = sorted((ROOT / "experiments").glob("*.py"))
+    names = [p.stem for p in paths if re.search(r"^def cli\(", p.read_text(), re.M)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for name, text in zip(names, pool.map(_help, names), strict=True):
+            (folder / f"{name}.md").write_text(_program(name, text))
+
+
+def _help(name):
+    command = [sys.executable, "-m", f"experiments.{name}", "--help"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr}")
+    return done.stdout
+
+
+def _program(name, text):
+    """Return a page of a program's help, with a heading for each section."""
+    lines = [f"# {name}", "", f"`python -m experiments.{name} --help`", "", "```text"]
+    for before, line in zip(["", *text.splitlines()], text.splitlines(), strict=False):
+        after = text.partition(f"\n{line}\n")[2]
+        if line and line[0] != " " and not before and re.match(r"  --", after):
+            lines += ["```", "", f"## {line}", "", "```text"]
+        else:
+            lines.append(line)
+    return "\n".join([*lines, "```", ""])

@@ -1,0 +1,162 @@
+"""The code in README, CONTRIBUTING and docs runs as it stands; what is short stays so.
+
+Pages of docs that are notebooks (`{code-cell}`) are executed when the site is built.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
+PAGES += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
+
+
+def blocks_of(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
+LIBRARY = "README.md:0"
+LOSS, LINEN, EQUINOX, PROCESSES = (f"docs/start/own_loss.md:{i}" for i in range(4))
+TRANSFORM, GALLERY, LOOP = (f"docs/start/own_loop.md:{i}" for i in range(3))
+METHOD, CHECKPOINTS = "docs/start/own_method.md:0", "docs/guides/checkpoints.md:0"
+# The others are run by themselves.
+TOGETHER = [name for name in BLOCKS if name != PROCESSES]
+
+
+def start_code(block, folder, **variables):
+    """Run a block as a script of its own, in a folder that is not the checkout."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", block],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output_of(process):
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return out
+
+
+# Runs blocks one after another, each with names and devices of its own: to import what
+# they need takes longer than most of them.
+IN_TURN = """
+import contextlib, io, json, sys, traceback
+import jax, jax.extend.backend
+
+for block in json.load(sys.stdin):
+    out, error = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, "block", "exec"), {"__name__": "__main__"})
+    except Exception:
+        error = traceback.format_exc()
+    print(json.dumps([out.getvalue(), error]), flush=True)
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each block printed, and how it failed, if it did."""
+    process = start_code(IN_TURN, tmp_path_factory.mktemp("documents"))
+    blocks = json.dumps([BLOCKS[name] for name in TOGETHER])
+    out, error = process.communicate(blocks, timeout=300)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert len(found) == len(TOGETHER), error
+    return dict(zip(TOGETHER, found, strict=True))
+
+
+def test_there_are_blocks_and_what_comes_first_is_short():
+    assert {LIBRARY, GALLERY, LOOP, METHOD, PROCESSES} <= BLOCKS.keys()
+    longest = {LIBRARY: 25, LOSS: 40, CHECKPOINTS: 40, TRANSFORM: 40}
+    for name, num_lines in longest.items():
+        lines = [line for line in BLOCKS[name].splitlines() if line.strip()]
+        assert len(lines) <= num_lines, name
+
+
+def test_there_are_five_recipes_and_each_is_short():
+    recipes = blocks_of("CONTRIBUTING.md")
+    assert len(recipes) == 5
+    for block in recipes:
+        assert len([line for line in block.splitlines() if line.strip()]) < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [("README.md", 150), ("BUILD_NOTES.md", 300)]
+)
+def test_what_everybody_opens_is_short(name, longest):
+    assert len((ROOT / name).read_text().splitlines()) <= longest
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"])
+def test_links_lead_somewhere(name):  # Those of docs are checked by their build.
+    links = re.findall(r"\]\((?!http)([^)#\s]+)", (ROOT / name).read_text())
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_block_runs(name, results):
+    printed, error = results[name]
+    assert error is None, error
+    words = [line.split() for line in printed.splitlines()]
+    if name == LIBRARY:  # 8 before the first step.
+        assert float(words[0][0]) < 0.1, printed
+    if name == LOSS:
+        assert max(float(line[1]) for line in words) < 0.3, printed
+    if name == LINEN:
+        assert [line[0] for line in words] == ["20", "40", "60"]
+        assert float(words[-1][1]) < 0.5, printed
+    if name == EQUINOX:
+        assert float(words[0][0]) < 0.3, printed
+    if name == CHECKPOINTS:
+        assert "schedule" in printed
+        assert "inner optimizer" not in printed
+    if name == TRANSFORM:
+        assert float(words[0][0]) < 1e-2, printed
+    if name == LOOP:
+        assert words[-1][0] == "40"
+
+
+@pytest.mark.slow
+def test_the_script_with_checkpoints_goes_on(tmp_path):
+    whole = output_of(start_code(BLOCKS[LINEN], tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints" / "60")  # The last two are kept.
+    # Its batches are drawn anew, so that the numbers may differ.
+    again = output_of(start_code(BLOCKS[LINEN], tmp_path))
+    steps = [[line.split()[0] for line in x.splitlines()] for x in (whole, again)]
+    assert steps == [["20", "40", "60"], ["60"]]
+
+
+def test_the_script_for_processes_does_the_same_as_two(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cluster = {
+        "COCODC_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "COCODC_NUM_PROCESSES": "2",
+    }
+    alone = start_code(BLOCKS[PROCESSES], tmp_path)
+    both = [
+        start_code(BLOCKS[PROCESSES], tmp_path, COCODC_PROCESS_ID=str(i), **cluster)
+        for i in range(2)
+    ]
+    printed = [output_of(process) for process in (alone, *both)]
+    # What the collectives say of themselves has no such number, and may be anywhere.
+    numbers = [re.findall(r"\d+\.\d+", text) for text in printed]
+    assert numbers[0] == numbers[1] == numbers[2] != []
