@@ -4,7 +4,7 @@
 what has crossed. Between the two stands nothing, or a scan of inner steps that hides
 the crossing (`program/segment.py`).
 
-Pseudo-gradients as they are become an all-reduce, or rings (`rings.py`), or two
+Pseudo-gradients as they are become an all-reduce, or rings, or two
 all-reduces of their factors. A compressed message stays compressed on its way: what the
 compiler gathers from all regions is the encoded arrays, and each device decodes them.
 """
@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import reduce
+from cocodc_jax.core.reduce import ring_sum
 from cocodc_jax.core.sync import Measured
 from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.pseudo_gradient import (
@@ -30,7 +31,6 @@ from cocodc_jax.exchange.pseudo_gradient import (
     make_restore,
     sum_of_block,
 )
-from cocodc_jax.exchange.rings import make_ring_sum
 from cocodc_jax.exchange.robust_mean import filter_block, robust_mean
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
@@ -140,7 +140,7 @@ def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
     """Make `Crossing.leave` by several rings at once, as `make_summed`."""
     outgoing = make_messages(spec, fragment_id, rank)
     assert isinstance(spec.sync.message, ByRings)
-    ring_sum = make_ring_sum(spec.mesh, spec.sync.message)
+    sum_by_rings = make_ring_sum(spec.mesh, spec.sync.message)
 
     def partial(params, stale_params, state, weights, keys, start_step):
         staged, sent, state = outgoing(
@@ -159,7 +159,7 @@ def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
 
     def ringed(*arguments):
         staged, own, state, told = mapped(*arguments)
-        return staged, (ring_sum(own), told), state
+        return staged, (sum_by_rings(own), told), state
 
     return ringed
 
@@ -242,3 +242,30 @@ def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
 
 def _as_it_is(crossed: PyTree) -> PyTree:
     return crossed
+
+
+def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
+    """Make the sum over the shards of the region axis.
+
+    Args:
+      mesh: the inner mesh.
+      rings: how many, and their orders.
+
+    Returns:
+      `ring_sum(tree)`: leaves `[D, ...]`, one entry a shard, to their sums `[...]`.
+    """
+
+    def of_shard(tree):
+        return ring_sum(jax.tree.map(lambda x: x[0], tree), rings, REGION)
+
+    # Every shard has copies of the same sums, but a permutation's result is typed as
+    # varying and nothing can say otherwise: so no check here, in a program with
+    # nothing else in it. A test compares the shards bit for bit.
+    return jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        axis_names={REGION},
+        in_specs=P(REGION),
+        out_specs=P(),
+        check_vma=False,
+    )

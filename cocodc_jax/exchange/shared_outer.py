@@ -23,8 +23,8 @@ from cocodc_jax.exchange.base import Exchange, Times
 from cocodc_jax.exchange.combine import times_bytes
 from cocodc_jax.exchange.compressors import Compressors
 from cocodc_jax.exchange.lowered_program import LoweredProgram
-from cocodc_jax.exchange.outer_placement import OuterPlace
-from cocodc_jax.exchange.outer_programs import (
+from cocodc_jax.exchange.outer_placement import (
+    OuterPlace,
     copies,
     make_broadcast,
     make_join,
