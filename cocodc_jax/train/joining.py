@@ -91,7 +91,7 @@ def adopt(
 
     Args:
       program: linked to the other jobs.
-      params: one region's parameters, whatever they are.
+      params: one region's parameters; those that are frozen are taken from them.
       key: of the run, as for `RegionProgram.init`.
       copy: of another region's state.
       carried: what the region did meanwhile, to be kept.

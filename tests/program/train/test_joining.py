@@ -30,10 +30,11 @@ def places():
     return [Place(region, addresses, b"k" * 32, TIMING) for region in range(2)]
 
 
-def make_program(tiny, method, place):
+def make_program(tiny, method, place, trainable=None):
     return RegionProgram(
         tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 2,
         mesh=make_mesh(1), transport=Transport("jobs", place=place),
+        trainable=trainable,
     )  # fmt: skip
 
 
@@ -171,6 +172,29 @@ def test_what_was_done_meanwhile_is_kept(tiny):
         for x, g, m, s in zip(*map(jax.tree.leaves, trees), strict=True):
             np.testing.assert_allclose(x, g + (m - s - moved), rtol=1e-5, atol=1e-6)
         tiny.assert_same(program.outer_params(found), tiny.make_params(3))
+
+
+def test_what_is_frozen_is_not_in_a_copy(tiny):
+    """Each region has it from where the run began; the rest moves as ever."""
+    method = methods.get("diloco", sync_interval=4)
+    program = make_program(tiny, method, places()[0], lambda path: path != "head")
+    copy = joining.copy_of(
+        program, program.init(tiny.make_params(3), jax.random.key(0))
+    )
+    first, other = tiny.make_params(), tiny.make_params(3)
+    trained = sum(x.nbytes for x in jax.tree.leaves(first)) - first["head"].nbytes
+    assert sum(map(len, copy.arrays)) == 2 * trained  # With the outer momentum.
+    state, _ = program.advance(
+        tiny.start(program), jax.tree.map(lambda x: x[None, :1], next(tiny.stream()))
+    )
+    work = program.mean_params(state)["embed"] - first["embed"]
+    for carried, moved in ((None, 0.0), (joining.Carried(state), work)):
+        found = joining.adopt(program, first, jax.random.key(0), copy, carried)
+        outer, mean = program.outer_params(found), program.mean_params(found)
+        np.testing.assert_array_equal(outer["head"], first["head"])
+        np.testing.assert_array_equal(mean["head"], first["head"])
+        np.testing.assert_array_equal(outer["embed"], other["embed"])
+        np.testing.assert_allclose(mean["embed"], other["embed"] + moved, rtol=1e-5)
 
 
 def test_a_copy_of_another_model_is_refused(tiny):
