@@ -96,5 +96,5 @@ def write_math(translator, node, display):
     """Write LaTeX as MathML, which browsers show by themselves."""
     math = latex2mathml.converter.convert(node.astext(), display=display)
     tag = "span" if display == "inline" else "div"
-    translator.body.append(f'<{tag} class="math">{math}</{tag}>')
+    translator.body.append(f'<{tag} class="equation">{math}</{tag}>')
     raise nodes.SkipNode
