@@ -27,7 +27,7 @@ def blocks_of(name):
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
 LIBRARY = "README.md:0"
 LOSS, LINEN, EQUINOX, PROCESSES = (f"docs/start/own_loss.md:{i}" for i in range(4))
-TRANSFORM, GALLERY, LOOP = (f"docs/start/own_loop.md:{i}" for i in range(3))
+OWN, TRANSFORM, GALLERY, LOOP = (f"docs/start/own_loop.md:{i}" for i in range(4))
 METHOD, CHECKPOINTS = "docs/start/own_method.md:0", "docs/guides/checkpoints.md:0"
 # The others are run by themselves.
 TOGETHER = [name for name in BLOCKS if name != PROCESSES]
@@ -127,6 +127,8 @@ def test_block_runs(name, results):
     if name == CHECKPOINTS:
         assert "schedule" in printed
         assert "inner optimizer" not in printed
+    if name == OWN:  # Ten messages of four numbers.
+        assert "'bytes_sent': Array(160." in printed
     if name == TRANSFORM:
         assert float(words[0][0]) < 1e-2, printed
     if name == LOOP:

@@ -2,3 +2,7 @@
 
 `sync` is the file to read first: `start` and `finish`, the life of a fragment.
 """
+
+from cocodc_jax._lazy import attach, modules_of
+
+__getattr__, __dir__ = attach(__name__, modules_of(__path__))

@@ -84,7 +84,7 @@ def run(
       meanwhile: called again and again until it has ended, and once after.
 
     Raises:
-      SystemExit: once it has ended, if this process was told to.
+      SystemExit: once it has ended, if this process was asked to.
     """
     codes: list[int] = []
 

@@ -63,7 +63,7 @@ _PLACES = {
     "TrainConfig": "config:TrainConfig",
     "export": "hugging_face:export",
     "failing_alone": "processes:failing_alone",
-    "paced": "pace:paced",
+    "paced": "simulated_step_time:paced",
     "prepare": "preparing:prepare",
 }
 

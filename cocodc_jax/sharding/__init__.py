@@ -1,1 +1,5 @@
 """Where arrays of a run are placed: meshes, sharding rules, transfers."""
+
+from cocodc_jax._lazy import attach, modules_of
+
+__getattr__, __dir__ = attach(__name__, modules_of(__path__))
