@@ -181,9 +181,8 @@ def synchronized(
         correct = regional.make_correct(bound.sync, found, num)
         if correct is not None:
             gradients = correct(gradients, params, (state.outer, state.opt_states))
-        key = jax.random.fold_in(jax.random.key(0), step)
-        key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         if bound.per_step:
+            key = turn.region_key(step, axis_name)
             gradients, kept = turn.exchange(
                 bound.per_step, gradients, state.per_step, key, axis_name
             )
@@ -199,16 +198,18 @@ def synchronized(
         state = state._replace(inner=kept)
         if bound.sync is None:
             return updates, state
+        sizes = jnp.array(turn.num_bytes(bound.sync, state, num), jnp.float32)
         value_fn = extra.get("value_fn")
         if "gradient_fn" in bound.sync.merge.needs and value_fn is None:
             raise ValueError(
                 f"method={method.name!r} needs the gradient of the last batch: pass "
                 "tx.update(..., value_fn=lambda params: loss)"
             )
-        due = turn.Turn(
-            bound.sync, found, supplies, axis_name, num, step, key, params, value_fn
-        )
-        return due.events(updates, state)
+        due = turn.Turn(bound.sync, found, supplies, axis_name, num, value_fn)
+        region = turn.Region(step, params, updates, kept)
+        updates, state = due.events(region, state._replace(inner=()))
+        kept = state.inner if bound.sync.moments else kept
+        return updates, state._replace(inner=kept, message_bytes=sizes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
