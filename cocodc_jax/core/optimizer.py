@@ -43,7 +43,7 @@ from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import traced
-from cocodc_jax.transforms.numerics import check_transform
+from cocodc_jax.transforms.numerics import check_transform, vary_like
 
 PyTree = Any
 
@@ -175,7 +175,7 @@ def synchronized(
                 f"num_regions={num_regions} differs from the {num} regions of "
                 f"axis_name={axis_name!r}"
             )
-        bound, found = method.bind(Regions.alike(num)), cut(params)
+        bound, found, sizes = method.bind(Regions.alike(num)), cut(params), [0]
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
         state = state._replace(step=step, times=times)
         correct = regional.make_correct(bound.sync, found, num)
@@ -188,17 +188,16 @@ def synchronized(
             )
             if "value" in extra:
                 extra["value"] = turn.mean_of_all(extra["value"], axis_name)
-            size = bound.per_step.num_bytes(params) if num > 1 else 0
-            state = state._replace(
-                per_step=kept,
-                counts=state.counts + 1,
-                message_bytes=jnp.array([size], jnp.float32),
-            )
+            sizes = [bound.per_step.num_bytes(params) if num > 1 else 0]
+            state = state._replace(per_step=kept, counts=state.counts + 1)
         updates, kept = inner.update(gradients, state.inner, params, **extra)
         state = state._replace(inner=kept)
+        if bound.sync:
+            sizes = turn.num_bytes(bound.sync, state, num)
+        sizes = vary_like(jnp.array(sizes, jnp.float32), state.message_bytes)
+        state = state._replace(message_bytes=sizes)
         if bound.sync is None:
             return updates, state
-        sizes = jnp.array(turn.num_bytes(bound.sync, state, num), jnp.float32)
         value_fn = extra.get("value_fn")
         if "gradient_fn" in bound.sync.merge.needs and value_fn is None:
             raise ValueError(
@@ -209,7 +208,7 @@ def synchronized(
         region = turn.Region(step, params, updates, kept)
         updates, state = due.events(region, state._replace(inner=()))
         kept = state.inner if bound.sync.moments else kept
-        return updates, state._replace(inner=kept, message_bytes=sizes)
+        return updates, state._replace(inner=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -197,9 +197,10 @@ class Turn:
         region = region._replace(updates=updates)
         sync, step, times = self.sync, region.step, state.times
         schedule, none = sync.schedule, jnp.zeros((), jnp.float32)
+        nothing = vary_like((none, none), (state.norm, state.correction_ratio))
         flights = map(Flight, state.means, state.copies, state.stale)
         columns = (state.outer, state.opt_states, state.memories, flights)
-        parts = [Part((), *own, none, none) for own in zip(*columns, strict=True)]
+        parts = [Part((), *own, *nothing) for own in zip(*columns, strict=True)]
 
         def once(which: jax.Array, do: Callable, region: Region) -> Region:
             for k, part in enumerate(parts):
@@ -413,7 +414,10 @@ def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyT
     """
 
     def body(i: jax.Array, value: PyTree) -> PyTree:
-        _, given = jax.lax.optimization_barrier((i, (value, *rest)))
+        # One by one: what a barrier has together, varies together over a mesh.
+        given = jax.tree.map(
+            lambda x: jax.lax.optimization_barrier((i, x))[1], (value, *rest)
+        )
         return vary_like(do(*given), value)
 
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, value)
