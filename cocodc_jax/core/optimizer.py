@@ -44,7 +44,7 @@ from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import traced
-from cocodc_jax.transforms.numerics import check_transform
+from cocodc_jax.transforms.numerics import check_transform, vary_like
 
 PyTree = Any
 
@@ -177,28 +177,27 @@ def synchronized(
                 f"num_regions={num_regions} differs from the {num} regions of "
                 f"axis_name={axis_name!r}"
             )
-        bound, found = method.bind(Regions.alike(num)), cut(params)
+        bound, found, sizes = method.bind(Regions.alike(num)), cut(params), [0]
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
         state = state._replace(step=step, times=times)
         correct = regional.make_correct(bound.sync, found, num)
         if correct is not None:
             gradients = correct(gradients, params, (state.outer, state.opt_states))
-        key = jax.random.fold_in(jax.random.key(0), step)
-        key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         if bound.per_step:
+            key = turn.region_key(step, axis_name)
             gradients, kept = turn.exchange(
                 bound.per_step, gradients, state.per_step, key, axis_name
             )
             if "value" in extra:
                 extra["value"] = turn.mean_of_all(extra["value"], axis_name)
-            size = bound.per_step.num_bytes(params) if num > 1 else 0
-            state = state._replace(
-                per_step=kept,
-                counts=state.counts + 1,
-                message_bytes=jnp.array([size], jnp.float32),
-            )
+            sizes = [bound.per_step.num_bytes(params) if num > 1 else 0]
+            state = state._replace(per_step=kept, counts=state.counts + 1)
         updates, kept = inner.update(gradients, state.inner, params, **extra)
         state = state._replace(inner=kept)
+        if bound.sync:
+            sizes = turn.num_bytes(bound.sync, state, num)
+        sizes = vary_like(jnp.array(sizes, jnp.float32), state.message_bytes)
+        state = state._replace(message_bytes=sizes)
         if bound.sync is None:
             return updates, state
         value_fn = extra.get("value_fn")
@@ -207,10 +206,11 @@ def synchronized(
                 f"method={method.name!r} needs the gradient of the last batch: pass "
                 "tx.update(..., value_fn=lambda params: loss)"
             )
-        due = turn.Turn(
-            bound.sync, found, supplies, axis_name, num, step, key, params, value_fn
-        )
-        return due.events(updates, state)
+        due = turn.Turn(bound.sync, found, supplies, axis_name, num, value_fn)
+        region = turn.Region(step, params, updates, kept)
+        updates, state = due.events(region, state._replace(inner=()))
+        kept = state.inner if bound.sync.moments else kept
+        return updates, state._replace(inner=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

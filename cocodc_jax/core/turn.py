@@ -68,6 +68,12 @@ class Part(NamedTuple):
     correction_ratio: jax.Array
 
 
+def region_key(step: jax.Array, axis_name: Any) -> jax.Array:
+    """Make a region's key of a step."""
+    key = jax.random.fold_in(jax.random.key(0), step)
+    return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+
+
 def exchange(
     per_step: PerStep, gradients: PyTree, kept: PyTree, key: jax.Array, axis_name: Any
 ) -> tuple[PyTree, PyTree]:
@@ -115,6 +121,8 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
     """Return the bytes of one region's messages: of fragments, and of moments."""
+    if num_regions == 1:
+        return [0] * len(state.counts)
     if isinstance(sync.outer, RegionalOuter):
         pairs = zip(state.outer, state.opt_states, strict=True)
         found = [message_bytes(_message_shape(sync, *pair)) for pair in pairs]
@@ -126,9 +134,25 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
     return found
 
 
+class Region(NamedTuple):
+    """What events see of a region besides a fragment's part.
+
+    Attributes:
+      step: int32 scalar, that the inner step led to.
+      params: before the inner step.
+      updates: of the inner step, and of events before.
+      inner: state of the inner optimizer after it.
+    """
+
+    step: jax.Array
+    params: PyTree
+    updates: PyTree
+    inner: PyTree
+
+
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One update of one region; see `synchronized`.
+    """What one update of one region does besides the inner step; see `synchronized`.
 
     Attributes:
       sync: bound to the regions.
@@ -136,9 +160,6 @@ class Turn:
       supplies: of the user.
       axis_name: of the regions.
       num_regions: M.
-      step: int32 scalar, that the inner step led to.
-      key: the region's, of this step.
-      params: before the inner step.
       value_fn: of the parameters, the loss of the last batch; None if nobody gave it.
     """
 
@@ -147,126 +168,134 @@ class Turn:
     supplies: Supplies
     axis_name: Any
     num_regions: int
-    step: jax.Array
-    key: jax.Array
-    params: PyTree
     value_fn: Callable | None
 
-    def events(self, updates: PyTree, state: Any) -> tuple[PyTree, Any]:
+    def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
         """Do what is due.
 
         Args:
-          updates: of the inner optimizer.
-          state: a `SynchronizedState`, its inner state that after the step.
+          region: after its inner step.
+          state: a `SynchronizedState`.
 
         Returns:
           The updates and the state after it.
         """
-        sync, step, times = self.sync, self.step, state.times
+        is_due = traced.is_due(self.sync.schedule, state.times, region.step)
+        own = region.updates, region.inner if self.sync.moments else (), state
+        if not self._wants_whole:  # What is carried twice is copied at every step.
+            region = region._replace(updates=())
+        (updates, inner, state) = _if(is_due, self._events, own, region)
+        return updates, state._replace(inner=inner) if self.sync.moments else state
+
+    @property
+    def _wants_whole(self) -> bool:
+        """Whether the merge asks for the loss of the whole model."""
+        return needs.wants_batch(self.sync.merge.needs)
+
+    def _events(self, value: tuple, region: Region) -> tuple[PyTree, PyTree, Any]:
+        updates, inner, state = value
+        region = region._replace(updates=updates)
+        sync, step, times = self.sync, region.step, state.times
         schedule, none = sync.schedule, jnp.zeros((), jnp.float32)
+        nothing = vary_like((none, none), (state.norm, state.correction_ratio))
         flights = map(Flight, state.means, state.copies, state.stale)
         columns = (state.outer, state.opt_states, state.memories, flights)
-        parts = [Part((), *own, none, none) for own in zip(*columns, strict=True)]
+        parts = [Part((), *own, *nothing) for own in zip(*columns, strict=True)]
 
-        def once(which: jax.Array, do: Callable, updates: PyTree) -> PyTree:
+        def once(which: jax.Array, do: Callable, region: Region) -> Region:
             for k, part in enumerate(parts):
-                part = part._replace(updates=self.fragments.only(updates, k))
-                act = functools.partial(do, k, state.inner, updates)
-                parts[k] = _if(which[k], act, part)
-                updates = self.fragments.over(updates, parts[k].updates)
-            return updates
-
-        def both(k, inner, updates, part):
-            new = self.start(k, inner, updates, part)
-            if schedule.delay_steps:  # What left a round ago arrives.
-                done = self.finish(k, inner, updates, new, part.flight)
-                return done._replace(flight=new.flight)
-            done = self.finish(k, inner, updates, new, new.flight)
-            return done._replace(flight=part.flight)
+                only = self.fragments.only(region.updates, k)
+                act, part = functools.partial(do, k), part._replace(updates=only)
+                seen = region if self._wants_whole else region._replace(updates=())
+                parts[k] = _if(which[k], act, part, seen)
+                updates = self.fragments.over(region.updates, parts[k].updates)
+                region = region._replace(updates=updates)
+            return region
 
         def norms():
             return jnp.stack([part.norm for part in parts])
 
-        if HALFWAY in sync.copies:
-            once(traced.midway(schedule, times, step), self.look, updates)
+        if schedule.looks_midway:
+            once(traced.midway(schedule, times, step), self.look, region)
         if not schedule.delay_steps or isinstance(schedule, OneStepStale):
-            begun = done = self.leaving(times, updates, parts)
-            updates = once(done, both, updates)
+            begun = done = self.leaving(times, region, parts)
+            region = once(done, self.both, region)
             times = traced.started(times, begun, step, schedule.delay_steps)
             times = traced.applied(times, done, step, norms())
         else:
             done = traced.arriving(times, step)
-            updates = once(done, self.arrive, updates)
+            region = once(done, self.finish, region)
             times = traced.applied(times, done, step, norms())
-            begun = self.leaving(times, updates, parts)
-            once(begun, self.start, updates)
+            begun = self.leaving(times, region, parts)
+            once(begun, self.start, region)
             times = traced.started(times, begun, step, schedule.delay_steps)
-        inner, of_moments = self.average_moments(state.inner, begun)
+        inner, of_moments = self.average_moments(inner, step, begun)
         ratio = jnp.stack([part.correction_ratio for part in parts]).sum()
         sent = jnp.concatenate([begun, *of_moments])
-        bytes_each = num_bytes(sync, state, self.num_regions)
-        if self.num_regions == 1:
-            bytes_each = [0] * len(bytes_each)
-        outer, opt_states, memories, flights = zip(
-            *(x[1:5] for x in parts), strict=True
-        )
-        means, copies, stale = zip(*flights, strict=True)
-        return updates, state._replace(
-            inner=inner,
+        _, *columns, flights, _, _ = zip(*parts, strict=True)
+        names = ("outer", "opt_states", "memories", *Flight._fields)
+        columns = zip(names, (*columns, *zip(*flights, strict=True)), strict=True)
+        state = state._replace(
             times=times,
-            outer=outer,
-            opt_states=opt_states,
-            memories=memories,
-            means=means,
-            copies=copies,
-            stale=stale,
             counts=state.counts + sent.astype(jnp.int32),
-            message_bytes=jnp.array(bytes_each, jnp.float32),
             norm=jnp.where(done.any(), norms().sum(), state.norm),
             correction_ratio=jnp.where(done.any(), ratio, state.correction_ratio),
+            **dict(columns),
         )
+        return region.updates, inner if sync.moments else (), state
 
-    def leaving(self, times: traced.Times, updates: PyTree, parts: list[Part]):
+    def leaving(self, times: traced.Times, region: Region, parts: list[Part]):
         """Tell which fragment starts, bool `[K]`; measures what the schedule needs."""
-        schedule = self.sync.schedule
-        is_slot = traced.is_slot(schedule, self.step)
+        none = jnp.zeros(len(parts), jnp.float32)
+        is_slot = traced.is_slot(self.sync.schedule, region.step)
 
-        def gaps(name: str, _: jax.Array) -> jax.Array:
+        def gaps(name: str, _, region: Region, parts: list[Part]) -> jax.Array:
             each = []
             for k, part in enumerate(parts):
-                part = part._replace(updates=updates)
-                own = jax.tree.map(lambda x: x[None], self.local(k, part))
+                own = self.local(k, part._replace(updates=region.updates), region)
+                own = jax.tree.map(lambda x: x[None], own)
                 each.append(core.gap(name, self.given(part), own, self.num_regions))
             total = jax.lax.psum(jnp.stack(each), self.axis_name)
             return total.astype(jnp.float32)
 
         def observe(name: str) -> jax.Array:
-            none = jnp.zeros(len(parts), jnp.float32)
-            return _if(is_slot, functools.partial(gaps, name), none)
+            return _if(is_slot, functools.partial(gaps, name), none, region, parts)
 
         sizes = self.fragments.num_params
-        return traced.leaving(schedule, sizes, times, self.step, observe)
+        return traced.leaving(self.sync.schedule, sizes, times, region.step, observe)
 
-    def local(self, k: int, part: Part) -> Fragment:
+    def local(self, k: int, part: Part, region: Region) -> Fragment:
         """Return the region's own fragment after what was done to it so far."""
-        old, change = (self.fragments.take(x, k) for x in (self.params, part.updates))
+        old, change = (self.fragments.take(x, k) for x in (region.params, part.updates))
         return optax.apply_updates(old, change)
+
+    def key_data(self, region: Region) -> jax.Array:
+        """Return the data of the region's key of this step."""
+        return jax.random.key_data(region_key(region.step, self.axis_name))
 
     def given(self, part: Part) -> Fragment:
         """Return what regions are given of an outer fragment."""
         start = getattr(self.sync.outer, "start", None)
         return start(part.outer, part.opt_states) if start else part.outer
 
-    def look(self, k: int, inner: PyTree, updates: PyTree, part: Part) -> Part:
+    def look(self, k: int, part: Part, region: Region) -> Part:
         """Copy a fragment that is half of its delay old."""
-        copies = part.flight.copies | {HALFWAY: self.local(k, part)}
+        copies = part.flight.copies | {HALFWAY: self.local(k, part, region)}
         return part._replace(flight=part.flight._replace(copies=copies))
 
-    def start(self, k: int, inner: PyTree, updates: PyTree, part: Part) -> Part:
+    def both(self, k: int, part: Part, region: Region) -> Part:
+        """Send a fragment, and take in at once what arrives of it."""
+        new = self.start(k, part, region)
+        if not self.sync.schedule.delay_steps:  # The same, and nothing is on its way.
+            return self.finish(k, new, region)._replace(flight=part.flight)
+        # What left a round ago; it finds the region as what leaves did.
+        done = self.finish(k, new._replace(flight=part.flight), region)
+        return done._replace(flight=new.flight)
+
+    def start(self, k: int, part: Part, region: Region) -> Part:
         """Send a fragment; see `core.sync.start`."""
-        sync, own = self.sync, self.local(k, part)
-        key = sync_key(k, self.step)
-        data = jax.random.key_data(self.key)
+        sync, own = self.sync, self.local(k, part, region)
+        key, data = sync_key(k, region.step), self.key_data(region)
         if isinstance(sync.outer, RegionalOuter):
             compressor = _compressor(sync)
             message, opt_state = regional.send(
@@ -276,10 +305,8 @@ class Turn:
             mean_of = reduce.group_mean(sync.outer, compressor, self.axis_name, draw)
             mean, part = mean_of(message), part._replace(opt_states=opt_state)
         else:
-            everyone = Regions.alike(self.num_regions)
-            weights = everyone.weights(
-                0, 1, sync.weigh, getattr(sync.schedule, "participating", None)
-            )
+            everyone, who = Regions.alike(self.num_regions), sync.schedule.participating
+            weights = everyone.weights(0, 1, sync.weigh, who)
             index, memory = jax.lax.axis_index(self.axis_name), part.memories
             if sync.message.is_numbered:
                 memory = memory._replace(region=index)
@@ -291,24 +318,17 @@ class Turn:
                 data,
                 reduce.weighted_mean(sync.message, self.axis_name, weights),
                 key if sync.message.average.draws else None,
-                jnp.asarray(weights)[index] if weights.min() == 0 else None,
+                None if who is None else jnp.asarray(weights)[index],
             )
             part = part._replace(memories=memory)
         copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)
         stale = part.outer if STALE in sync.copies else ()
         return part._replace(flight=Flight(mean, copies, stale))
 
-    def arrive(self, k: int, inner: PyTree, updates: PyTree, part: Part) -> Part:
-        """Take in what is on its way."""
-        return self.finish(k, inner, updates, part, part.flight)
-
-    def finish(
-        self, k: int, inner: PyTree, updates: PyTree, part: Part, flight: Flight
-    ) -> Part:
-        """Take in a mean; see `core.sync.finish`."""
-        sync, own = self.sync, self.local(k, part)
-        staged = flight.copies.get(STAGED)
-        seen = self.seen(k, inner, updates, part, flight)
+    def finish(self, k: int, part: Part, region: Region) -> Part:
+        """Take in the mean that is on its way; see `core.sync.finish`."""
+        sync, own, flight = self.sync, self.local(k, part, region), part.flight
+        seen = self.seen(k, part, region)
         if isinstance(sync.outer, RegionalOuter):
             outer, opt_state, norm = regional.receive(
                 sync.outer, part.outer, part.opt_states, flight.means, self.num_regions
@@ -323,59 +343,51 @@ class Turn:
                 part.outer,
                 part.opt_states,
                 part.memories,
-                core.Started(flight.means, staged),
+                core.Started(flight.means, flight.copies.get(STAGED, {})),
                 seen,
             )
-        change = jax.tree.map(
-            lambda new, old: widen(new) - widen(old),
-            merged,
-            self.fragments.take(self.params, k),
-        )
+        old = self.fragments.take(region.params, k)
+        change = jax.tree.map(lambda new, x: widen(new) - widen(x), merged, old)
         updates = self.fragments.put(part.updates, k, change)
         ratio = metrics.get("correction_ratio", part.correction_ratio)
         return Part(updates, outer, opt_state, memory, flight, norm, ratio)
 
-    def seen(
-        self, k: int, inner: PyTree, updates: PyTree, part: Part, flight: Flight
-    ) -> needs.MergeContext:
+    def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
         """Return what a merge may ask for, but for what `core.finish` fills in."""
-        wanted, tau = self.sync.merge.needs, self.sync.schedule.delay_steps
-        lead = jax.tree.map(lambda x: x[None], inner)
-        found = needs.regional(wanted, lead, self.supplies)
-        rate = self.supplies.learning_rate
+        rate, tau = self.supplies.learning_rate, self.sync.schedule.delay_steps
         if callable(rate):
-            rate = rate(self.step - 1)
+            rate = rate(region.step - 1)
+        lead = jax.tree.map(lambda x: x[None], region.inner)
+        found = needs.regional(self.sync.merge.needs, lead, self.supplies)
+        own = jax.tree.map(lambda x: x[0], found)
 
         def whole(value: Fragment) -> PyTree:
-            every = self.fragments.over(updates, part.updates)
-            now = optax.apply_updates(self.params, every)
+            every = self.fragments.over(region.updates, part.updates)
+            now = optax.apply_updates(region.params, every)
             return self.fragments.put(now, k, value)
 
         def loss_fn(params: PyTree, batch: PyTree, key: jax.Array):
             assert self.value_fn is not None
             return self.value_fn(params), {}
 
-        kept = flight.copies | ({STALE: flight.stale} if flight.stale else {})
+        flight = part.flight
         return needs.MergeContext(
             local={},
             outer={},
-            kept=kept,
+            kept=flight.copies | ({STALE: flight.stale} if flight.stale else {}),
             delay_steps=tau,
-            regional={
-                name: self.fragments.take(jax.tree.map(lambda x: x[0], tree), k)
-                for name, tree in found.items()
-            },
+            regional={name: self.fragments.take(x, k) for name, x in own.items()},
             learning_rate=None if rate is None else jnp.asarray(rate, float),
             batch=(),
-            key=core.merge_key(jax.random.key_data(self.key)),
+            key=core.merge_key(self.key_data(region)),
             whole=whole,
             loss_fn=loss_fn,
             supplies=self.supplies,
-            sync_key=sync_key(k, self.step - tau),
+            sync_key=sync_key(k, region.step - tau),
         )
 
     def average_moments(
-        self, inner: PyTree, begun: jax.Array
+        self, inner: PyTree, step: jax.Array, begun: jax.Array
     ) -> tuple[PyTree, list[jax.Array]]:
         """Average the inner optimizer's moments with a sync, where they are due.
 
@@ -384,21 +396,31 @@ class Turn:
         """
         if self.sync.moments is None:
             return inner, []
-        number, sent = self.step // self.sync.schedule.sync_interval, []
-        every = (self.sync.moments.first, self.sync.moments.second)
+        number, sent = step // self.sync.schedule.sync_interval, []
+        mean = functools.partial(mean_of_all, axis_name=self.axis_name)
+        every = self.sync.moments.first, self.sync.moments.second
         for name, n in zip((moments.FIRST, moments.SECOND), every, strict=True):
             sent.append(begun & (number % n == 0 if n else False))
-            mean = functools.partial(mean_of_all, axis_name=self.axis_name)
-            found = moments.take(inner, (name,))
-            inner = moments.put(inner, _if(sent[-1][0], mean, found))
+            due = _if(sent[-1][0], mean, moments.take(inner, (name,)))
+            inner = moments.put(inner, due)
         return inner, sent
 
 
-def _if(condition: jax.Array, do: Callable, value: PyTree) -> PyTree:
-    """Return `do(value)` where the condition holds, else `value` as it is."""
-    return jax.lax.fori_loop(
-        0, condition.astype(jnp.int32), lambda _, x: vary_like(do(x), x), value
-    )
+def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyTree:
+    """Return `do(value, *rest)` where the condition holds, else `value` as it is.
+
+    Of a body that goes round once all is the same in each round: without the barrier
+    the compiler would do it before the loop, at every step.
+    """
+
+    def body(i: jax.Array, value: PyTree) -> PyTree:
+        # One by one: what a barrier has together, varies together over a mesh.
+        given = jax.tree.map(
+            lambda x: jax.lax.optimization_barrier((i, x))[1], (value, *rest)
+        )
+        return vary_like(do(*given), value)
+
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, value)
 
 
 def _compressor(sync: Sync) -> Compressor:

@@ -66,6 +66,12 @@ def is_slot(schedule: Slotted, step: jax.Array) -> jax.Array:
     return (step + schedule.phase_steps) % schedule.slot_steps == 0
 
 
+def is_due(schedule: Slotted, times: Times, step: jax.Array) -> jax.Array:
+    """Tell whether anything may happen at `step`, bool scalar."""
+    due = is_slot(schedule, step) | arriving(times, step).any()
+    return due | midway(schedule, times, step).any() if schedule.looks_midway else due
+
+
 def arriving(times: Times, step: jax.Array) -> jax.Array:
     """Tell which fragment is applied at `step`, bool `[K]`."""
     return times.apply_step == step

@@ -1,0 +1,476 @@
+"""A method as one Optax transform is the region program, wherever regions are."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tests.runtime.test_family import OPTIMIZERS, OPTIONS
+
+import cocodc_jax as cc
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sync.cutting import cut
+
+NUM_STEPS, CUT = 17, 7
+SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
+ADAM = optax.adam(0.05)
+
+# What methods are made of, besides the table of methods: name, arguments, optimizer.
+VARIANTS = {
+    "a whole interval late": ("streaming_diloco", SHORT | {"delay_steps": 8}),
+    "sooner by a phase": ("streaming_diloco", SHORT | {"phase_steps": 2}),
+    "merge feedback": (
+        "streaming_diloco",
+        SHORT | {"compress": "ef+int8", "merge_feedback": True},
+    ),
+    "second moment": ("cocodc", SHORT | {"curvature": "adam_second_moment"}, ADAM),
+    "drift, by the loss": (
+        "cocodc",
+        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"},
+        ADAM,
+    ),
+    "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
+    "midway": ("cocodc", SHORT | {"curvature": "secant"}),
+    "some regions": (
+        "decoupled_diloco",
+        {**OPTIONS["decoupled_diloco"], "compress": "ef+int8"},
+    ),
+    "factors summed": (
+        "dilocox",
+        OPTIONS["dilocox"] | {"sum_factors": True},
+    ),
+}
+ONE_BY_ONE = ("delayed_nesterov", "mla", "heloco")
+CASES = {
+    name: (name, options, OPTIMIZERS.get(name, optax.sgd(0.05)))
+    for name, options in OPTIONS.items()
+    if name not in ONE_BY_ONE
+} | {name: (*case, optax.sgd(0.05))[:3] for name, case in VARIANTS.items()}
+# One of each kind of part; the rest are cases beside them.
+FAST = (
+    "data_parallel", "diloco", "cocodc", "loscar", "muloco", "multi_ring", "des_loc",
+    "co2", "eager", "noloco", "lt_admm", "distributed_lion", "merge feedback",
+    "second moment", "drift, by the loss", "midway", "some regions", "factors summed",
+)  # fmt: skip
+
+
+def num_regions_of(name):
+    # Of two regions there is one matching, whoever draws it.
+    return 2 if name == "noloco" else cc.methods.get(name).num_regions or 4
+
+
+def make_step(loss, tx):
+    def step(carry, batch):
+        params, state = carry
+
+        def value_fn(params):
+            return loss(params, batch, jax.random.key(0))[0]
+
+        value, grads = jax.value_and_grad(value_fn)(params)
+        updates, state = tx.update(
+            grads, state, params, value=value, value_fn=value_fn, unknown=object()
+        )
+        return (optax.apply_updates(params, updates), state), value
+
+    return step
+
+
+def batches_of(tiny, num_regions, steps):
+    """Leaves `[R, T, ...]`."""
+    each = [jax.tree.map(lambda x: x[:num_regions], tiny.make_batch(i)) for i in steps]
+    return jax.tree.map(lambda *x: np.stack(x, 1), *each)
+
+
+def for_all(tree, num_regions):
+    return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * num_regions), tree)
+
+
+def laid_out(axes, tree, num_regions):
+    """Put regions in front of what is their own, by a prefix of 0 and None."""
+    return jax.tree.map(
+        lambda axis, part: part if axis is None else for_all(part, num_regions),
+        axes,
+        tree,
+        is_leaf=lambda x: x is None,
+    )
+
+
+def mapped(fn, axes, **options):
+    return jax.vmap(
+        fn, in_axes=(axes, 0), out_axes=(axes, 0), axis_name="region", **options
+    )
+
+
+def train(tiny, tx, method, num_regions, num_steps=NUM_STEPS, params=None):
+    """Run a scan under vmap, with one outer model; returns parameters and state."""
+    axes = (0, cc.sync_axes(method))
+    params = tiny.make_params() if params is None else params
+    carry = laid_out(axes, (params, tx.init(params)), num_regions)
+    step = make_step(tiny.loss_fn, tx)
+    scan = mapped(lambda carry, xs: jax.lax.scan(step, carry, xs), axes)
+    batches = batches_of(tiny, num_regions, range(num_steps))
+    carry, _ = jax.jit(scan)(carry, batches)
+    return carry
+
+
+def reference(tiny, optimizer, method, num_regions, num_steps=NUM_STEPS, params=None):
+    """What the region program comes to, one step after the other."""
+    params = tiny.make_params() if params is None else params
+    program = cc.RegionProgram(
+        tiny.loss_fn,
+        optimizer,
+        method,
+        params,
+        num_regions,
+        mesh=make_mesh(num_regions),
+        supplies=tiny.SUPPLIES,
+    )
+    state = program.init(params, jax.random.key(0))
+    for batch in itertools.islice(tiny.stream(), num_steps):
+        batch = jax.tree.map(lambda x: x[None, :num_regions], batch)
+        state, _ = program.advance(state, batch)
+    return program, state
+
+
+def assert_near(one, other, atol):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), one, other
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES],
+)
+def test_every_method_is_the_region_program(tiny, case):
+    name, options, optimizer = CASES[case]
+    method, num_regions = cc.methods.get(name, **options), num_regions_of(name)
+    tx = cc.synchronized(optimizer, method, axis_name="region", supplies=tiny.SUPPLIES)
+    params, state = train(tiny, tx, method, num_regions)
+    _, expected = reference(tiny, optimizer, method, num_regions)
+    assert_near(params, expected.region.params, 1e-6)
+    metrics = cc.sync_metrics(state)
+    assert metrics["bytes_sent"] == expected.bytes_sent
+    if expected.sync is not None:
+        flying = len(expected.sync.schedule.in_flight)
+        assert metrics["fragments_in_flight"] == flying
+        assert_near(state.outer, expected.sync.outer.params, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["streaming_diloco", "cocodc", "eager"])
+def test_in_wide_numbers_but_for_their_last_bits(tiny, name):
+    _, options, optimizer = CASES[name]
+    method = cc.methods.get(name, **options)
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, tiny.make_params())
+        tx = cc.synchronized(optimizer, method, axis_name="region")
+        found, _ = train(tiny, tx, method, 4, params=params)
+        _, expected = reference(tiny, optimizer, method, 4, params=params)
+        assert found["head"].dtype == np.float64
+        assert_near(found, expected.region.params, 1e-12)
+
+
+# Adaptive, with a delay.
+COCODC = cc.methods.get("cocodc", **SHORT)
+SPECS = cc.sync_axes(COCODC, P("region"), P())
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """Of messages as they are, and of such that are gathered and remembered."""
+
+    @functools.cache
+    def run(compress):
+        method = cc.methods.get("cocodc", **SHORT, compress=compress)
+        tx = cc.synchronized(ADAM, method, axis_name="region", num_regions=4)
+        return tx, train(tiny, tx, method, 4)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tx(expected):
+    return expected(None)[0]
+
+
+def regions_mesh():
+    devices = np.array(jax.devices()[:4])
+    return Mesh(devices, ("region",), axis_types=(AxisType.Auto,))
+
+
+def in_vmap(step, carry, batches):
+    """Everything of a region's own, M outer models among it."""
+    return jax.vmap(
+        lambda carry, xs: jax.lax.scan(step, carry, xs)[0], axis_name="region"
+    )(for_all(carry, 4), batches)
+
+
+def on_a_mesh(step, carry, batches):
+    axes = (0, cc.sync_axes(COCODC))
+    where = jax.tree.map(
+        lambda spec: NamedSharding(regions_mesh(), spec),
+        (P("region"), SPECS),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    carry = jax.device_put(laid_out(axes, carry, 4), where)
+    scan = mapped(
+        lambda carry, xs: jax.lax.scan(step, carry, xs), axes, spmd_axis_name="region"
+    )
+    batches = jax.device_put(batches, NamedSharding(regions_mesh(), P("region")))
+    carry, _ = scan(carry, batches)
+    return jax.lax.with_sharding_constraint(carry, where)
+
+
+def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
+    """One device a region, and all of a region's own, or one outer model."""
+    where = (P("region"), SPECS if is_one else P("region"))
+    is_own = jax.tree.map(
+        lambda spec: spec == P("region"), where, is_leaf=lambda x: isinstance(x, P)
+    )
+
+    def change(fn, carry):
+        return jax.tree.map(
+            lambda own, part: jax.tree.map(fn, part) if own else part, is_own, carry
+        )
+
+    def of_region(carry, xs):
+        carry, _ = jax.lax.scan(
+            step, change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
+        )
+        return change(lambda x: x[None], carry)
+
+    carry = jax.tree.map(
+        lambda own, part: for_all(part, 4) if own else part, is_own, carry
+    )
+    return jax.shard_map(
+        of_region,
+        mesh=regions_mesh(),
+        in_specs=(where, P("region")),
+        out_specs=where,
+        check_vma=check_vma,
+    )(carry, batches)
+
+
+@pytest.mark.parametrize(
+    ("how", "compress"),
+    [
+        (in_vmap, None),
+        (on_a_mesh, "ef+int8"),
+        (in_shard_map, "ef+int8"),
+        (functools.partial(in_shard_map, is_one=True), None),
+        # What is gathered is not seen to be the same everywhere.
+        (functools.partial(in_shard_map, is_one=True, check_vma=False), "ef+int8"),
+    ],
+    ids=["vmap", "spmd_axis_name", "shard_map", "one outer model", "one, gathered"],
+)
+def test_wherever_regions_are_it_is_the_same(tiny, expected, how, compress):
+    tx, (params, state) = expected(compress)
+    step, first = make_step(tiny.loss_fn, tx), tiny.make_params()
+    batches = batches_of(tiny, 4, range(NUM_STEPS))
+    go = jax.jit(lambda carry, batches: how(step, carry, batches))
+    found, after = go((first, tx.init(first)), batches)
+    assert_near(found, params, 1e-6)
+    sent = cc.sync_metrics(after)["bytes_sent"]
+    assert (sent == cc.sync_metrics(state)["bytes_sent"]).all()
+
+
+def test_step_by_step_and_restored_in_mid_flight(tiny, tx, expected, tmp_path):
+    """One trace for all steps, and nothing of a state that a file cannot hold."""
+    axes, traces = (0, cc.sync_axes(COCODC)), []
+    step = make_step(tiny.loss_fn, tx)
+
+    @jax.jit
+    def go(carry, batch):
+        traces.append(1)
+        return mapped(step, axes)(carry, batch)[0]
+
+    params = tiny.make_params()
+    fresh = laid_out(axes, (params, tx.init(params)), 4)
+    carry = fresh
+    for i, batch in enumerate(itertools.islice(tiny.stream(), NUM_STEPS)):
+        if i == CUT:
+            assert cc.sync_metrics(carry)["fragments_in_flight"] == 1
+            leaves = jax.tree.leaves(carry)
+            np.savez(tmp_path / "state.npz", *leaves)
+            with np.load(tmp_path / "state.npz") as saved:
+                restored = [saved[f"arr_{j}"] for j in range(len(leaves))]
+            carry = jax.tree.unflatten(jax.tree.structure(fresh), restored)
+        carry = go(carry, batch)
+    assert len(traces) == 1
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6),
+        carry,
+        expected(None)[1],
+    )
+
+
+def loops(jaxpr):
+    """Every loop of a program, and those inside."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "while":
+            yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from loops(inner)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_loops_stay_loops_where_regions_are_mapped(tiny, tx, is_one):
+    """A predicate with regions in front would go round for all, and select."""
+    params = tiny.make_params()
+    axes = (0, cc.sync_axes(COCODC) if is_one else 0)
+    carry = laid_out(axes, (params, tx.init(params)), 4)
+    batch = jax.tree.map(lambda x: x[:, 0], batches_of(tiny, 4, [0]))
+    step = mapped(make_step(tiny.loss_fn, tx), axes)
+    found = list(loops(jax.make_jaxpr(step)(carry, batch).jaxpr))
+    # One around all, and for each fragment one to start and one to finish.
+    assert len(found) >= 1 + 2 * 2
+    for eqn in found:
+        (predicate,) = eqn.params["cond_jaxpr"].jaxpr.eqns
+        assert predicate.primitive.name == "lt"
+
+
+def test_without_syncs_updates_are_the_optimizers(tiny):
+    method = cc.methods.get("diloco", sync_interval=100)
+    tx = cc.synchronized(ADAM, method, axis_name="region")
+    params = tiny.make_params()
+    grads = jax.tree.map(lambda x: x * 1e-3, params)
+    state = for_all(tx.init(params), 2)
+    given = for_all(grads, 2), state, for_all(params, 2)
+    found, kept = jax.vmap(tx.update, axis_name="region")(*given)
+    wanted = jax.vmap(ADAM.update)(given[0], state.inner, given[2])
+    jax.tree.map(np.testing.assert_array_equal, (found, kept.inner), wanted)
+
+
+FROZEN = {"embed": "frozen", "blocks": "trained", "head": "trained"}
+IS_TRAINED = {"embed": False, "blocks": True, "head": True}
+SGD, DILOCO = optax.sgd(0.05), cc.methods.get("diloco", sync_interval=4)
+HALVED = optax.chain(SGD, optax.masked(optax.scale(0.5), IS_TRAINED))
+PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
+
+
+def frozen(trained):
+    parts = {"trained": trained, "frozen": optax.set_to_zero()}
+    return optax.multi_transform(parts, FROZEN)
+
+
+def of(inner):
+    return cc.synchronized(inner, DILOCO, axis_name="region")
+
+
+# The transform, and an optimizer for the program; an accumulation around counts as one
+# step what are two of the program's.
+WRAPPED = {
+    "rate inside": (of(optax.inject_hyperparams(optax.sgd)(0.05)), SGD),
+    "rate around": (
+        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05),
+        SGD,
+    ),
+    "in a chain": (optax.chain(optax.scale(0.5), of(optax.sgd(0.1))), SGD),
+    "frozen inside": (of(frozen(SGD)), frozen(SGD)),
+    "frozen around": (frozen(of(SGD)), frozen(SGD)),
+    "masked inside": (of(HALVED), HALVED),
+    "accumulated inside": (of(optax.MultiSteps(SGD, 2)), optax.MultiSteps(SGD, 2)),
+    "accumulated around": (optax.MultiSteps(of(SGD), 2), optax.MultiSteps(SGD, 2)),
+    "told of the loss": (of(PLATEAU), PLATEAU),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_inside_of_other_transforms_and_around_them(tiny, name):
+    tx, optimizer = WRAPPED[name]
+    carry = for_all((tiny.make_params(), tx.init(tiny.make_params())), 4)
+    step, num_steps = make_step(tiny.loss_fn, tx), 10
+    scan = jax.vmap(lambda c, xs: jax.lax.scan(step, c, xs)[0], axis_name="region")
+    params, state = jax.jit(scan)(carry, batches_of(tiny, 4, range(num_steps)))
+    interval = 8 if name == "accumulated around" else 4
+    method = cc.methods.get("diloco", sync_interval=interval)
+    _, expected = reference(tiny, optimizer, method, 4, num_steps)
+    assert_near(params, expected.region.params, 1e-6)
+    assert (cc.sync_metrics(state)["norm"] > 0).all()
+
+
+def test_narrow_parameters_are_merged_but_for_a_rounding(tiny):
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params())
+    method = cc.methods.get("diloco", sync_interval=1, outer_momentum=0.0)
+    tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")
+    state = tx.init(params)
+    assert {x.dtype for x in jax.tree.leaves(state.outer)} == {np.dtype(np.float32)}
+    updates, state = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="region")(
+        for_all(params, 2), state, params
+    )
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    merged = jax.vmap(optax.apply_updates, (None, 0))(params, updates)
+    outer = cut(params, 1).join([jax.tree.map(lambda x: x[0], state.outer[0])])
+    jax.tree.map(
+        lambda x, o: np.testing.assert_allclose(
+            np.float32(x), np.broadcast_to(o, x.shape), rtol=2**-7, atol=2**-9
+        ),
+        merged,
+        outer,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (cc.methods.get("mla"), "'mla' .* its regions come one by one"),
+        (
+            cc.methods.get("cocodc", delay_steps="auto"),
+            "'cocodc' .* times that the host measures; give numbers; use RegionProgram",
+        ),
+        (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
+        (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
+        (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass Supplies"),
+        (cc.methods.get("snoo"), "regions=4 must be 1"),
+        ("dilco", "method='dilco' is unknown"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(method, says):
+    with pytest.raises(ValueError, match=says):
+        cc.synchronized(optax.sgd(0.1), method, axis_name="region", num_regions=4)
+
+
+def test_what_is_known_later_is_refused_then(tiny):
+    params = tiny.make_params()
+
+    def update(method, inner=ADAM, num_regions=None, given=params, **extra):
+        supplies = tiny.SUPPLIES
+        tx = cc.synchronized(
+            inner,
+            method,
+            axis_name="region",
+            num_regions=num_regions,
+            supplies=supplies,
+        )
+        jax.vmap(
+            lambda x: tx.update(params, tx.init(params), given, **extra),
+            axis_name="region",
+        )(jnp.zeros(3))
+
+    for method, options, says in (
+        ("diloco", {"num_regions": 2}, "num_regions=2 differs from the 3 regions of"),
+        ("diloco", {"given": None}, "needs params: tx.update"),
+        ("snoo", {}, "regions=3 must be 1"),
+        ("des_loc", {"inner": optax.sgd(0.1)}, "state holds none; use optax.adamw"),
+        (
+            cc.methods.get("cocodc", num_fragments=2, curvature="hessian_vector"),
+            {},
+            "value_fn=lambda params: loss",
+        ),
+        ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
+        (
+            cc.methods.get("diloco", sync_interval=5),
+            {"inner": optax.MultiSteps(ADAM, 2)},
+            "sync_interval=5 is not a multiple of the 2 steps",
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            update(method, **options)
+    with pytest.raises(ValueError, match="holds 0 states of synchronized"):
+        cc.sync_metrics(ADAM.init(params))

@@ -1,0 +1,122 @@
+"""Schedules inside a program choose as those of the host do, step by step."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cocodc_jax.sync.schedules import (
+    FINISH,
+    MIDWAY,
+    START,
+    Measured,
+    OneStepStale,
+    adaptive,
+    asynchronous,
+    one_step_stale,
+    ranked_rounds,
+    staggered,
+    traced,
+)
+from cocodc_jax.sync.schedules.adaptive import SCORES
+from tests.sync.schedules.walks import walk
+
+END = 40
+
+
+def on_host(schedule, sizes, norms, gaps):
+    """What happens at every step: `(kind, fragment)`s."""
+
+    def see(step, event):
+        return sizes[event.fragment_id], {"norm": float(norms[step])}
+
+    found, drift = [set() for _ in range(END + 1)], lambda step: gaps[step].tolist()
+    for step, _, events in walk(schedule, schedule.init(), END, see, drift):
+        found[step] = {(e.kind, e.fragment_id) for e in events}
+    return found[1:]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def in_program(schedule, sizes, norms, gaps):
+    """The same, bool `[T, K]` by kind."""
+    starts_first = not schedule.delay_steps or isinstance(schedule, OneStepStale)
+
+    def one(times, step):
+        norm, observe = norms[step], lambda name: gaps[step]
+        half = traced.midway(schedule, times, step)
+        due = traced.is_due(schedule, times, step)
+        if starts_first:
+            begun = traced.leaving(schedule, sizes, times, step, observe)
+            ended = traced.arriving(times, step) if schedule.delay_steps else begun
+            times = traced.started(times, begun, step, schedule.delay_steps)
+            times = traced.applied(times, ended, step, norm)
+        else:
+            ended = traced.arriving(times, step)
+            times = traced.applied(times, ended, step, norm)
+            begun = traced.leaving(schedule, sizes, times, step, observe)
+            times = traced.started(times, begun, step, schedule.delay_steps)
+        half &= schedule.looks_midway
+        return times, ({START: begun, MIDWAY: half, FINISH: ended}, due)
+
+    return jax.lax.scan(one, traced.first_times(schedule), jnp.arange(1, END + 1))[1]
+
+
+@st.composite
+def schedules(draw):
+    num_fragments = draw(st.integers(1, 5))
+    slots = draw(st.integers(num_fragments, 12))
+    slot_steps = draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(("staggered", "stale", *SCORES)))
+    if kind in SCORES:
+        interval = slots * slot_steps + draw(st.integers(0, slot_steps - 1))
+        longest = interval // slot_steps * slot_steps
+        delay = draw(st.integers(0, min(longest, 7)))
+        schedule = adaptive(interval, num_fragments, delay, slots, kind)
+    elif kind == "stale":
+        schedule = one_step_stale(num_fragments * slot_steps, num_fragments)
+    else:
+        interval = num_fragments * slot_steps
+        delay = draw(st.integers(0, interval))
+        phase = draw(st.integers(0, slot_steps - 1))
+        schedule = staggered(interval, num_fragments, delay, phase)
+    looks_midway = schedule.delay_steps >= 2 and draw(st.booleans())
+    return dataclasses.replace(schedule, looks_midway=looks_midway)
+
+
+@settings(max_examples=25)
+@given(schedules(), st.integers(0, 2**16))
+def test_both_forms_choose_alike(schedule, seed):
+    """Numbers are far enough apart for float32: quotients of 24 bits are not."""
+    rng = np.random.default_rng(seed)
+    sizes = tuple(int(x) for x in rng.integers(1, 5000, schedule.num_fragments))
+    norms = np.exp(rng.normal(0, 1, END + 1)).astype(np.float32)
+    shape = (END + 1, schedule.num_fragments)
+    gaps = np.exp(rng.normal(0, 1, shape)).astype(np.float32)
+    expected = on_host(schedule, sizes, norms, gaps)
+    found, due = in_program(schedule, sizes, norms, gaps)
+    for i, events in enumerate(expected):
+        seen = {(kind, int(k)) for kind in found for k in np.nonzero(found[kind][i])[0]}
+        assert seen == events
+        assert due[i] or not events
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        (staggered(8, 2, 3), None),
+        (adaptive(8, 2, 3, 4), None),
+        (adaptive(8, 2, 3, 4, "drift"), None),
+        (one_step_stale(8, 2), None),
+        (Measured(staggered(8, 2, 3), 3), "the host measures"),
+        (asynchronous(8), "one by one"),
+        (ranked_rounds(8, 4, 1), "RankedRounds is a schedule of the host"),
+    ],
+)
+def test_what_can_be_had_in_a_program(schedule, why):
+    found = traced.why_not(schedule)
+    assert found is None if why is None else why in found
