@@ -130,7 +130,8 @@ def synchronized(
         method.bind(Regions.alike(num_regions))
     check_accumulation(inner, method)
     if isinstance(inner, optax.MultiSteps):
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+        each: Any = inner.init, inner.update
+        inner = optax.GradientTransformationExtraArgs(*each)
     inner = optax.with_extra_args_support(inner)
     sync = method.sync
 
@@ -212,7 +213,8 @@ def synchronized(
         kept = state.inner if bound.sync.moments else kept
         return updates, state._replace(inner=kept)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    both: Any = init, update
+    return optax.GradientTransformationExtraArgs(*both)
 
 
 def sync_axes(

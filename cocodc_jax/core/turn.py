@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from cocodc_jax.sync.needs import HALFWAY, STAGED, STALE, Supplies
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import OneStepStale, traced
+from cocodc_jax.sync.schedules import OneStepStale, Slotted, traced
 from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
 from cocodc_jax.transforms.numerics import vary_like, wide_dtype, widen
 
@@ -116,7 +116,7 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
         parts.append((own, opt_state, memory, *flight))
     names = ("outer", "opt_states", "memories", *Flight._fields)
     columns = dict(zip(names, map(tuple, zip(*parts, strict=True)), strict=True))
-    return columns | {"times": traced.first_times(sync.schedule)}
+    return columns | {"times": traced.first_times(cast(Slotted, sync.schedule))}
 
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
@@ -170,6 +170,11 @@ class Turn:
     num_regions: int
     value_fn: Callable | None
 
+    @property
+    def schedule(self) -> Slotted:
+        """The schedule, which `synchronized` has checked."""
+        return cast(Slotted, self.sync.schedule)
+
     def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
         """Do what is due.
 
@@ -180,7 +185,7 @@ class Turn:
         Returns:
           The updates and the state after it.
         """
-        is_due = traced.is_due(self.sync.schedule, state.times, region.step)
+        is_due = traced.is_due(self.schedule, state.times, region.step)
         own = region.updates, region.inner if self.sync.moments else (), state
         if not self._wants_whole:  # What is carried twice is copied at every step.
             region = region._replace(updates=())
@@ -215,8 +220,8 @@ class Turn:
         def norms():
             return jnp.stack([part.norm for part in parts])
 
-        if schedule.looks_midway:
-            once(traced.midway(schedule, times, step), self.look, region)
+        if self.schedule.looks_midway:
+            once(traced.midway(self.schedule, times, step), self.look, region)
         if not schedule.delay_steps or isinstance(schedule, OneStepStale):
             begun = done = self.leaving(times, region, parts)
             region = once(done, self.both, region)
@@ -247,7 +252,7 @@ class Turn:
     def leaving(self, times: traced.Times, region: Region, parts: list[Part]):
         """Tell which fragment starts, bool `[K]`; measures what the schedule needs."""
         none = jnp.zeros(len(parts), jnp.float32)
-        is_slot = traced.is_slot(self.sync.schedule, region.step)
+        is_slot = traced.is_slot(self.schedule, region.step)
 
         def gaps(name: str, _, region: Region, parts: list[Part]) -> jax.Array:
             each = []
@@ -262,12 +267,12 @@ class Turn:
             return _if(is_slot, functools.partial(gaps, name), none, region, parts)
 
         sizes = self.fragments.num_params
-        return traced.leaving(self.sync.schedule, sizes, times, region.step, observe)
+        return traced.leaving(self.schedule, sizes, times, region.step, observe)
 
     def local(self, k: int, part: Part, region: Region) -> Fragment:
         """Return the region's own fragment after what was done to it so far."""
         old, change = (self.fragments.take(x, k) for x in (region.params, part.updates))
-        return optax.apply_updates(old, change)
+        return cast(Fragment, optax.apply_updates(old, change))
 
     def key_data(self, region: Region) -> jax.Array:
         """Return the data of the region's key of this step."""
@@ -305,7 +310,7 @@ class Turn:
             mean_of = reduce.group_mean(sync.outer, compressor, self.axis_name, draw)
             mean, part = mean_of(message), part._replace(opt_states=opt_state)
         else:
-            everyone, who = Regions.alike(self.num_regions), sync.schedule.participating
+            everyone, who = Regions.alike(self.num_regions), self.schedule.participating
             weights = everyone.weights(0, 1, sync.weigh, who)
             index, memory = jax.lax.axis_index(self.axis_name), part.memories
             if sync.message.is_numbered:
@@ -356,7 +361,7 @@ class Turn:
         """Return what a merge may ask for, but for what `core.finish` fills in."""
         rate, tau = self.supplies.learning_rate, self.sync.schedule.delay_steps
         if callable(rate):
-            rate = rate(region.step - 1)
+            rate = rate(cast(Any, region.step) - 1)
         lead = jax.tree.map(lambda x: x[None], region.inner)
         found = needs.regional(self.sync.merge.needs, lead, self.supplies)
         own = jax.tree.map(lambda x: x[0], found)
@@ -429,6 +434,7 @@ def _compressor(sync: Sync) -> Compressor:
 
 def _message_shape(sync: Sync, own: Fragment, opt_state: PyTree) -> PyTree:
     """Return the shapes of a message to regional outer models."""
+    assert isinstance(sync.outer, RegionalOuter)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     send = functools.partial(regional.send, sync.outer, _compressor(sync))
     return jax.eval_shape(send, own, own, opt_state, key)[0]

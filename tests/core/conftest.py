@@ -1,3 +1,3 @@
 """The tiny regression of the runtime's tests."""
 
-from tests.runtime.conftest import tiny  # noqa: F401
+from tests.program.conftest import tiny  # noqa: F401

@@ -11,11 +11,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.runtime.test_family import OPTIMIZERS, OPTIONS
 
 import cocodc_jax as cc
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.cutting import cut
+from tests.program.test_family import OPTIMIZERS, OPTIONS
 
 NUM_STEPS, CUT = 17, 7
 SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
@@ -381,6 +381,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer leaves .* leaves as they are")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_inside_of_other_transforms_and_around_them(tiny, name):
     tx, optimizer = WRAPPED[name]

@@ -7,7 +7,7 @@ differ by less than float32 tells apart the other fragment may be chosen.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def leaving(
     free = times.apply_step <= step  # What arrives now makes room.
     open_to = is_slot(schedule, step) & free
     if not isinstance(schedule, Adaptive):
-        return open_to & (schedule.slot(step) % len(each) == each)
+        return open_to & (schedule.slot(cast(Any, step)) % len(each) == each)
     chosen = schedule.forced(jnp, free, times.last_start, step, schedule.slot_steps)
     scores = schedule.scores(
         jnp,
