@@ -8,6 +8,8 @@ One model, its batches and its inner optimizer in the hands of each contender:
 - this package's diloco, streaming_diloco and cocodc, with one device a region and with
   all regions on one;
 - `drjax`: a DiLoCo round of DrJAX, if it is installed (the extra `bench`);
+- `transform` and `transform cocodc`: diloco, and cocodc with an event at every step, as
+  one Optax transform (`cocodc_jax.synchronized`) in a scan;
 - `scan alone`: a `shard_map` of a scan that never syncs, the limit of the inner step;
 - `plain loops`: so many Optax scans, one after the other on one device;
 - `torch`: a plain DiLoCo loop of PyTorch, if that is installed, for the case gpt.
@@ -39,7 +41,8 @@ METHODS = {
     "streaming_diloco": {"num_fragments": 4, "delay_steps": 2},
     "cocodc": {"num_fragments": 4, "delay_steps": 2},
 }
-CONTENDERS = (*METHODS, "scan alone", "plain loops", "drjax", "torch")
+TRANSFORMS = {"transform": "diloco", "transform cocodc": "cocodc"}
+CONTENDERS = (*METHODS, *TRANSFORMS, "scan alone", "plain loops", "drjax", "torch")
 
 
 def main() -> None:
@@ -137,6 +140,11 @@ def compare(
         name: contenders.region_program(case, name, num_devices, **arguments)
         for name, arguments in METHODS.items()
     }
+    for name, method in TRANSFORMS.items():
+        arguments = dict(METHODS.get(method, {}))
+        if method == "cocodc":
+            arguments["syncs_per_interval"] = case.interval
+        makers[name] = contenders.transform(case, method, num_devices, **arguments)
     makers["scan alone"] = contenders.scan_alone(case, num_devices)
     makers["plain loops"] = contenders.plain_loops(case)
     if importlib.util.find_spec("drjax"):

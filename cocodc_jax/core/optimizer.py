@@ -22,6 +22,7 @@ applied when it is due: a compiler does not hide it behind the steps in between,
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ from cocodc_jax.core.checks import (
     checked_fragments,
 )
 from cocodc_jax.sync import moments, needs
+from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import Supplies
@@ -134,16 +136,13 @@ def synchronized(
         inner = optax.GradientTransformationExtraArgs(*each)
     inner = optax.with_extra_args_support(inner)
     sync = method.sync
-
-    def cut(params: PyTree) -> Fragments:
-        check_arrays(params)
-        check_params(params)
-        found = checked_fragments(method, params, fragments)
-        check_feedback(method, found, params)
-        return found
+    strategy = sync.fragment_strategy if sync else "strided"
 
     def init(params: PyTree) -> SynchronizedState:
-        found = cut(params)
+        check_arrays(params)
+        check_params(params)
+        found = _unboxed(checked_fragments(method, params, fragments))
+        check_feedback(method, found, params)
         nothing = jnp.zeros((), jnp.float32)
         counts = jnp.zeros(_num_counts(method), jnp.int32)
         state = SynchronizedState(
@@ -156,14 +155,17 @@ def synchronized(
             correction_ratio=nothing,
             **dict.fromkeys(_OF_FRAGMENTS, ()),
         )
-        if sync is None:
-            return state
-        if sync.moments and not moments.take(state.inner, ()):
-            raise ValueError(
-                f"method={method.name!r} averages Adam's moments, but the inner "
-                "optimizer's state holds none; use optax.adamw"
-            )
-        return state._replace(**turn.first(sync, found, params))
+        if sync is not None:
+            if sync.moments and not moments.take(state.inner, ()):
+                raise ValueError(
+                    f"method={method.name!r} averages Adam's moments, but the inner "
+                    "optimizer's state holds none; use optax.adamw"
+                )
+            state = state._replace(**turn.first(sync, found, params))
+        # No array twice, nor one of the parameters: a state is often donated.
+        return jax.tree.map(jnp.copy, state._replace(inner=()))._replace(
+            inner=state.inner
+        )
 
     def update(
         gradients: PyTree, state: SynchronizedState, params: PyTree = None, **extra: Any
@@ -178,7 +180,9 @@ def synchronized(
                 f"num_regions={num_regions} differs from the {num} regions of "
                 f"axis_name={axis_name!r}"
             )
-        bound, found, sizes = method.bind(Regions.alike(num)), cut(params), [0]
+        bound, sizes = method.bind(Regions.alike(num)), [0]
+        found = fragments or cut(params, method.num_fragments, strategy)
+        found = _unboxed(found)
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
         state = state._replace(step=step, times=times)
         correct = regional.make_correct(bound.sync, found, num)
@@ -266,13 +270,17 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
             f"state holds {len(found)} states of synchronized, but must hold one"
         )
     (state,) = found
-    flying = jnp.zeros_like(state.step)
+    counts, sizes, step = map(
+        jnp.asarray, (state.counts, state.message_bytes, state.step)
+    )
+    flying = jnp.zeros_like(step)
     if state.times:
-        flying = (state.times.apply_step >= 0).sum(-1, dtype=jnp.int32)
+        due = jnp.asarray(state.times.apply_step)
+        flying = (due >= 0).sum(-1, dtype=jnp.int32)
     return {
-        "bytes_sent": (state.counts * state.message_bytes).sum(-1),
-        "norm": state.norm,
-        "correction_ratio": state.correction_ratio,
+        "bytes_sent": (counts * sizes).sum(-1),
+        "norm": jnp.asarray(state.norm),
+        "correction_ratio": jnp.asarray(state.correction_ratio),
         "fragments_in_flight": flying,
     }
 
@@ -297,6 +305,22 @@ def _check(method: Method, supplies: Supplies) -> None:
         raise ValueError(
             f"method={method.name!r} is none for synchronized: {why}; use RegionProgram"
         )
+
+
+def _unboxed(fragments: Fragments) -> Fragments:
+    """Return fragments of one name whether leaves are boxed or not.
+
+    Flax NNX gives `init` its variables, and `update` what is in them.
+    """
+    slices = [
+        tuple(dataclasses.replace(x, path=x.path.removesuffix("/value")) for x in each)
+        for each in fragments.slices
+    ]
+    names = {x.path for each in slices for x in each}
+    is_clear = len(names) == len({x.path for each in fragments.slices for x in each})
+    return (
+        dataclasses.replace(fragments, slices=tuple(slices)) if is_clear else fragments
+    )
 
 
 def _num_counts(method: Method) -> int:

@@ -271,7 +271,7 @@ def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
     """
     return tuple(
         jax.tree.map(
-            lambda x: jnp.array(x, wide_dtype(x.dtype), copy=True),
+            lambda x: jnp.array(x, wide_dtype(jnp.result_type(x)), copy=True),
             fragments.take(params, k),
         )
         for k in range(len(fragments))

@@ -58,17 +58,71 @@ def region_program(
     return make
 
 
-def make_step(case: Case) -> Callable:
-    """Make one inner step of one region, a `lax.scan` body."""
+def make_step(case: Case, optimizer: Any = None) -> Callable:
+    """Make one step of one region, a `lax.scan` body; None is the case's optimizer."""
+    tx = case.optimizer if optimizer is None else optimizer
 
     def step(carry: PyTree, batch: jax.Array):
         params, opt_state = carry
         gradient_of = jax.value_and_grad(case.loss_fn, has_aux=True)
         (loss, _), grads = gradient_of(params, batch, jax.random.key(0))
-        updates, opt_state = case.optimizer.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
     return step
+
+
+def transform(
+    case: Case, method: str, num_devices: int, **arguments: Any
+) -> Callable[[], Turn]:
+    """Return what makes a scan of a method as one Optax transform.
+
+    Args:
+      case: what to train.
+      method: its name.
+      num_devices: that the regions are spread over; those of one device are an axis of
+        `jax.vmap`, over a mesh too, unless each has a device of its own.
+      **arguments: of the method.
+    """
+
+    def make() -> Turn:
+        chosen = cc.methods.get(method, sync_interval=case.interval, **arguments)
+        tx = cc.synchronized(case.optimizer, chosen, axis_name="region")
+        step, mesh, over = (
+            make_step(case, tx),
+            _mesh("region", num_devices),
+            P("region"),
+        )
+        first, where = (case.params, tx.init(case.params)), NamedSharding(mesh, over)
+
+        def scan(carry: PyTree, xs: jax.Array):
+            return jax.lax.scan(step, carry, xs)
+
+        def of_device(carry: PyTree, xs: jax.Array):
+            out = scan(*jax.tree.map(lambda x: x[0], (carry, xs)))
+            return jax.tree.map(lambda x: x[None], out)
+
+        if num_devices == case.regions > 1:
+            specs = dict(mesh=mesh, in_specs=over, out_specs=over)
+            run = jax.shard_map(of_device, **specs, check_vma=False)
+            held = [_for_all(case, first, where)]
+        else:  # What is equal in all regions is there once.
+            axes = (0, cc.sync_axes(chosen))
+            mesh_axis = {"spmd_axis_name": "region"} if num_devices > 1 else {}
+            run = jax.vmap(scan, (axes, 0), (axes, 0), axis_name="region", **mesh_axis)
+            lying = (where, cc.sync_axes(chosen, where, NamedSharding(mesh, P())))
+            spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
+            held = [jax.device_put(spread(first), lying)]
+        batches = _by_region(case)
+        loop = jax.jit(run, donate_argnums=0)
+
+        def turn() -> PyTree:
+            held[0], _ = loop(held[0], jax.device_put(batches, where))
+            return jax.block_until_ready(held[0][0])
+
+        return turn
+
+    return make
 
 
 def plain_loops(case: Case) -> Callable[[], Turn]:

@@ -65,6 +65,13 @@ def test_drjax_trains_what_diloco_here_trains(case, num_devices):
         np.testing.assert_allclose(region, theirs["w"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_transform_trains_what_diloco_here_trains(case, num_devices):
+    one = trained(contenders.transform(case, "diloco", num_devices))
+    ours = trained(contenders.region_program(case, "diloco", num_devices))
+    np.testing.assert_allclose(one["w"], ours["w"], rtol=1e-5)
+
+
 def test_the_loop_of_pytorch_trains_what_diloco_here_trains():
     pytest.importorskip("torch")
     gpt = Gpt(vocab_size=16, length=8, width=16, num_layers=2, num_heads=2)
@@ -84,6 +91,7 @@ def test_the_loop_of_pytorch_trains_what_diloco_here_trains():
 def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_there):
     gpt = dataclasses.replace(case, gpt=Gpt())
     monkeypatch.setattr(bench, "METHODS", {})
+    monkeypatch.setattr(bench, "TRANSFORMS", {})
     monkeypatch.setattr(
         bench.importlib.util, "find_spec", lambda name: is_there and name == "torch"
     )
@@ -211,6 +219,7 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
     monkeypatch.setattr(bench, "make_case", lambda *_: case)
     monkeypatch.setattr(bench, "METHODS", {"diloco": {}})
+    monkeypatch.setattr(bench, "TRANSFORMS", {"transform": "diloco"})
     monkeypatch.setattr(growth, "GROWTHS", {"regions": (1, 2)})
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
     monkeypatch.setattr(growth, "_maker", lambda *_: region_program())
@@ -218,7 +227,7 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
         bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
     )
     assert code == 0, err
-    for name in ("diloco", "scan alone", "plain loops", "over 1 regions"):
+    for name in ("diloco", "transform", "scan alone", "plain loops", "over 1 regions"):
         assert name in out
     words = ["--cases=linear", "--regions=2", "--repeats=1", "--devices=1"]
     code, out, err = call(bench, *words, "--contenders=scan alone,plain loops")
