@@ -63,9 +63,9 @@ class Sockets:
             self._in.bind(f"tcp://*:{port}")
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(
+            raise OSError(
                 f"region_addresses: region {place.region} cannot listen on port {port}"
-                f" ({error}); name a free port"
+                f" ({error.strerror}); name a free port"
             ) from error
         self._out = {
             region: self._connect(address)

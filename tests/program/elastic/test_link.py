@@ -162,7 +162,7 @@ def test_nobody_lets_it_in():
 
 def test_a_port_that_is_taken_is_named():
     (place,) = places(1)
-    with Link(place, "run", 10), pytest.raises(ValueError, match="cannot listen"):
+    with Link(place, "run", 10), pytest.raises(OSError, match="cannot listen"):
         Link(place, "run", 10)
 
 
