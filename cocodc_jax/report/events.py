@@ -44,8 +44,7 @@ def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
     """
     path = folder / "tb"
     writer = SummaryWriter(os.fspath(path), None, first_step, flush_secs=10)
-    assert writer.file_writer is not None
-    events = writer.file_writer.event_writer
+    events: Any = vars(writer.file_writer)["event_writer"]
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
         # A full disk ends the thread that writes; its queue would fill up, and block.

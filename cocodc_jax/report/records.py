@@ -161,8 +161,7 @@ class MetricsWriter:
 
     def __exit__(self, *exception: object) -> None:
         # What ended the run is not hidden by what follows from it.
-        ignored = OSError if exception[0] else ()
-        with contextlib.suppress(ignored):
+        with contextlib.suppress(*[OSError] * (exception[0] is not None)):
             self.close()
 
 
