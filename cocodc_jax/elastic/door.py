@@ -40,9 +40,8 @@ class Door:
         limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
         self._zmq, self._limit, self._closed = zmq, limit, 0
         self._said_s = -_SAY_S
-        self._waiting: dict[
-            int, Any
-        ] = {}  # Who it is, by descriptor; the oldest first.
+        # Whose each descriptor is; the oldest first.
+        self._waiting: dict[int, Any] = {}
         self._lock = threading.Lock()
         listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         # ZeroMQ waits for who reads its events: accepting cannot run far ahead.
