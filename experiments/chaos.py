@@ -4,8 +4,9 @@ r"""Kills regions that are jobs of their own, at random moments, and checks the 
         --preset=smoke --steps=600 --step_seconds=0.2
 
 Every region trains in a process of its own (`--exchange=jobs`). Again and again one of
-them, whoever it is, is sent SIGKILL and started anew, but for one that takes part, so
-that somebody has the run in memory. Then the records tell whether
+them, whoever it is, is sent SIGKILL and started anew, once all take part again. With
+`--noonly_members` those that are still starting are killed too, as long as another one
+takes part, so that somebody has the run in memory. Then the records tell whether
 
 - survivors did every step: a region's steps have gaps only where it was dead;
 - outer parameters were the same, bit for bit, in all regions after every merge;
@@ -101,7 +102,13 @@ class Chaos:
         return max((each[-1]["apply_step"] for each in syncs if each), default=0)
 
     def run(
-        self, num: int, last_step: int, seed: int, gap_s: float, restart_s: float
+        self,
+        num: int,
+        last_step: int,
+        seed: int,
+        gap_s: float,
+        restart_s: float,
+        only_members: bool = True,
     ) -> None:
         """Kill and start again, then wait until all have ended.
 
@@ -109,8 +116,10 @@ class Chaos:
           num: kills.
           last_step: after which nobody is killed.
           seed: of who and when.
-          gap_s: seconds between two kills, on average.
+          gap_s: seconds between two kills, on average; of `only_members`, from when
+            all take part again.
           restart_s: seconds that the dead are left dead.
+          only_members: whether to wait with a kill until all regions take part.
 
         Raises:
           RefusedError: with what a region said; then the others are killed.
@@ -145,9 +154,11 @@ class Chaos:
                     self._ended_by_itself(region)
                     start_at[region] = now + restart_s
             inside = [r for r in range(len(self.regions)) if self.is_in(r)]
-            if next_kill is None and len(inside) == len(self.regions):
-                next_kill = now + rng.uniform(0.2, 1.8) * gap_s  # All have begun.
-            if next_kill is not None and now >= next_kill and len(self.kills) < num:
+            are_in = len(inside) == len(self.regions)
+            if next_kill is None and are_in:
+                next_kill = now + rng.uniform(0.2, 1.8) * gap_s
+            is_due = next_kill is not None and now >= next_kill
+            if is_due and len(self.kills) < num and (are_in or not only_members):
                 alive = [r for r, each in enumerate(self.regions) if each.is_running]
                 victim = rng.choice(alive) if alive else None
                 if victim is not None and set(inside) - {victim}:
@@ -156,7 +167,9 @@ class Chaos:
                         continue
                     self._kill(victim, victim in inside)
                     start_at[victim] = time.time() + restart_s
-                    next_kill = now + rng.uniform(0.2, 1.8) * gap_s
+                    next_kill = None
+                    if not only_members:
+                        next_kill = now + rng.uniform(0.2, 1.8) * gap_s
             time.sleep(_POLL_S)
 
     def _is_over(self) -> bool:
@@ -269,7 +282,14 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     last_step = int(_LAST_KILL * steps)
     try:
         with children.on_signals(chaos.stop):
-            chaos.run(own.kills, last_step, own.seed, own.gap_s, own.restart_s)
+            chaos.run(
+                own.kills,
+                last_step,
+                own.seed,
+                own.gap_s,
+                own.restart_s,
+                own.only_members,
+            )
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return flags.USAGE_ERROR

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from cocodc_jax._extras import extra
+from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import (
     Decision,
@@ -56,6 +57,7 @@ class Ears:
         self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
         self._socket.linger = _FAREWELL_MS
         self._socket.sndhwm = 0  # Nothing is dropped.
+        self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
         host = place.addresses[place.region].rpartition(":")[0]
         self.address = f"tcp://{host}:{port}"
@@ -70,12 +72,14 @@ class Ears:
         self._socket.rcvtimeo = round(timeout_s * 1000)
         while len(self._others) < num:
             try:
-                name, word = self._socket.recv_multipart()
+                frames = self._socket.recv_multipart(copy=False)
             except self._zmq.Again as error:
                 raise TimeoutError(
                     f"{num - len(self._others)} processes of this region did not come "
                     f"to {self.address} within {timeout_s:.0f} s"
                 ) from error
+            self._door.saw_message(frames[-1])
+            name, word = (frame.bytes for frame in frames)
             if word == _HELLO:
                 self._others.append(name)
 
@@ -87,6 +91,7 @@ class Ears:
     def close(self) -> None:
         """Send what is still to be sent, for a few seconds."""
         self._socket.close()
+        self._door.close()
         self._context.term()
 
 

@@ -85,7 +85,8 @@ class Link:
           watch: is told what messages took, and says who is faulty.
 
         Raises:
-          ValueError: if ZeroMQ is missing, or the address cannot be listened at.
+          ImportError: if ZeroMQ is missing.
+          OSError: if the address cannot be listened at.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot
@@ -109,7 +110,7 @@ class Link:
         self._wake, waked = socket.socketpair()
         try:
             self._sockets = Sockets(place, max_frame_bytes, waked)
-        except ValueError:
+        except OSError:
             self._wake.close()
             waked.close()
             raise

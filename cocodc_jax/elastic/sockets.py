@@ -1,8 +1,9 @@
 """The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
 
 A stranger's bytes are refused in the handshake, before anything of them is taken for a
-message; a frame larger than the largest that can be right closes the connection before
-it is allocated. What cannot be sent to a region that is gone is dropped.
+message, and how many may wait for it is bounded (`door`); a frame larger than the
+largest that can be right closes the connection before it is allocated. What cannot be
+sent to a region that is gone is dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from cocodc_jax._extras import extra
 from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.place import Place
 
 _QUEUE = 256  # Messages that wait for one region at most.
@@ -55,14 +57,15 @@ class Sockets:
         self._in.zap_domain = b"regions"
         self._in.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
         self._secure(self._in)
+        self._door = Door(self._in, self._context)
         port = place.addresses[place.region].rpartition(":")[2]
         try:
             self._in.bind(f"tcp://*:{port}")
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(
+            raise OSError(
                 f"region_addresses: region {place.region} cannot listen on port {port}"
-                f" ({error}); name a free port"
+                f" ({error.strerror}); name a free port"
             ) from error
         self._out = {
             region: self._connect(address)
@@ -106,9 +109,11 @@ class Sockets:
         found = []
         while len(found) < _QUEUE:
             try:
-                found.append(self._in.recv_multipart(self._zmq.NOBLOCK))
+                frames = self._in.recv_multipart(self._zmq.NOBLOCK, copy=False)
             except self._zmq.Again:
                 break
+            self._door.saw_message(frames[0])
+            found.append([frame.bytes for frame in frames])
         return found
 
     def _answer(self, asked: list[bytes]) -> None:
@@ -135,6 +140,7 @@ class Sockets:
         for out in getattr(self, "_out", {}).values():
             out.close()
         self._in.close(linger=0)
+        self._door.close()
         self._asked.close(linger=0)
         self._waked.close()
         self._context.term()

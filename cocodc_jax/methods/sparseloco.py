@@ -20,8 +20,9 @@ the means of their bins. A chunk of fewer than 4096 entries, as of a vector, sen
 share of k (ours; the authors send k of it, or all).
 
 With `sparse_mean="all"` Q = (1/M) sum_m q^m, as a digest of the paper writes it: an
-entry that one of four regions sent moves a quarter as far. A region that takes no part
-in a sync counts in neither mean.
+entry that one of four regions sent moves a quarter as far. With `clip`, as deployed,
+q^m of each tensor is first multiplied by min(1, median_n ||q^n|| / ||q^m||). A region
+that takes no part in a sync counts in neither mean.
 
 Source: SparseLoCo, arXiv 2508.15706; update, code and mean read from public code of the
 authors' deployment.
@@ -51,6 +52,7 @@ def sparseloco(
     outer_lr: float = 1.0,
     sparse_mean: str = "senders",
     compress: str = "ef:0.95+chunked:128+stat2",
+    clip: bool = False,
 ) -> Method:
     """Build SparseLoCo (arXiv 2508.15706): 2-bit values of the top of each chunk.
 
@@ -64,9 +66,12 @@ def sparseloco(
       sparse_mean: whom an entry is averaged over: senders, the regions that sent it, or
         all, where the others count as zero.
       compress: the compressor with its error feedback.
+      clip: whether each tensor of a region's message is cut to the median norm of that
+        tensor in all messages, as in the authors' deployment.
 
     Raises:
-      ValueError: for another `sparse_mean`.
+      ValueError: for another `sparse_mean`, or a `clip` of messages that have all
+        entries.
     """
     return Method(
         name="sparseloco",
@@ -74,6 +79,6 @@ def sparseloco(
             schedule=staggered(sync_interval),
             outer=nesterov(outer_lr, 0.0),
             merge=merge.replace(),
-            message=Compressed(compression.parse(compress), sparse_mean),
+            message=Compressed(compression.parse(compress), sparse_mean, clip),
         ),
     )

@@ -3,6 +3,7 @@
 Each is a `Mirror`, two functions; numbers have the same names in all of them.
 """
 
+import errno
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cocodc_jax._extras import extra
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import UnwritableError, read_table, write_whole, writing
 
 with extra("report"):
     from tensorboardX import SummaryWriter
@@ -41,13 +42,25 @@ def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
 
     TensorBoard hides events of older files at `first_step` and later.
     """
-    writer = SummaryWriter(os.fspath(folder / "tb"), None, first_step, flush_secs=10)
+    path = folder / "tb"
+    writer = SummaryWriter(os.fspath(path), None, first_step, flush_secs=10)
+    events: Any = vars(writer.file_writer)["event_writer"]
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
+        # A full disk ends the thread that writes; its queue would fill up, and block.
+        if not events._worker.is_alive():
+            raise UnwritableError(errno.EIO, "its writer has ended", os.fspath(path))
         for name, number in numbers.items():
             writer.add_scalar(name, number, step)
 
-    return Mirror(write, writer.close)
+    def close() -> None:
+        try:
+            with writing(path):
+                writer.close()
+        finally:
+            events._closed = True  # The end of the process would try it once more.
+
+    return Mirror(write, close)
 
 
 def weights_and_biases(

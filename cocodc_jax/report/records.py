@@ -6,6 +6,7 @@ clock says goes to `timing.jsonl`, which only grows. Floats are written in the
 shortest form that reads back to the same float64, hence also to the same float32.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from cocodc_jax.files import writing
 from cocodc_jax.report.events import OpenMirror, scalars, tensorboard
 
 METRICS_FILE = "metrics.jsonl"
@@ -117,8 +119,9 @@ class MetricsWriter:
             infinite (the trainer stops such a run before it is recorded).
         """
         checked = check_record(record)
-        self._file.write(_to_line(checked))
-        self._file.flush()
+        with writing(self._file.name):
+            self._file.write(_to_line(checked))
+            self._file.flush()
         self._show(checked)
 
     def write_timing(
@@ -138,8 +141,9 @@ class MetricsWriter:
             "tokens_per_second": float(tokens_per_second),
             "stall_s": float(stall_s),
         }
-        self._timing.write(_to_line(timing))
-        self._timing.flush()
+        with writing(self._timing.name):
+            self._timing.write(_to_line(timing))
+            self._timing.flush()
         self._show({"kind": "timing", **timing})
 
     def _show(self, record: Mapping[str, Any]) -> None:
@@ -148,16 +152,17 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush and close all files."""
-        for mirror in self._mirrors:
-            mirror.close()
-        self._timing.close()
-        self._file.close()
+        with contextlib.ExitStack() as stack:  # All, whichever fails.
+            for file in (self._file, self._timing, *self._mirrors):
+                stack.callback(file.close)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        # What ended the run is not hidden by what follows from it.
+        with contextlib.suppress(*[OSError] * (exception[0] is not None)):
+            self.close()
 
 
 def check_record(record: Mapping[str, Any]) -> Record:

@@ -22,7 +22,7 @@ from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.leaf_help import run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
-from cocodc_jax.run.messages import as_a_command, one_line
+from cocodc_jax.run.messages import as_a_command, one_line, say_once
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS, with_warmup
@@ -265,6 +265,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
     @as_a_command()
     def call(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+        say_once(logging.get_absl_handler())
         if len(argv) > 1:
             _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
         if value("help"):

@@ -1,12 +1,14 @@
 """Error messages of programs, and the end of one that cannot say or write more."""
 
 import contextlib
+import logging
 import math
 import os
 import re
 import select
 import signal
 import sys
+import threading
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -48,6 +50,31 @@ def as_a_command() -> Iterator[None]:
     """End as commands do where Ctrl-C, a full disk or a reader that goes ends them."""
     with until_interrupted(), while_writable(), while_read():
         yield
+
+
+def say_once(handler: logging.Handler) -> None:
+    """Leave out tracebacks of what is raised, and said, where it is waited for.
+
+    Orbax logs the errors of its threads, and asyncio those of tasks; `Checkpoints`
+    raises them. TensorBoard's thread ends with those of its files.
+
+    Args:
+      handler: of the program's log.
+    """
+    handler.addFilter(_is_said_here_only)
+    others = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        of = type(args.thread).__module__
+        if not (of.startswith("tensorboardX") and isinstance(args.exc_value, OSError)):
+            others(args)
+
+    threading.excepthook = hook
+
+
+def _is_said_here_only(record: logging.LogRecord) -> bool:
+    is_of_saving = record.name == "asyncio" or "orbax" in record.pathname
+    return not (record.exc_info and is_of_saving)
 
 
 @contextlib.contextmanager

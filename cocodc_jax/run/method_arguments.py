@@ -48,7 +48,8 @@ _OF_ALL: dict[str, tuple[type, str, Kind]] = {
     ),
     "robust_mean": (
         str,
-        "clip cuts messages to the median length over the regions, trim:0.25 drops the "
+        "clip cuts messages to the median length over the regions (sparse ones tensor "
+        "by tensor), trim:0.25 drops the "
         "quarter of the values at either end, entry by entry",
         Kind.COMPUTED,
     ),

@@ -84,7 +84,7 @@ def taking_part(
       State, sums and positions to go on from, and what has to be told of every turn.
 
     Raises:
-      ValueError: if the region cannot listen.
+      OSError: if the region cannot listen.
       LeftBehindError: if the others go on without this region.
       TimeoutError: if nobody lets it in.
       ResumeError: if it would begin anew, without all others, a run that it was in, or

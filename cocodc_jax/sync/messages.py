@@ -68,6 +68,10 @@ class Message:
         """Whether a region must know its number among those that it is bound to."""
         return False
 
+    def clipped(self) -> Message | None:
+        """Return the same with each tensor clipped by itself, None if it cannot be."""
+        return None
+
     def compressor(self, rank: int = 0) -> Compressor | None:
         """Return the compressor of messages of `rank`; None sends them as they are."""
         del rank
@@ -161,21 +165,30 @@ class Compressed(Message):
       mean_over: whom an entry is averaged over: "all", where one that a region did not
         send counts as zero, or "senders", the regions whose messages have it. Messages
         that do not tell which entries they carry, have all.
+      clip: whether each tensor of a message is cut to the median of the norms that the
+        regions' messages have of it; of sparse messages only.
     """
 
     by: Compressor
     mean_over: str = "all"
+    clip: bool = False
 
     def __post_init__(self):
         """Check the compressor, and the name.
 
         Raises:
-          ValueError: if `by` is no compressor, or the name none of `MEANS`.
+          ValueError: if `by` is no compressor, the name none of `MEANS`, or there is
+            nothing to clip.
         """
         check_compressor("by", self.by)
         if self.mean_over not in MEANS:
             raise ValueError(
                 f"sparse_mean={self.mean_over!r} is unknown; use one of {MEANS}"
+            )
+        if self.clip and not isinstance(self.by, SparseCompressor):
+            raise ValueError(
+                f"clip=True has no meaning for compress={self.by.name!r}, whose "
+                "messages are not sparse; pass robust_mean='clip'"
             )
 
     @property
@@ -183,6 +196,12 @@ class Compressed(Message):
         """Why its mean can be a weighted one only; None if not."""
         if self.by.is_sparse:
             return "a region's message does not have every entry"
+        return None
+
+    def clipped(self) -> Message | None:
+        """Return the same with each tensor clipped, if messages are sparse."""
+        if isinstance(self.by, SparseCompressor):
+            return dataclasses.replace(self, clip=True)
         return None
 
     def compressor(self, rank: int = 0) -> Compressor:
@@ -197,8 +216,9 @@ class Compressed(Message):
 
     def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
         """Return the mean over all, or entry by entry over those that sent it."""
-        if self.mean_over == "senders" and isinstance(self.by, SparseCompressor):
-            return average_duplicates(messages, self.by, weights)
+        over_all = self.mean_over == "all"
+        if self.clip or (not over_all and isinstance(self.by, SparseCompressor)):
+            return average_duplicates(messages, self.by, weights, self.clip, over_all)
         return super().combine(messages, weights, rank)
 
 

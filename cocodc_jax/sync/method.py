@@ -261,6 +261,9 @@ class Method:
             if self.sync is None:
                 raise ValueError("it has no outer parameters to restore a region from")
             message = self.sync.message
+            if robust.mean == "clip" and (clipped := message.clipped()) is not None:
+                message = clipped
+                robust = dataclasses.replace(robust, mean="weighted")
             if robust.mean == "trim" and message.compressor() is None:
                 if message.only_weighted is None:  # Gathered, and not summed.
                     message = message.compressed(identity())

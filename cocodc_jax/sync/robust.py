@@ -21,6 +21,8 @@ Among those that count the mean may be a robust one:
 - "clip": sum_m w_m min(1, median(l) / l_m) Delta_m, norms clipped at their median.
   Adaptive robust clipping (Allouah et al., arXiv 2405.14432) clips at one of this very
   round's norms too, which one by how many regions may be at fault; the median is ours.
+  Sparse messages are cut tensor by tensor instead, at the median norm of what regions
+  send of it, as SparseLoCo is deployed: see `messages.Compressed`.
 - "trim:b": entry by entry the mean of what is left without the floor(b n) largest and
   smallest of n values (Yin et al., arXiv 1803.01498, Definition 2). Messages are
   gathered, and all of them decoded at once: M times a fragment.
@@ -38,7 +40,7 @@ import numpy as np
 import optax
 
 from cocodc_jax.sync.messages import Message
-from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.numerics import masked_median, widen
 
 PyTree = Any
 
@@ -207,14 +209,6 @@ def without(messages: PyTree, weights: jax.Array) -> PyTree:
         return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
 
     return jax.tree.map(kept, messages)
-
-
-def masked_median(values: jax.Array, counted: jax.Array) -> jax.Array:
-    """Return the median of the values `[M]` that count, bool `[M]`; 0 of none."""
-    num = counted.sum()
-    ordered = jnp.sort(jnp.where(counted, values, jnp.inf))
-    middle = (ordered[(num - 1) // 2] + ordered[num // 2]) / 2
-    return jnp.where(num > 0, middle, 0)
 
 
 def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:

@@ -22,11 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.transforms.compressor import Compressor, map_packed
-from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.numerics import masked_median, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 
-def average_duplicates(messages, compressor: Compressor, weights=None):
+def average_duplicates(
+    messages,
+    compressor: Compressor,
+    weights=None,
+    clip: bool = False,
+    over_all: bool = False,
+):
     """Average each coefficient over the regions that sent it, and transform back.
 
         Q_j = sum_i w_i s_ij q_ij / sum_i w_i s_ij       s_ij = 1 if i sent j, else 0
@@ -41,6 +47,9 @@ def average_duplicates(messages, compressor: Compressor, weights=None):
       compressor: what encoded them: `top_k`, `chunked_top_k` or `dct_top_k` with any
         `values`, bare or in `error_feedback`.
       weights: `[M]` of the regions, up to a common factor; None weighs all equally.
+      clip: whether to shorten each tensor of a region to the median of the norms that
+        the tensor has in the regions of a weight above 0.
+      over_all: whether those that did not send an entry count in its mean, as zero.
 
     Returns:
       The tree, in the shapes and dtypes encoded; sums are in float32 or wider.
@@ -68,12 +77,26 @@ def average_duplicates(messages, compressor: Compressor, weights=None):
         coefficients = widen(coefficients)
         num_rows = places.shape[1]
         counts = jnp.ones(len(places)) if weights is None else weights
-        counts = counts.astype(coefficients.dtype)[:, None, None]
+        counts = counts.astype(coefficients.dtype)
+        if clip:
+            coefficients = _clipped(coefficients, counts > 0)
+        counts = counts[:, None, None]
         where = (np.arange(num_rows)[None, :, None], places)
         size = compressor.row_size(packed.shape)
         nothing = jnp.zeros((num_rows, size), coefficients.dtype)
         total = nothing.at[where].add(counts * coefficients)
         sent = nothing.at[where].add(jnp.broadcast_to(counts, places.shape))
+        if over_all:
+            sent = jnp.full_like(total, counts.sum())
         return compressor.invert(total / jnp.where(sent > 0, sent, 1), packed.shape)
 
     return map_packed(combine, messages)
+
+
+def _clipped(coefficients: jax.Array, counted: jax.Array) -> jax.Array:
+    """Shorten what regions `[M, rows, k]` send to the median norm of those counted."""
+    norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
+    limit = masked_median(norms, counted)
+    is_long = counted & (norms > limit)
+    scale = jnp.where(is_long, limit / jnp.where(is_long, norms, 1), 1)
+    return coefficients * scale[:, None, None]

@@ -36,6 +36,14 @@ def safe_sqrt(x: float | jax.Array) -> jax.Array:
     return jnp.where(x > 0, jnp.sqrt(positive), x)
 
 
+def masked_median(values: jax.Array, counted: jax.Array) -> jax.Array:
+    """Return the median of the values `[M]` that count, bool `[M]`; 0 of none."""
+    num = counted.sum()
+    ordered = jnp.sort(jnp.where(counted, values, jnp.inf))
+    middle = (ordered[(num - 1) // 2] + ordered[num // 2]) / 2
+    return jnp.where(num > 0, middle, 0)
+
+
 def inner_product(a, b) -> jax.Array:
     """Return the sum of products over all leaves, as a scalar of at least float32."""
     products = jax.tree.leaves(

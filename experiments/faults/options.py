@@ -8,7 +8,14 @@ from absl import flags as absl_flags
 from . import scenarios
 
 # Flags that have a meaning for one of both only.
-_OF_KILLS = ("kills", "gap_s", "restart_s", "tolerance", "unbroken")
+_OF_KILLS = (
+    "kills",
+    "gap_s",
+    "restart_s",
+    "tolerance",
+    "unbroken",
+    "only_members",
+)
 _OF_SCENARIOS = ("at_s", "fault_s")
 
 
@@ -47,6 +54,12 @@ def define_flags() -> absl_flags.FlagValues:
     absl_flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     absl_flags.DEFINE_bool(
         "unbroken", True, "train a run in which nobody dies too", flag_values=values
+    )
+    absl_flags.DEFINE_bool(
+        "only_members",
+        True,
+        "wait with a kill until all regions take part",
+        flag_values=values,
     )
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values

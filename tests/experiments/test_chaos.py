@@ -145,6 +145,23 @@ def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
     assert hit.regions[0].code == 128 + signal.SIGTERM
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_nobody_is_killed_before_all_take_part(tmp_path):
+    def region(number):
+        folder = tmp_path / f"region_{number}"
+        folder.mkdir()
+        joins = str(folder / chaos.JOINS_FILE)
+        program = (
+            'import time; time.sleep(0.7); line = f\'{{"time": {time.time()}, '
+            f"\"epoch\": 0}}}}\\n'; open({joins!r}, 'a').write(line); time.sleep(6)"
+        )
+        return independent.Region(child(program), tmp_path / f"{number}.log")
+
+    hit = chaos.Chaos(tmp_path, [region(0), region(1)])
+    hit.run(3, 8, seed=0, gap_s=0.1, restart_s=0)
+    assert [kill["was_in"] for kill in hit.kills] == [True] * 3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -84,6 +84,42 @@ def test_regions_that_come_late_are_not_counted_either_way():
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("exchange", ["program", "outer"])
+@pytest.mark.parametrize("mean", ["senders", "all"])
+@pytest.mark.parametrize("options", [{"clip": True}, {"robust_mean": "clip"}])
+def test_each_tensor_is_clipped_at_the_median_norm(exchange, mean, options):
+    """Half of each tensor is sent; one region is long in one of them only."""
+    rng = np.random.default_rng(0)
+    gradients = {name: rng.normal(size=(3, 8)).astype(np.float32) for name in "ab"}
+    gradients["a"][2] *= 50
+    method = methods.get(
+        "sparseloco", sync_interval=1, sparse_mean=mean, compress="ef+topk:0.5",
+        **options,
+    )  # fmt: skip
+    params = {name: jnp.zeros(8) for name in "ab"}
+    program = RegionProgram(
+        lambda p, g, key: (p["a"] @ g["a"] + p["b"] @ g["b"], {}), optax.sgd(1.0),
+        method, params, 3, transport=Transport(exchange),
+    )  # fmt: skip
+    state = program.init(params, jax.random.key(0))
+    state, _ = next(iter(run(program, state, iter([gradients]), 1)))
+    for name, each in gradients.items():
+        smallest = np.argsort(abs(each), axis=1)[:, :4]
+        sent = each.copy()
+        np.put_along_axis(sent, smallest, np.nan, axis=1)
+        norms = np.sqrt(np.nansum(sent**2, axis=1))
+        sent *= np.minimum(1, np.median(norms) / norms)[:, None]
+        counts = np.maximum((~np.isnan(sent)).sum(0), 1) if mean == "senders" else 3
+        np.testing.assert_allclose(
+            program.outer_params(state)[name], -np.nansum(sent, 0) / counts, rtol=1e-5
+        )
+
+
+def test_a_clip_of_whole_messages_is_refused():
+    with pytest.raises(ValueError, match="clip=True has no meaning for compress='int"):
+        methods.get("sparseloco", compress="int4", clip=True)
+
+
 def test_another_mean_is_refused():
     with pytest.raises(ValueError, match="sparse_mean='half' is unknown; use one of"):
         methods.get("sparseloco", sparse_mean="half")

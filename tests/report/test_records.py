@@ -5,8 +5,11 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.event_file_writer import _EventLoggerThread
 from tensorboardX.proto import event_pb2
 
+from cocodc_jax.files import UnwritableError
+from cocodc_jax.report.events import Mirror, tensorboard
 from cocodc_jax.report.records import (
     MetricsWriter,
     bytes_until,
@@ -189,3 +192,33 @@ def test_lines_are_plain_json(tmp_path):
     write(tmp_path, [EVAL])
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == EVAL
+
+
+def test_what_ended_a_run_is_not_hidden_by_a_disk_that_is_full(tmp_path):
+    def full(*_):
+        raise OSError("full")
+
+    mirror = Mirror(full, full)
+    with pytest.raises(KeyError), MetricsWriter(tmp_path, None, [lambda *_: mirror]):
+        raise KeyError
+    with (
+        pytest.raises(OSError, match="full"),
+        MetricsWriter(tmp_path, None, [lambda *_: mirror]) as writer,
+    ):
+        pass
+    assert writer._file.closed
+
+
+def test_a_mirror_whose_thread_has_ended_is_named_and_not_waited_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_EventLoggerThread, "run", lambda _: None)
+    mirror = tensorboard(tmp_path)
+
+    def write():
+        for step in range(100):  # More than its queue takes.
+            mirror.write(step, {"loss": 1.0})
+
+    with pytest.raises(UnwritableError, match="tb cannot be written"):
+        write()
+    mirror.close()

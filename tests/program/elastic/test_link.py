@@ -1,5 +1,6 @@
 """Real sockets: who has the key takes part, who has not is not heard."""
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -8,7 +9,7 @@ import time
 import pytest
 import zmq
 
-from cocodc_jax.elastic import wire
+from cocodc_jax.elastic import door, wire
 from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
@@ -86,6 +87,41 @@ def test_a_stranger_is_not_heard(kind):
         assert dict(link.send((0, 3), b"r").result(20).rows) == {0: b"r"}
 
 
+def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
+    monkeypatch.setattr(door, "_MAX_WAITING", 100)
+    monkeypatch.setattr(door, "HANDSHAKE_MS", 2000)
+    one, two = places(2)
+    host, _, port = one.addresses[0].rpartition(":")
+    held = []
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
+        first.join(30)
+        second.join(30)
+        lost = second._sockets._out[0].get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            for number in range(1000):
+                held.append(socket.create_connection((host, int(port)), timeout=10))
+                held[-1].sendall(b"\xff" + bytes(8))  # Of a greeting, no more.
+                if number % 250 == 0:
+                    futures = [
+                        link.send((0, number + 4), b"a") for link in (first, second)
+                    ]
+                    for future in futures:
+                        assert set(future.result(30).rows) == {0, 1}
+            assert len(first._sockets._door._waiting) <= 2 * door._MAX_WAITING
+            end = time.monotonic() + 4 * door.HANDSHAKE_MS / 1000
+            for each in held:  # What was let wait is given up in seconds.
+                each.settimeout(max(end - time.monotonic(), 0.01))
+                with contextlib.suppress(ConnectionResetError):
+                    while each.recv(4096):  # ZeroMQ's own greeting, then the end.
+                        pass
+            assert not lost.poll(0)
+        finally:
+            for each in held:
+                each.close()
+            lost.close()
+    assert "without the key" in capfd.readouterr().err
+
+
 def test_a_frame_that_is_too_large_never_arrives():
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
@@ -126,7 +162,7 @@ def test_nobody_lets_it_in():
 
 def test_a_port_that_is_taken_is_named():
     (place,) = places(1)
-    with Link(place, "run", 10), pytest.raises(ValueError, match="cannot listen"):
+    with Link(place, "run", 10), pytest.raises(OSError, match="cannot listen"):
         Link(place, "run", 10)
 
 
