@@ -92,7 +92,9 @@ def main() -> int | str | None:
     if path is None:
         near = difflib.get_close_matches(name, found, n=1)
         hint = f"; did you mean cocodc {near[0]}?" if near else ""
-        print(f"error: {name!r} is no program{hint}\n\n{_list(found)}", file=sys.stderr)
+        print(
+            f"error: unknown program {name!r}{hint}\n\n{_list(found)}", file=sys.stderr
+        )
         return 2
     sys.argv[:2] = [f"{sys.argv[0]} {name}"]
     parts = path.relative_to(pathlib.Path(__file__).parent).with_suffix("").parts

@@ -175,6 +175,25 @@ def value(name: str) -> Any:
     return FLAGS[name].value
 
 
+def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
+    """Read the numbers of a flag.
+
+    Args:
+      name: of the flag.
+      texts: its words.
+      kind: int or float.
+
+    Raises:
+      ValueError: naming the flag, if one is no number.
+    """
+    try:
+        return tuple(kind(text) for text in texts)
+    except ValueError:
+        raise ValueError(
+            f"{name}={','.join(texts)} must be numbers separated by commas"
+        ) from None
+
+
 def processes() -> Processes:
     """Who takes part: the flags, over what a launcher has set.
 

@@ -14,15 +14,14 @@ from cocodc_jax.aot.targets import Target
 from cocodc_jax.netlab import kernel
 from cocodc_jax.run import flags
 from experiments import (
-    ablate_compensation,
     chaos,
     commands,
     compare_networks,
     compile,
-    delay_cost,
     launch_local,
     probe_network,
 )
+from experiments.studies import ablate_compensation, delay_cost
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = commands.programs()
@@ -38,7 +37,9 @@ def test_every_program_is_listed_by_its_first_line(monkeypatch, capsys):
     assert "  train                Trains one model in several regions" in listed
     monkeypatch.setattr(sys, "argv", ["cocodc", "trian"])
     assert commands.main() == 2
-    told = "error: 'trian' is no program; did you mean cocodc train?\n\ncocodc PROGRAM"
+    told = (
+        "error: unknown program 'trian'; did you mean cocodc train?\n\ncocodc PROGRAM"
+    )
     assert capsys.readouterr().err.startswith(told)
 
 
