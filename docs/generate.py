@@ -160,7 +160,7 @@ def write_programs(folder):
 
 
 def _help(module):
-    command = [sys.executable, "-m", module, "--help"]
+    command = [sys.executable, "-m", module, "--help=all"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -171,7 +171,7 @@ def _help(module):
 
 def _program(name, module, text):
     """Return a page of a program's help, with a heading for each section."""
-    lines = [f"# {name}", "", f"`python -m {module} --help`", "", "```text"]
+    lines = [f"# {name}", "", f"`python -m {module} --help=all`", "", "```text"]
     for before, line in zip(["", *text.splitlines()], text.splitlines(), strict=False):
         after = text.partition(f"\n{line}\n")[2]
         if line and line[0] != " " and not before and re.match(r"  --", after):

@@ -20,7 +20,7 @@ from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
-from cocodc_jax.run.leaf_help import run_sections
+from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line
 from cocodc_jax.run.method_arguments import check_taken
@@ -286,24 +286,26 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
         if len(argv) > 1:
             _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
-        if value("help"):
+        if value("help") or value("helpfull"):
             with usage_errors():
-                print(help_of(doc))
+                print(help_of(doc, value("helpfull")))
             return
         keep_programs()
         main()
 
     app.define_help_flags()
     # In place of absl's, which cannot know what the other flags come to.
-    define_one(bool, "help", False, "Print this and exit.", allow_override=True)
+    for name in ("help", "helpfull"):
+        define_one(bool, name, False, "Print this and exit.", allow_override=True)
     app.run(call, flags_parser=_parse)
 
 
-def help_of(doc: str) -> str:
+def help_of(doc: str, is_full: bool = False) -> str:
     """Return the text of `--help`, with the values that hold given the other flags.
 
     Args:
       doc: what the program does.
+      is_full: explain all flags, not only those that most runs set.
 
     Raises:
       ValueError: for flags that make no configuration.
@@ -321,7 +323,9 @@ def help_of(doc: str) -> str:
         methods = [found.method.method]
     else:
         found, methods = config(without, METHODS), list(METHODS)
-    return render(doc, sections | dict(run_sections(found, names, methods)))
+    sections |= run_sections(found, names, methods)
+    chosen = ("Method:",) if "method" in names and given("method") else ()
+    return render(doc, by_use(sections, ("",) if is_full else chosen))
 
 
 def _is_own(name: str) -> bool:
@@ -357,7 +361,7 @@ def parse(argv: Sequence[str]) -> None:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
-        return FLAGS(argv)
+        return FLAGS(["--helpfull" if word == "--help=all" else word for word in argv])
     except flags.Error as error:
         _exit(str(error))
 

@@ -53,8 +53,9 @@ def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
     assert not [line for line in text.splitlines() if len(line) > 88]
 
 
-def test_a_command_runs_the_program(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cocodc", "simulate", "--help"])
+@pytest.mark.parametrize("word", ["--help", "--help=all"])
+def test_a_command_runs_the_program(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cocodc", "simulate", word])
     with pytest.raises(SystemExit) as ended:
         commands.main()
     assert ended.value.code == 0
