@@ -149,15 +149,18 @@ def _page(title, names, seen):
 
 def write_programs(folder):
     """Write a page for each program: its help, by sections."""
-    paths = sorted((ROOT / "experiments").glob("*.py"))
-    names = [p.stem for p in paths if re.search(r"^def cli\(", p.read_text(), re.M)]
+    folders = ROOT / "experiments", ROOT / "experiments/studies"
+    paths = [p for at in folders for p in sorted(at.glob("*.py"))]
+    paths = [p for p in paths if re.search(r"^def cli\(", p.read_text(), re.M)]
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for name, text in zip(names, pool.map(_help, names), strict=True):
-            (folder / f"{name}.md").write_text(_program(name, text))
+        for module, text in zip(modules, pool.map(_help, modules), strict=True):
+            name = module.rpartition(".")[2]
+            (folder / f"{name}.md").write_text(_program(name, module, text))
 
 
-def _help(name):
-    command = [sys.executable, "-m", f"experiments.{name}", "--help"]
+def _help(module):
+    command = [sys.executable, "-m", module, "--help=all"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -166,9 +169,9 @@ def _help(name):
     return done.stdout
 
 
-def _program(name, text):
+def _program(name, module, text):
     """Return a page of a program's help, with a heading for each section."""
-    lines = [f"# {name}", "", f"`python -m experiments.{name} --help`", "", "```text"]
+    lines = [f"# {name}", "", f"`python -m {module} --help=all`", "", "```text"]
     for before, line in zip(["", *text.splitlines()], text.splitlines(), strict=False):
         after = text.partition(f"\n{line}\n")[2]
         if line and line[0] != " " and not before and re.match(r"  --", after):

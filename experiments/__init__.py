@@ -1,4 +1,4 @@
-"""Thin absl programs over cocodc_jax; `commands` tells how each is called."""
+"""Thin absl programs over cocodc_jax; `commands` runs them by name."""
 
 import os
 

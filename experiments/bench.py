@@ -30,7 +30,6 @@ import cocodc_jax as cc
 from cocodc_jax.run import flags
 
 from . import commands
-from .ablation.settings import numbers
 from .benchmarks import contenders, growth, tables
 from .benchmarks.cases import GPT, Case, make_case
 from .benchmarks.torch_loop import torch_diloco
@@ -81,7 +80,7 @@ def main() -> None:
 
 def _layouts(regions: int) -> list[int]:
     """Return over how many devices the regions are spread, layout by layout."""
-    layouts = numbers("devices", flags.value("devices"), int)
+    layouts = flags.numbers("devices", flags.value("devices"), int)
     for num_devices in layouts:
         if num_devices < 1 or regions % num_devices:
             raise ValueError(

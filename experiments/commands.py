@@ -1,18 +1,18 @@
 """How the programs here are started, shown, and called where they are installed.
 
-In a checkout `python -m experiments.train` is a program; from a wheel the same file is
-`cocodc_jax.experiments.train`, and the command `cocodc-train`, which is this module's
-`train`.
+In a checkout `python -m experiments.train` is a program. A wheel has the same file as
+`cocodc_jax.experiments.train`, and one command that runs all programs: `cocodc train`.
 """
 
 from __future__ import annotations
 
-import functools
+import ast
+import difflib
 import importlib
-import importlib.util
+import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from cocodc_jax._extras import MissingExtraError, extra
@@ -43,11 +43,11 @@ def as_installed(text: str) -> str:
     """Return a text with programs called by the names of their commands.
 
     >>> as_installed("python -m experiments.probe_network, as `experiments.wan`")
-    'cocodc-probe-network, as `cocodc-wan`'
+    'cocodc probe-network, as `cocodc wan`'
     """
     return re.sub(
-        r"(?:python -m )?\bexperiments\.(\w+)",
-        lambda found: "cocodc-" + found[1].replace("_", "-"),
+        r"(?:python -m )?\bexperiments\.(?:studies\.)?(\w+)",
+        lambda found: f"cocodc {_command(found[1])}",
         text,
     )
 
@@ -64,23 +64,58 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Run a program that returns its exit code, and end with it."""
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    full = ("--help=all", "--helpfull")  # These programs have few flags.
+    words = ["--help" if word in full else word for word in sys.argv[:end]]
     with as_a_command():
-        code = main(sys.argv)
+        code = main(words + sys.argv[end:])
     sys.exit(code)
 
 
-def _call(program: str) -> int | str | None:
-    """Import a program and run it; what is not installed is said in one line."""
+def programs() -> dict[str, pathlib.Path]:
+    """Return the file of every program by its command, studies last."""
+    here = pathlib.Path(__file__).parent
+    return {
+        _command(path.stem): path
+        for folder in (here, here / "studies")
+        for path in sorted(folder.glob("*.py"))
+        if "\ndef cli(" in path.read_text(encoding="utf-8")
+    }
+
+
+def main() -> int | str | None:
+    """Run the program that the command line names, or list all of them."""
+    found = programs()
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help", "--helpfull", "--help=all"):
+        with as_a_command():
+            print(_list(found))
+        return 0
+    path = found.get(_command(name))
+    if path is None:
+        near = difflib.get_close_matches(name, found, n=1)
+        hint = f"; did you mean cocodc {near[0]}?" if near else ""
+        print(
+            f"error: unknown program {name!r}{hint}\n\n{_list(found)}", file=sys.stderr
+        )
+        return 2
+    sys.argv[:2] = [f"{sys.argv[0]} {name}"]
+    parts = path.relative_to(pathlib.Path(__file__).parent).with_suffix("").parts
     try:
         with extra("all"):
-            module = importlib.import_module(f"{__package__}.{program}")
+            module = importlib.import_module(".".join((__package__ or "", *parts)))
     except MissingExtraError as error:
         return f"error: {error}"
     return module.cli()
 
 
-def __getattr__(name: str) -> Callable[[], int | str | None]:
-    """Return the command of the program of that name."""
-    if name[0] == "_" or not importlib.util.find_spec(f"{__package__}.{name}"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return functools.partial(_call, name)
+def _command(program: str) -> str:
+    return program.replace("_", "-")
+
+
+def _list(found: Mapping[str, pathlib.Path]) -> str:
+    lines = ["cocodc PROGRAM [FLAGS]; cocodc PROGRAM --help explains a program.", ""]
+    for name, path in found.items():
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {name:<21}{doc.splitlines()[0]}")
+    return "\n".join(lines)

@@ -10,19 +10,20 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 
 import pytest
 
+from experiments import commands
+
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[1]
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROGRAMS = list(commands.programs())
 
 # Who can say what they do without any extra.
-EXPLAINED = {"cocodc-timeline"}
+EXPLAINED = {"timeline"}
 
 # A transform by itself, and a method around a loss; nothing else is there.
 CORE = """
@@ -85,9 +86,9 @@ def wheel(tmp_path_factory):
 def install(requirement, folder):
     """Return the folder of the commands of a fresh environment."""
     venv.create(folder / "env", with_pip=True)
-    commands = folder / "env" / "bin"
-    succeed(commands / "python", "-m", "pip", "install", requirement, cwd=folder)
-    return commands
+    found = folder / "env" / "bin"
+    succeed(found / "python", "-m", "pip", "install", requirement, cwd=folder)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,11 @@ def test_a_wheel_has_one_name_and_all_that_programs_read(wheel):
         assert f"cocodc_jax/{name}" in names
 
 
+def test_programs_are_listed_without_extras(core, tmp_path):
+    listed = succeed(core / "cocodc", cwd=tmp_path)
+    assert all(f"  {name} " in listed for name in PROGRAMS)
+
+
 def test_the_core_runs_with_jax_and_optax_alone(core, tmp_path):
     ratio, state = succeed(core / "python", "-W", "error", "-c", CORE, cwd=tmp_path
                            ).splitlines()  # fmt: skip
@@ -124,9 +130,9 @@ def test_the_core_runs_with_jax_and_optax_alone(core, tmp_path):
         assert name not in there
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_command_names_the_extra_that_it_lacks(core, tmp_path, name):
-    done = finish(core / name, "--help", cwd=tmp_path)
+    done = finish(core / "cocodc", name, "--help", cwd=tmp_path)
     if name in EXPLAINED:
         assert done.returncode == 0, done.stderr
         return
@@ -136,10 +142,10 @@ def test_a_command_names_the_extra_that_it_lacks(core, tmp_path, name):
     assert "is not installed: pip install 'cocodc_jax[" in done.stderr
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_every_command_explains_itself(everything, tmp_path, name):
-    out = succeed(everything / name, "--help", cwd=tmp_path)
-    assert f"{name} " in out or name in out
+    out = succeed(everything / "cocodc", name, "--help", cwd=tmp_path)
+    assert f"cocodc {name}" in out
     assert "experiments." not in out
 
 
@@ -151,16 +157,17 @@ def test_commands_train_compare_and_start_processes(everything, tmp_path):
     steps = ("--steps=8", "--sync_interval=4", "--warmup_steps=1", "--eval_every=0")
     small = ("--preset=smoke", *steps, *read)
     compared = ("--methods=diloco,cocodc", "--workdir=compared")
-    out = succeed(everything / "cocodc-compare", *small, *compared, cwd=tmp_path)
+    cocodc = everything / "cocodc"
+    out = succeed(cocodc, "compare", *small, *compared, cwd=tmp_path)
     assert "cocodc" in out
     page = (tmp_path / "compared" / "report.html").read_text()
-    assert "cocodc-compare --preset=smoke" in page
+    assert "cocodc compare --preset=smoke" in page
     train = ("--method=diloco", "--workdir=trained")
-    started = ("cocodc-launch-local", "--regions=2", "--", *small, *train)
-    succeed(everything / started[0], *started[1:], cwd=tmp_path)
+    started = ("launch-local", "--regions=2", "--", *small, *train)
+    succeed(cocodc, *started, cwd=tmp_path)
     assert (tmp_path / "trained" / "process_1" / "metrics.jsonl").exists()
-    done = finish(everything / "cocodc-wan", "--", "--preset=tiny", cwd=tmp_path)
-    assert "as in -- cocodc-train --preset=tiny" in done.stderr
+    done = finish(cocodc, "wan", "--", "--preset=tiny", cwd=tmp_path)
+    assert "as in -- cocodc train --preset=tiny" in done.stderr
 
 
 def test_the_notebook_runs(everything, tmp_path):

@@ -41,9 +41,10 @@ Measured here: `cocodc` 1.776 (DiLoCo's last loss after 380 of 480 steps) and
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
 
 At equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, published 2.241,
-mix(0.5) 2.210, secant 2.193 (`experiments.ablate_compensation`). At tau/H 0.5 and 1,
-int4, N = K, five seeds: 24 to 42 % fewer steps than Streaming DiLoCo as published; with
-the inner rate tuned, level with it or behind, and ahead by `merge_feedback`.
+mix(0.5) 2.210, secant 2.193 (`experiments.studies.ablate_compensation`). At tau/H 0.5
+and 1, int4, N = K, five seeds: 24 to 42 % fewer steps than Streaming DiLoCo as
+published; with the inner rate tuned, level with it or behind, and ahead by
+`merge_feedback`.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def cocodc(
 
     The published curvature is numerically nothing in its units (`cocodc_paper`). The
     default here is the isotropic one, theta^m <- theta^g - c (theta^g - staged) +
-    progress with c = 0.3, which did best in `experiments.ablate_compensation` among the
-    rules that need nothing else.
+    progress with c = 0.3, which did best in `experiments.studies.ablate_compensation`
+    among the rules that need nothing else.
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.

@@ -20,7 +20,7 @@ from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.jobs import NO_JOBS, Jobs
-from cocodc_jax.run.leaf_help import run_sections
+from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
 from cocodc_jax.run.method_arguments import check_taken
@@ -175,6 +175,25 @@ def value(name: str) -> Any:
     return FLAGS[name].value
 
 
+def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
+    """Read the numbers of a flag.
+
+    Args:
+      name: of the flag.
+      texts: its words.
+      kind: int or float.
+
+    Raises:
+      ValueError: naming the flag, if one is no number.
+    """
+    try:
+        return tuple(kind(text) for text in texts)
+    except ValueError:
+        raise ValueError(
+            f"{name}={','.join(texts)} must be numbers separated by commas"
+        ) from None
+
+
 def processes() -> Processes:
     """Who takes part: the flags, over what a launcher has set.
 
@@ -268,24 +287,26 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
         say_once(logging.get_absl_handler())
         if len(argv) > 1:
             _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
-        if value("help"):
+        if value("help") or value("helpfull"):
             with usage_errors():
-                print(help_of(doc))
+                print(help_of(doc, value("helpfull")))
             return
         keep_programs()
         main()
 
     app.define_help_flags()
     # In place of absl's, which cannot know what the other flags come to.
-    define_one(bool, "help", False, "Print this and exit.", allow_override=True)
+    for name in ("help", "helpfull"):
+        define_one(bool, name, False, "Print this and exit.", allow_override=True)
     app.run(call, flags_parser=_parse)
 
 
-def help_of(doc: str) -> str:
+def help_of(doc: str, is_full: bool = False) -> str:
     """Return the text of `--help`, with the values that hold given the other flags.
 
     Args:
       doc: what the program does.
+      is_full: explain all flags, not only those that most runs set.
 
     Raises:
       ValueError: for flags that make no configuration.
@@ -303,7 +324,9 @@ def help_of(doc: str) -> str:
         methods = [found.method.method]
     else:
         found, methods = config(without, METHODS), list(METHODS)
-    return render(doc, sections | dict(run_sections(found, names, methods)))
+    sections |= run_sections(found, names, methods)
+    chosen = ("Method:",) if "method" in names and given("method") else ()
+    return render(doc, by_use(sections, ("",) if is_full else chosen))
 
 
 def _is_own(name: str) -> bool:
@@ -339,7 +362,7 @@ def parse(argv: Sequence[str]) -> None:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
-        return FLAGS(argv)
+        return FLAGS(["--helpfull" if word == "--help=all" else word for word in argv])
     except flags.Error as error:
         _exit(str(error))
 

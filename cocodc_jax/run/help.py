@@ -66,7 +66,7 @@ def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
     return [
         Option(f.name, f.value, *_text_and_choices(f))
         for f in (flags[name] for name in (flags if names is None else names))
-        if f.name != "help"
+        if f.name not in ("help", "helpfull")
     ]
 
 

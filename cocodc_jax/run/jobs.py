@@ -95,7 +95,7 @@ class Jobs:
             return None
         for name, unset in (("region_addresses", ""), ("key_file", "")):
             if getattr(self, name) == unset:
-                raise ValueError(f"exchange='jobs' needs {name}; see --help")
+                raise ValueError(f"exchange='jobs' needs {name}; see --help=all")
         return Place(
             self.region_id,
             tuple(self.region_addresses.split(",")),

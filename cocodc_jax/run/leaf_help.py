@@ -60,6 +60,56 @@ CHOICES: dict[str, Collection[str]] = {
     "undecodable": UNDECODABLE,
 }
 
+# Flags that most runs set, which `--help` explains first.
+MAIN = (
+    "method", "regions", "steps", "sync_interval", "num_fragments", "delay_steps",
+    "outer_lr", "compress", "inner_optimizer", "inner_lr", "dataset", "tokenizer",
+    "sequence_length", "batch_per_region", "devices", "seed", "init_from", "eval_every",
+    "checkpoint_every",
+)  # fmt: skip
+# A program's own that few runs need.
+RARE = (
+    "plan_frontier", "plan_step_s", "plan_links", "plan_gbps", "plan_latency_ms",
+    "wandb_mode",
+)  # fmt: skip
+# Set to test or measure this package, and listed last.
+DEVELOPER = (
+    "step_seconds", "outer_digests", "local_regions", "fuse_syncs", "all_reduce",
+    "outer_channels", "backward", "loss_chunk_tokens", "curvature_units",
+)  # fmt: skip
+
+
+def by_use(sections: Sections, in_full: tuple[str, ...]) -> Sections:
+    """Return sections with the flags first that most runs set, and a developer's last.
+
+    Args:
+      sections: all flags; the first section has the program's own.
+      in_full: beginnings of the titles that are shown in full; of other sections the
+        flags are only named.
+    """
+    (title, own), *rest = ((title, list(x)) for title, x in sections.items())
+    found = {x.name: x for _, xs in rest for x in xs if isinstance(x, Option)}
+    shown = {title: [x for x in own if not _is_any(x, RARE)]}
+    shown[title] += [found[name] for name in MAIN if name in found]
+    rest = [(t, [x for x in xs if not _is_any(x, MAIN + DEVELOPER)]) for t, xs in rest]
+    rest.insert(0, ("Plans and tracking", [x for x in own if _is_any(x, RARE)]))
+    last: list[Option | str] = [found[name] for name in DEVELOPER if name in found]
+    rest.append(("For developers of this package", last))
+    named: list[Option | str] = []
+    for title, entries in rest:
+        names = ", ".join(x.name for x in entries if isinstance(x, Option))
+        if entries and title.startswith(in_full):
+            shown[title] = entries
+        elif names:
+            named.append(f"{title.partition(':')[0]}: {names}.")
+    if named:
+        shown["Further flags, which --help=all explains"] = named
+    return shown
+
+
+def _is_any(entry: Option | str, names: Collection[str]) -> bool:
+    return isinstance(entry, Option) and entry.name in names
+
 
 def run_sections(
     config: TrainConfig, names: Collection[str], methods: Iterable[str]

@@ -6,7 +6,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from absl.flags import FlagValues
@@ -15,51 +14,52 @@ from cocodc_jax.aot.targets import Target
 from cocodc_jax.netlab import kernel
 from cocodc_jax.run import flags
 from experiments import (
-    ablate_compensation,
     chaos,
     commands,
     compare_networks,
     compile,
-    delay_cost,
     launch_local,
     probe_network,
 )
+from experiments.studies import ablate_compensation, delay_cost
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-PROGRAMS = [
-    path.stem
-    for path in sorted((ROOT / "experiments").glob("*.py"))
-    if "__main__" in path.read_text()
-]
+PROGRAMS = commands.programs()
 
 
-def test_every_program_is_a_command():
-    assert SCRIPTS == {
-        commands.as_installed(f"experiments.{name}"): (
-            f"cocodc_jax.experiments.commands:{name}"
-        )
-        for name in PROGRAMS
-    }
+def test_every_program_is_listed_by_its_first_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cocodc"])
+    assert commands.main() == 0
+    *_, listed = capsys.readouterr().out.partition("\n\n")
+    files = (ROOT / "experiments").rglob("*.py")
+    assert len(PROGRAMS) == sum("\n    cli()\n" in path.read_text() for path in files)
+    assert [line.split()[0] for line in listed.splitlines()] == list(PROGRAMS)
+    assert "  train                Trains one model in several regions" in listed
+    monkeypatch.setattr(sys, "argv", ["cocodc", "trian"])
+    assert commands.main() == 2
+    told = (
+        "error: unknown program 'trian'; did you mean cocodc train?\n\ncocodc PROGRAM"
+    )
+    assert capsys.readouterr().err.startswith(told)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(name):
+@pytest.mark.parametrize("path", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
     """Lines that go on end in a backslash, which a string that is not raw swallows."""
-    text = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
+    text = ast.get_docstring(ast.parse(path.read_text()))
     assert text is not None
-    assert f"python -m experiments.{name}" in text
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    assert f"python -m {module}" in text
     assert not [line for line in text.splitlines() if len(line) > 88]
 
 
-def test_a_command_runs_the_program(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cocodc-simulate", "--help"])
+@pytest.mark.parametrize("word", ["--help", "--help=all"])
+def test_a_command_runs_the_program(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cocodc", "simulate", word])
     with pytest.raises(SystemExit) as ended:
-        commands.simulate()
+        commands.main()
     assert ended.value.code == 0
     assert "The network\n  --regions=4" in capsys.readouterr().out
-    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
-        _ = commands.no_such
 
 
 def test_a_missing_extra_is_one_line(monkeypatch):
@@ -67,8 +67,9 @@ def test_a_missing_extra_is_one_line(monkeypatch):
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
     monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(sys, "argv", ["cocodc", "compare"])
     line = "error: rich is not installed: pip install 'cocodc_jax[all]'"
-    assert commands.compare() == line
+    assert commands.main() == line
 
 
 @pytest.mark.parametrize("name", ["simulation.json", "timeline.json", "timeline.png"])
@@ -77,9 +78,9 @@ def test_a_result_that_cannot_be_written_is_one_line(
 ):
     (tmp_path / name).mkdir()
     words = ["--method=diloco", "--regions=2", f"--workdir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["cocodc-simulate", *words])
+    monkeypatch.setattr(sys, "argv", ["cocodc", "simulate", *words])
     with pytest.raises(SystemExit) as ended:
-        commands.simulate()
+        commands.main()
     told = f"error: {tmp_path / name} cannot be written (Is a directory)\n"
     assert (ended.value.code, capsys.readouterr().err) == (1, told)
     assert not list(tmp_path.glob(".*"))
@@ -90,9 +91,9 @@ def test_programs_are_called_as_they_are_installed(monkeypatch):
     assert commands.command_line("compare_networks", ["--x"]) == f"{said} --x"
     assert commands.python_m("wan")[1:] == ["-m", "experiments.wan"]
     monkeypatch.setattr(commands, "IS_INSTALLED", True)
-    assert commands.command_line("compare_networks", []) == "cocodc-compare-networks"
+    assert commands.command_line("compare_networks", []) == "cocodc compare-networks"
     text = "`experiments.wan -- python -m experiments.train`"
-    assert commands.shown(text) == "`cocodc-wan -- cocodc-train`"
+    assert commands.shown(text) == "`cocodc wan -- cocodc train`"
 
 
 @pytest.mark.parametrize(("chosen", "holds"), [(None, "1"), ("3", "3")])

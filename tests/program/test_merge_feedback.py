@@ -1,8 +1,8 @@
 """What merges leave out of regions' progress is told by the next message.
 
 That whole runs are those of another implementation is in
-`tests/experiments/test_ablate.py`; that routes agree in `exchange/test_outer_mesh.py`,
-windows with the plain form in `test_segment.py`.
+`tests/experiments/studies/test_ablate.py`; that routes agree in
+`exchange/test_outer_mesh.py`, windows with the plain form in `test_segment.py`.
 """
 
 import dataclasses

@@ -65,11 +65,13 @@ def test_a_warm_up_that_was_asked_for_stays(call):
 
 
 def test_help_explains_every_flag():
-    text = command("--help").stdout
+    text = command("--help=all").stdout
     for name in ("delay_steps", "outer_lr", "inner_lr", "regions", "workdir", "width"):
         assert f"--{name}" in text or f"--[no]{name}" in text
     text = " ".join(text.split())
     assert "inner steps between a sync's start" in text
+    assert command("--helpfull").stdout.split() == text.split()
+    assert "--width" not in command("--help").stdout
     # A method's argument tells whose it is; all have the values of the preset.
     assert "lambda, weight of the compensation's correction. For cocodc (0.3)," in text
     assert "--regions=4 regions that train, M." in text

@@ -9,7 +9,8 @@ from cocodc_jax.methods import METHODS, defaults
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, SECTIONS
 from cocodc_jax.run.help import Option, options, render
-from cocodc_jax.run.leaf_help import CHOICES
+from cocodc_jax.run.leaf_help import CHOICES, DEVELOPER, MAIN
+from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 
 
@@ -21,7 +22,15 @@ class Program:
     @staticmethod
     def main():
         with flags.usage_errors():
-            print(flags.help_of("Does something."))
+            print(flags.help_of("Does something.", True))
+
+
+class Brief(Program):
+    """The same with `--help` alone."""
+
+    @staticmethod
+    def main():
+        print(flags.help_of("Does something."))
 
 
 class Several(Program):
@@ -50,6 +59,24 @@ def test_every_flag_is_there_once_in_its_section(call):
     of_all = {"preset", "workdir", *flags.PROCESSES, *flags.JOBS, *LEAVES}
     assert sorted(names) == sorted(of_all)
     assert max(map(len, text.splitlines())) <= 88
+
+
+def test_the_flags_that_most_runs_set_come_first(call):
+    text = call(Brief)[1]
+    assert list(shown(text)) == ["preset", "workdir", *MAIN]
+    rest = text.partition("\nFurther flags, which --help=all explains\n")[2]
+    others = {*flags.PROCESSES, *flags.JOBS, *LEAVES} - {*MAIN}
+    own = {name for name in others if name in defaults("cocodc")}
+    named = set(re.findall(r"\w+(?=[,.])", rest))
+    assert named == {n for n in others if n not in ARGUMENTS or n in own}
+    last = rest.splitlines()[-2:]
+    assert last[0].startswith("  For developers of this package: step_seconds, ")
+    assert len(text.splitlines()) < 100
+    # With a method its own arguments are explained too; all have the others.
+    assert "pair_pull" in shown(call(Brief, "--method=noloco")[1])
+    in_full = call(Program)[1]
+    assert list(shown(in_full))[: len(MAIN) + 2] == ["preset", "workdir", *MAIN]
+    assert list(shown(in_full))[-len(DEVELOPER) :] == list(DEVELOPER)
 
 
 def test_values_are_the_preset_s_and_those_given(call):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from cocodc_jax import models
 from cocodc_jax.data import DataConfig
@@ -126,22 +125,3 @@ class Settings:
             batch_per_region=self.batch_per_region,
             seed=seed,
         )
-
-
-def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
-    """Read the numbers of a flag.
-
-    Args:
-      name: of the flag.
-      texts: its words.
-      kind: int or float.
-
-    Raises:
-      ValueError: naming the flag, if one is no number.
-    """
-    try:
-        return tuple(kind(text) for text in texts)
-    except ValueError:
-        raise ValueError(
-            f"{name}={','.join(texts)} must be numbers separated by commas"
-        ) from None

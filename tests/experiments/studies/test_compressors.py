@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.transforms import compression
-from experiments import compressors
+from experiments.studies import compressors
 
 
 def test_errors_are_relative_and_of_all_tensors():

@@ -1,4 +1,4 @@
-"""`experiments.scaling_laws`: known exponents, refusals, the program's files."""
+"""`scaling_laws`: known exponents, refusals, the program's files."""
 
 import json
 import math
@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments import scaling_laws
-from experiments.sweeps import scaling
+from experiments.studies import scaling, scaling_laws
 
 SIZES, REGIONS, INTERVALS = (1e4, 3e4, 1e5, 2e5), (1, 2, 4), (10, 40)
 

@@ -1,6 +1,6 @@
 """Trains regions wholly apart and merges them late: an average, and ensembles.
 
-    python -m experiments.merge_experts --preset=tiny --workdir=DIR
+    python -m experiments.studies.merge_experts --preset=tiny --workdir=DIR
 
 Trains method `apart` (or takes the finished run in DIR), each region on its own sources
 unless --partition=iid, and judges on the held-out batches of every other program: each
@@ -27,7 +27,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 
-from . import commands
+from .. import commands
 from .ensembles import Routing, Row, merge, reference
 
 METHOD = "apart"

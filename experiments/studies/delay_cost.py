@@ -1,10 +1,10 @@
 """Tells what a delay costs at each sync, and which part every merge rule gets back.
 
-    python -m experiments.delay_cost --workdir=DIR
+    python -m experiments.studies.delay_cost --workdir=DIR
 
 Runs without delay are followed; at every sync their regions go two ways for tau steps,
 with the mean and without it, and each rule is judged by its distance to the way with
-the mean, and by its loss there (experiments/ablation/recovery.py). Writes
+the mean, and by its loss there (experiments/studies/ablation/recovery.py). Writes
 DIR/delay_cost.json and delay_cost.png, and prints a table for every delay: means over
 the second half of the syncs, with intervals over the seeds.
 """
@@ -31,10 +31,10 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
 from cocodc_jax.transforms.numerics import check_rate
 
-from . import commands
+from .. import commands
+from ..sweeps.cells import Interval
 from .ablation import recovery, rules
-from .ablation.settings import Settings, numbers
-from .sweeps.cells import Interval
+from .ablation.settings import Settings
 
 RULES = (
     "mix_0", "mix_0.25", "mix_0.5", "mix_0.75", "replay", "paper", "isotropic",
@@ -50,7 +50,7 @@ def main() -> None:
     with flags.usage_errors():
         settings = _settings()
         delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
-        command = commands.command_line("delay_cost", sys.argv[1:])
+        command = commands.command_line("studies.delay_cost", sys.argv[1:])
         path, rows = _results(pathlib.Path(flags.value("workdir")), command)
     for delay in delays:
         if all(row["delay_steps"] != delay for row in rows):
@@ -120,7 +120,7 @@ def _settings() -> Settings:
 
 
 def _delays(interval: int) -> tuple[int, ...]:
-    found = numbers("delays", flags.value("delays"), int)
+    found = flags.numbers("delays", flags.value("delays"), int)
     rules.check_delays(found, interval)
     return tuple(dict.fromkeys(found))
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .cells import CONFIDENCE, Interval
+from ..sweeps.cells import CONFIDENCE, Interval
 
 PARAMETERS, REGIONS, INTERVAL = "N", "M", "H"
 FACTORS = (PARAMETERS, REGIONS, INTERVAL)

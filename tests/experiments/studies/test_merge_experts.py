@@ -1,4 +1,4 @@
-"""`experiments.merge_experts` end to end: what it reports, its files, wrong flags."""
+"""`merge_experts` end to end: what it reports, its files, wrong flags."""
 
 import dataclasses
 import json
@@ -7,8 +7,8 @@ import math
 import pytest
 
 from cocodc_jax.run.presets import PRESETS
-from experiments import merge_experts
-from experiments.ensembles import Routing
+from experiments.studies import merge_experts
+from experiments.studies.ensembles import Routing
 
 
 @pytest.fixture(scope="module")

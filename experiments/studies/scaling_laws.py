@@ -1,7 +1,7 @@
 r"""Fits losses of a sweep over parameters, regions and the interval (2503.09799).
 
     python -m experiments.sweep --grid=experiments/grids/scaling.toml --workdir=DIR
-    python -m experiments.scaling_laws --workdir=DIR
+    python -m experiments.studies.scaling_laws --workdir=DIR
 
 reads DIR/cells.json, of each setting the tuned column where there is one, fits
 L = A N^alpha M^beta H^gamma for every method that has enough of them, and prints the
@@ -23,9 +23,9 @@ from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 
-from . import commands
-from .sweeps.results import column_of, read_cells
-from .sweeps.scaling import FACTORS, Law, Observation, fit, held_out
+from .. import commands
+from ..sweeps.results import column_of, read_cells
+from .scaling import FACTORS, Law, Observation, fit, held_out
 
 Observations = dict[str, list[Observation]]
 

@@ -1,6 +1,6 @@
 """Asynchronous SGD with a parameter server: stale, compensated and fresh gradients.
 
-    python -m experiments.async_sgd
+    python -m experiments.studies.async_sgd
 
 Worker i takes i + 1 units of time for a gradient. When it is done the server applies
 it to its parameters w, which others have changed since the worker read them (w_stale),
@@ -43,7 +43,7 @@ from cocodc_jax.transforms import dc_asgd
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.numerics import check_rate, safe_norm
 
-from . import commands
+from .. import commands
 from .ablation.results import interval
 
 FEATURES, HIDDEN, CLASSES, POOL = 16, 32, 8, 4096

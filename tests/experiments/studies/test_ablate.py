@@ -32,9 +32,9 @@ from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.secant import secant
 from cocodc_jax.transforms.second_moment import adam_second_moment
-from experiments import ablate_compensation
-from experiments.ablation import jobs, results, rules, simulator, trials
-from experiments.ablation.settings import Settings
+from experiments.studies import ablate_compensation
+from experiments.studies.ablation import jobs, results, rules, simulator, trials
+from experiments.studies.ablation.settings import Settings
 
 REGIONS, TRIALS, STEPS = 4, 2, 22
 INTERVAL, NUM_FRAGMENTS = 4, 2
@@ -488,7 +488,7 @@ def test_what_has_begun_beside_a_job_that_fails_is_kept(tmp_path, monkeypatch):
 
 ORPHAN = """
 import os, pathlib, signal, sys, time
-from experiments import ablate_compensation
+from experiments.studies import ablate_compensation
 
 def job(settings, name, delay):
     pathlib.Path(sys.argv[1], "pid").write_text(str(os.getpid()))

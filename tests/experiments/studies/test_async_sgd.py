@@ -8,8 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import async_sgd
-from experiments.async_sgd import Setup, arrivals, make_problem, measure, simulate
+from experiments.studies import async_sgd
+from experiments.studies.async_sgd import (
+    Setup,
+    arrivals,
+    make_problem,
+    measure,
+    simulate,
+)
 
 SMALL = Setup(updates=12, workers=3, batch=8, constant_strength=5.0, seeds=2)
 

@@ -1,6 +1,6 @@
 """Compares every delay compensation, alpha mix and replay, each with its own tuning.
 
-    python -m experiments.ablate_compensation --workdir=DIR
+    python -m experiments.studies.ablate_compensation --workdir=DIR
 
 For every delay: choose learning rates and strength on the tuning seeds, train
 the test seeds, and report the steps to the perplexity that tuned Streaming DiLoCo
@@ -37,10 +37,10 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.leaves import attribute_notes
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from .. import commands
 from .ablation import plots, results, rules
 from .ablation.jobs import REFERENCES, run_job
-from .ablation.settings import Settings, numbers
+from .ablation.settings import Settings
 
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
@@ -65,7 +65,7 @@ def main() -> None:
     _run(settings, [job for job in jobs if not _path(parts, job).exists()], parts)
     done = _finished(parts, settings)
     summary = {
-        "command": commands.command_line("ablate_compensation", sys.argv[1:]),
+        "command": commands.command_line("studies.ablate_compensation", sys.argv[1:]),
         "machine": describe_machine(jax.devices()),
         "settings": dataclasses.asdict(settings),
         "seconds_of_last_call": time.perf_counter() - begin_s,
@@ -85,7 +85,7 @@ def _settings() -> Settings:
             continue
         value = flags.value(field.name)
         if isinstance(field.default, tuple):
-            value = numbers(field.name, value, type(field.default[0]))
+            value = flags.numbers(field.name, value, type(field.default[0]))
         values[field.name] = value
     return Settings(**values)
 
@@ -95,7 +95,7 @@ def _jobs(settings: Settings) -> list[Job]:
     table = rules.table(settings.sync_interval)
     names = flags.value("rules") or list(table)
     rules.check_names(names, settings.sync_interval)
-    delays = numbers("delays", flags.value("delays"), int)
+    delays = flags.numbers("delays", flags.value("delays"), int)
     rules.check_delays(delays, settings.sync_interval)
     delays = tuple(dict.fromkeys(delays))
     if results.STREAMING not in names:

@@ -1,6 +1,6 @@
 """How much compressors lose of real pseudo-gradients, by kind of tensor.
 
-    python -m experiments.compressors --preset=tiny --compressors=int2,stat2
+    python -m experiments.studies.compressors --preset=tiny --compressors=int2,stat2
 
 Regions train by themselves; what each has done in `--interval` steps is what it would
 send. Its relative error is the length of what a compressor loses over that of what it
@@ -27,7 +27,7 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.layers import named_leaves
 
-from . import commands
+from .. import commands
 
 WITHOUT = ("method", "steps")
 _LARGEST = compression.chunked_top_k(k=128)

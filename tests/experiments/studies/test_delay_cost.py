@@ -10,10 +10,10 @@ import pytest
 
 from cocodc_jax.sync import cutting
 from cocodc_jax.sync.needs import Supplies
-from experiments import delay_cost
-from experiments.ablation import jobs, recovery
-from experiments.ablation.settings import Settings
-from experiments.ablation.trials import Trainer
+from experiments.studies import delay_cost
+from experiments.studies.ablation import jobs, recovery
+from experiments.studies.ablation.settings import Settings
+from experiments.studies.ablation.trials import Trainer
 
 REGIONS, SEEDS, STEPS, H, TAU = 4, 2, 14, 4, 2
 LR, OUTER_LR, MU = 0.1, 0.5, 0.9
