@@ -17,6 +17,6 @@ def test_a_recipe_trains_in_few_lines(script):
     losses, state = runpy.run_path(str(script))["main"]()
     losses, metrics = np.array(losses), cc.sync_metrics(state)
     assert losses.ndim == 2
-    assert (losses[-10:].mean(0) < losses[:10].mean(0) ).all()
+    assert (losses[-10:].mean(0) < losses[:10].mean(0)).all()
     assert (np.asarray(metrics["bytes_sent"]) > 0).all()
     assert (np.asarray(metrics["norm"]) > 0).all()
