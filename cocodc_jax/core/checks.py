@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -10,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cocodc_jax.sync import needs
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.schedules import traced
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
 from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
 
@@ -146,3 +150,36 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
             f"merge_feedback=True needs messages of method={method.name!r} with error "
             "feedback of whole fragments, such as compress='ef+int4'"
         )
+
+
+def check_inside(method: Method, supplies: Supplies) -> None:
+    """Refuse a method that cannot be had inside a program, see `core.optimizer`.
+
+    Raises:
+      ValueError: naming it and why, or a need and what to pass.
+    """
+    why, sync = None, method.sync
+    if sync is not None:
+        outputs = sorted(sync.merge.needs & {"model_fn", "output_loss_fn"})
+        why = traced.why_not(sync.schedule)
+        if why is None and sync.robust:
+            why = "exclude_above and robust_mean have the host restore regions"
+        if why is None and outputs:
+            why = f"its merge needs {outputs[0]!r}, of the last batch"
+    if why is not None:
+        raise ValueError(
+            f"method={method.name!r} is none for synchronized: {why}; use RegionProgram"
+        )
+    needs.check(method.needs, supplies, f"method={method.name!r}")
+
+
+def unboxed(fragments: Fragments) -> Fragments:
+    """Return fragments of the same names whether leaves are boxed or not.
+
+    Flax NNX gives `init` its variables, and `update` what is in them.
+    """
+    slices = [
+        tuple(dataclasses.replace(x, path=x.path.removesuffix("/value")) for x in each)
+        for each in fragments.slices
+    ]
+    return dataclasses.replace(fragments, slices=tuple(slices))

@@ -22,7 +22,6 @@ applied when it is due: a compiler does not hide it behind the steps in between,
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -35,17 +34,18 @@ from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
     check_feedback,
+    check_inside,
     check_params,
     checked_fragments,
+    unboxed,
 )
-from cocodc_jax.sync import moments, needs
+from cocodc_jax.sync import moments
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import Supplies
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import traced
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
 PyTree = Any
@@ -127,7 +127,7 @@ def synchronized(
     """
     check_transform("inner", inner, "optax.adamw(1e-3)")
     method = methods.get(method) if isinstance(method, str) else method
-    _check(method, supplies)
+    check_inside(method, supplies)
     if num_regions is not None:
         method.bind(Regions.alike(num_regions))
     check_accumulation(inner, method)
@@ -141,7 +141,7 @@ def synchronized(
     def init(params: PyTree) -> SynchronizedState:
         check_arrays(params)
         check_params(params)
-        found = _unboxed(checked_fragments(method, params, fragments))
+        found = unboxed(checked_fragments(method, params, fragments))
         check_feedback(method, found, params)
         nothing = jnp.zeros((), jnp.float32)
         counts = jnp.zeros(_num_counts(method), jnp.int32)
@@ -181,8 +181,7 @@ def synchronized(
                 f"axis_name={axis_name!r}"
             )
         bound, sizes = method.bind(Regions.alike(num)), [0]
-        found = fragments or cut(params, method.num_fragments, strategy)
-        found = _unboxed(found)
+        found = unboxed(fragments or cut(params, method.num_fragments, strategy))
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
         state = state._replace(step=step, times=times)
         correct = regional.make_correct(bound.sync, found, num)
@@ -288,39 +287,6 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
 _OF_FRAGMENTS = (
     "times", "outer", "opt_states", "memories", "means", "copies", "stale",
 )  # fmt: skip
-
-
-def _check(method: Method, supplies: Supplies) -> None:
-    """Refuse what cannot be had inside a program, by name."""
-    why, sync = None, method.sync
-    needs.check(method.needs, supplies, f"method={method.name!r}")
-    if sync is not None:
-        outputs = sorted(sync.merge.needs & {"model_fn", "output_loss_fn"})
-        why = traced.why_not(sync.schedule)
-        if why is None and sync.robust:
-            why = "exclude_above and robust_mean have the host restore regions"
-        if why is None and outputs:
-            why = f"its merge needs {outputs[0]!r}, of the last batch"
-    if why is not None:
-        raise ValueError(
-            f"method={method.name!r} is none for synchronized: {why}; use RegionProgram"
-        )
-
-
-def _unboxed(fragments: Fragments) -> Fragments:
-    """Return fragments of one name whether leaves are boxed or not.
-
-    Flax NNX gives `init` its variables, and `update` what is in them.
-    """
-    slices = [
-        tuple(dataclasses.replace(x, path=x.path.removesuffix("/value")) for x in each)
-        for each in fragments.slices
-    ]
-    names = {x.path for each in slices for x in each}
-    is_clear = len(names) == len({x.path for each in fragments.slices for x in each})
-    return (
-        dataclasses.replace(fragments, slices=tuple(slices)) if is_clear else fragments
-    )
 
 
 def _num_counts(method: Method) -> int:

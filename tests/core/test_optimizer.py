@@ -41,9 +41,11 @@ VARIANTS = {
         "decoupled_diloco",
         {**OPTIONS["decoupled_diloco"], "compress": "ef+int8"},
     ),
-    "factors summed": (
-        "dilocox",
-        OPTIONS["dilocox"] | {"sum_factors": True},
+    "factors summed": ("dilocox", OPTIONS["dilocox"] | {"sum_factors": True}),
+    "mean loss": (
+        "data_parallel",
+        {},
+        optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)),
     ),
 }
 ONE_BY_ONE = ("delayed_nesterov", "mla", "heloco")
@@ -88,17 +90,13 @@ def batches_of(tiny, num_regions, steps):
 
 
 def for_all(tree, num_regions):
-    return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * num_regions), tree)
+    return laid_out(0, tree, num_regions)
 
 
 def laid_out(axes, tree, num_regions):
     """Put regions in front of what is their own, by a prefix of 0 and None."""
-    return jax.tree.map(
-        lambda axis, part: part if axis is None else for_all(part, num_regions),
-        axes,
-        tree,
-        is_leaf=lambda x: x is None,
-    )
+    spread = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)
+    return spread(jax.tree.map(jnp.asarray, tree))
 
 
 def mapped(fn, axes, **options):
@@ -285,7 +283,7 @@ def test_step_by_step_and_restored_in_mid_flight(tiny, tx, expected, tmp_path):
     axes, traces = (0, cc.sync_axes(COCODC)), []
     step = make_step(tiny.loss_fn, tx)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=0)
     def go(carry, batch):
         traces.append(1)
         return mapped(step, axes)(carry, batch)[0]
@@ -428,6 +426,7 @@ def test_narrow_parameters_are_merged_but_for_a_rounding(tiny):
         (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
         (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
         (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass Supplies"),
+        (cc.methods.get("cocodc", curvature="gauss_newton"), "needs 'model_fn', of"),
         (cc.methods.get("snoo"), "regions=4 must be 1"),
         ("dilco", "method='dilco' is unknown"),
     ],
