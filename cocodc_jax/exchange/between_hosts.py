@@ -55,14 +55,7 @@ class OnOuterMesh(Exchange):
         return self._spec.regions.num
 
     def __init__(self, spec: SyncSpec, all_reduce: str, is_alone: bool = False):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          all_reduce: one of `collectives.ALL_REDUCES`.
-          is_alone: each process has all rows, and takes the mean by itself: nothing
-            crosses, so that threads may do it in any order.
-        """
+        """Compile nothing yet."""
         self._spec = spec
         self.all_reduce = all_reduce
         self._is_alone = is_alone

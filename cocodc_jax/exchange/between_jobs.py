@@ -52,12 +52,7 @@ class BetweenJobs(Exchange):
     """
 
     def __init__(self, spec: SyncSpec, place: Place):
-        """Compile nothing yet.
-
-        Args:
-          spec: of this region alone.
-          place: of this region among all.
-        """
+        """Compile nothing yet."""
         self._spec, self._place = spec, place
         self.goes_on = place.late_mean == "merge"
         self._programs = OnOuterMesh(spec, "direct", is_alone=True)
@@ -143,15 +138,7 @@ class BetweenJobs(Exchange):
         arriving: Callable,
         like: Any,
     ) -> MeanResult:
-        """Take the mean of what was decided.
-
-        Args:
-          sync: which.
-          own: this region's message, None where it sent none.
-          rows: that the mean is of, by region.
-          arriving: as of `OnOuterMesh.encoded`.
-          like: shape and dtype of a message, `[1, n]`.
-        """
+        """Take the mean of what was decided."""
         # Of each process; the same in all of a region.
         here, host = self._programs.places(sync[0])
 
@@ -206,9 +193,6 @@ def _table(
     """Lay out the rows of those in a mean, `[M, n]`, and their weights.
 
     `spare` is a row that can be decoded, for where there is none.
-
-    Raises:
-      ValueError: naming a region whose row has another size.
     """
     size = width * np.dtype(dtype).itemsize
     for region, row in rows.items():

@@ -44,16 +44,7 @@ class MomentPrograms:
     """The compiled programs that average moments."""
 
     def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          exchange: that messages take.
-          opt_state: shapes of one region's inner optimizer state.
-
-        Raises:
-          ValueError: if there are no moments in it.
-        """
+        """Compile nothing yet."""
         self._spec, self._exchange, self._shapes = spec, exchange, opt_state
         if not moments.take(opt_state, ()):
             raise ValueError(

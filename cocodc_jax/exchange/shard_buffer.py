@@ -182,14 +182,7 @@ class ShardBuffer:
         processes: Sizes,
         kept: Iterable[str] = frozenset(),
     ) -> jax.Array:
-        """Join an array of the columns `[..., n]` that an outer device has.
-
-        Args:
-          piece: which.
-          rows: the columns.
-          processes: how many processes there are along each axis; `{}` is one.
-          kept: axes along which the array stays divided over processes.
-        """
+        """Join an array of the columns `[..., n]` that an outer device has."""
         lead = rows.shape[:-1]
         sizes = {a: self.mesh.shape[a] // processes.get(a, 1) for a in INSIDE}
         x = rows.reshape(*lead, *sizes.values(), self.width)

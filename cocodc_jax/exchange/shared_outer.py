@@ -56,13 +56,7 @@ class SharedOuterModel:
     """
 
     def __init__(self, spec: SyncSpec, outer: SharedOuter, exchange: Exchange):
-        """Wrap every program in one jit.
-
-        Args:
-          spec: of the run.
-          outer: the optimizer, and where its state is.
-          exchange: that messages take.
-        """
+        """Wrap every program in one jit."""
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self.place = OuterPlace(spec, outer)
         # Whether the outer step is a program of the inner mesh.

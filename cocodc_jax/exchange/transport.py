@@ -57,11 +57,7 @@ class Transport:
     fuse_syncs: str = "auto"
 
     def __post_init__(self):
-        """Check the names and the number.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the names and the number."""
         if self.exchange not in EXCHANGES:
             raise ValueError(
                 f"exchange={self.exchange!r} is unknown; use one of {EXCHANGES}"

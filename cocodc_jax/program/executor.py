@@ -152,17 +152,7 @@ class Executor:
         optimizer: optax.GradientTransformation,
         steps: InnerSteps,
     ):
-        """Wrap every program in one jit; compiles nothing.
-
-        Args:
-          spec: of the run.
-          exchange: that messages cross by.
-          optimizer: the inner optimizer.
-          steps: the inner steps, for segments that hold more.
-
-        Raises:
-          ValueError: if a part of the method needs what is not given.
-        """
+        """Wrap every program in one jit; compiles nothing."""
         self._spec, self._exchange = spec, exchange
         sync, self._schedule = spec.sync, spec.sync.schedule
         each = range(len(spec.fragments))

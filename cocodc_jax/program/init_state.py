@@ -41,18 +41,7 @@ class InitState:
         per_step: PerStep | None,
         model_state: ModelState | None,
     ):
-        """Compile nothing.
-
-        Args:
-          params: shapes of one region's parameters.
-          optimizer: the inner optimizer.
-          shardings: of everything.
-          num_regions: that the program trains.
-          own_keys: takes the keys of all regions, gives those of these.
-          of_all: how many all are.
-          per_step: what regions exchange at every step, if anything.
-          model_state: of the model, None if it has none.
-        """
+        """Compile nothing."""
         self._optimizer, self._per_step = optimizer, per_step
         self._model_state = () if model_state is None else model_state.init
         self._num_regions, self._own_keys, self._of_all = num_regions, own_keys, of_all

@@ -86,48 +86,7 @@ class RegionProgram:
         optimizer_memory: str = "device",
         trainable: Trainable = None,
     ):
-        """Prepare the programs; nothing is compiled before the first call.
-
-        Args:
-          loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict
-            of scalars. With a `model_state` it is `(params, model_state, batch, key)
-            -> (loss, (aux, new_model_state))`.
-          optimizer: the inner optimizer, the same for every region. One that takes
-            `value=` is given the region's loss, or the mean of all regions' where they
-            exchange something at every step. A step is one of its updates: under
-            `optax.MultiSteps(inner, k)` one of the k that make up one of `inner`'s, and
-            the method's interval, delay and slots must be multiples of k.
-          method: from `cocodc_jax.methods`, or the name of one, for its defaults.
-          params: one region's parameters, or their shapes.
-          regions: M, or how fast each of them is.
-          mesh: the inner mesh; by default as many regions side by side as devices
-            allow.
-          fragments: how to cut the parameters; by default as the method says.
-          param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
-            inside a region (Flax Linen: `nn.get_partition_spec(params)`); replicated
-            by default.
-          supplies: what only the user knows, for merges that need it.
-          transport: how messages cross regions.
-          model_state: what the model has that is not trained, such as BatchNorm's
-            statistics, and whether regions average it.
-          local_regions: how a device computes several regions: "batched", "in_turn", or
-            "auto", which is batched where that is faster; see `LocalRegions.of`.
-          optimizer_memory: "host" keeps the inner optimizer's state in the memory of
-            the devices' hosts; see `devices/optimizer_place.py`.
-          trainable: which parameters are trained: a bool for each, or for all below a
-            node of their tree; a predicate on their paths, parts joined by "/"; or
-            "optimizer", those that it changes (`optax.set_to_zero()` changes none). The
-            others have one copy for all regions, no gradient, and are not sent. None
-            is all. `param_specs` are of all; `fragments` are cut of a tree with None
-            for what is not trained.
-
-        Raises:
-          ValueError: for an argument of another kind, or an unknown `local_regions`;
-            for a `trainable` that trains nothing, or freezes nothing by name;
-            if the mesh does not divide the regions, the parameters do not cut into the
-            method's fragments, the merge needs what is not given, or the method cannot
-            be had with these regions or this transport.
-        """
+        """Prepare the programs; nothing is compiled before the first call."""
         given = checked(
             loss_fn,
             optimizer,
@@ -320,12 +279,7 @@ class RegionProgram:
     def _inner_steps(
         self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
     ) -> tuple[TrainState, tuple, dict]:
-        """Run inner steps, with what leaves before them where that is one program.
-
-        Returns:
-          The state after them but for its step, `(losses, aux)` `[room, R]`, and what a
-          segment merged.
-        """
+        """Run inner steps, with what leaves before them where that is one program."""
         participating = None
         if not self.regions.are_even:
             room = len(jax.tree.leaves(batches)[0])

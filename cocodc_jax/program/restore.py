@@ -41,13 +41,7 @@ class Restore:
         outer: SharedOuterModel,
         optimizer: optax.GradientTransformation,
     ):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          outer: the outer model.
-          optimizer: the inner optimizer.
-        """
+        """Compile nothing yet."""
         self._spec, self._outer, self._optimizer = spec, outer, optimizer
         self._programs: dict[Any, Callable] = {}
         self._mark = jax.jit(lambda verdict, bad: verdict | jnp.where(bad, RESTORED, 0))
@@ -55,16 +49,7 @@ class Restore:
     def __call__(
         self, region: RegionState, sync: SyncState, bad: np.ndarray
     ) -> tuple[RegionState, SyncState]:
-        """Have some regions begin anew.
-
-        Args:
-          region: of all regions.
-          sync: with all that is in flight.
-          bad: bool `[R]`, which.
-
-        Returns:
-          Both, with nothing of theirs left in them.
-        """
+        """Have some regions begin anew."""
         copies = {
             (*sync_id, name): flight.kept[name]
             for sync_id, flight in sync.in_flight.items()

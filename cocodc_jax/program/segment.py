@@ -228,14 +228,7 @@ class Segments:
         weights_of: Callable[[Event], jax.Array],
         steps: InnerSteps,
     ):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          outer: the outer model.
-          weights_of: places the regions' weights in a mean, `[R]`.
-          steps: the inner steps.
-        """
+        """Compile nothing yet."""
         self._spec, self._outer, self._steps = spec, outer, steps
         self._weights_of = weights_of
         self._programs: dict[Segment, Callable] = {}

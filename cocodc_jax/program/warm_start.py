@@ -241,14 +241,7 @@ class _Adoption:
         fresh: PyTree,
         of_regions: Callable = lambda tree: tree,
     ) -> PyTree:
-        """Return `old`, leaves `[R, ...]`, for the new regions, where it fits.
-
-        Args:
-          name: what is told of it.
-          old: of the regions before.
-          fresh: of the new ones.
-          of_regions: makes of what is the same for all what is each region's own.
-        """
+        """Return `old`, leaves `[R, ...]`, for the new regions, where it fits."""
         if not jax.tree.leaves(old) or name in self._lost:
             return fresh
         why = difference(old, fresh, lead=1)

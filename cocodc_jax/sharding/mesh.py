@@ -114,13 +114,6 @@ def _shared_devices(num_regions: int, inside: int) -> list[Any]:
     """List the devices of the longest region axis that processes share evenly.
 
     Each holds whole shards of it, or each shard is so many whole processes.
-
-    Args:
-      num_regions: regions to train, M.
-      inside: devices of a shard of the region axis.
-
-    Raises:
-      ValueError: if there is none.
     """
     of_process = collections.Counter(d.process_index for d in jax.devices())
     num, least = len(of_process), min(of_process.values())

@@ -184,14 +184,7 @@ class Shardings:
     def _divided_host(
         self, host: Sharding, inside: NamedSharding, shape: tuple[int, ...] = ()
     ) -> Sharding:
-        """Divide over processes what lies `inside` regions.
-
-        Args:
-          host: whole on the outer devices.
-          inside: over the devices of a region.
-          shape: of the array; a free side that divides is divided over the axes that
-            do not divide the array otherwise.
-        """
+        """Divide over processes what lies `inside` regions."""
         assert isinstance(host, NamedSharding)
         axes = spec_axes(inside.spec)
         if len(shape) < len(axes) and shape:  # Factored: no copy of its parameter.

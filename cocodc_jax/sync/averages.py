@@ -136,11 +136,7 @@ class SharedMask(Average):
     seed: int = 0
 
     def __post_init__(self):
-        """Check the density.
-
-        Raises:
-          ValueError: if it is out of range.
-        """
+        """Check the density."""
         check_share("mask_density", self.density)
 
     @property

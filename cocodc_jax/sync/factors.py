@@ -32,11 +32,7 @@ class SummedFactors(Message):
     follows_rank: bool = False
 
     def __post_init__(self):
-        """Check the rank.
-
-        Raises:
-          ValueError: if it is not positive.
-        """
+        """Check the rank."""
         check_positive("rank", self.first)
 
     @property

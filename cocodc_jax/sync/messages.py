@@ -167,11 +167,7 @@ class Compressed(Message):
     mean_over: str = "all"
 
     def __post_init__(self):
-        """Check the compressor, and the name.
-
-        Raises:
-          ValueError: if `by` is no compressor, or the name none of `MEANS`.
-        """
+        """Check the compressor, and the name."""
         check_compressor("by", self.by)
         if self.mean_over not in MEANS:
             raise ValueError(

@@ -52,11 +52,7 @@ class Sync:
     robust: Robust | None = None
 
     def __post_init__(self):
-        """Have the parts refuse one another.
-
-        Raises:
-          ValueError: for a part of another kind; saying what does not go together.
-        """
+        """Have the parts refuse one another."""
         for name, kind, made_by in (
             ("schedule", Schedule, "schedules.staggered(...)"),
             ("outer", Outer, "nesterov(...), or SharedOuter(an Optax optimizer)"),

@@ -60,11 +60,7 @@ class ModelState:
     average: bool = True
 
     def __post_init__(self):
-        """Check the leaves.
-
-        Raises:
-          ValueError: for a leaf that is no array, or a PRNG key.
-        """
+        """Check the leaves."""
         for path, leaf in named_leaves(self.init):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise ValueError(

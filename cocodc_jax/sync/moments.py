@@ -33,11 +33,7 @@ class Moments:
     second: int
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: if one is negative.
-        """
+        """Check the numbers."""
         if min(self.first, self.second) < 0:
             raise ValueError(
                 f"sync_moments={self.first},{self.second} must be numbers of syncs, 0 "

@@ -58,11 +58,7 @@ class SharedOuter:
     start: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def __post_init__(self):
-        """Check the placement.
-
-        Raises:
-          ValueError: if it is none of `PLACEMENTS`.
-        """
+        """Check the placement."""
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"outer_placement={self.placement!r} is unknown; use one of "
@@ -120,11 +116,7 @@ class RegionalOuter:
     only_in_program = "its outer parameters lie in the regions"
 
     def __post_init__(self):
-        """Check the group.
-
-        Raises:
-          ValueError: if it is none of `GROUPS`.
-        """
+        """Check the group."""
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
 

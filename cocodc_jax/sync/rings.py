@@ -35,11 +35,7 @@ class ByRings(Message):
     num: int = 2
 
     def __post_init__(self):
-        """Check the number.
-
-        Raises:
-          ValueError: if it is below 1.
-        """
+        """Check the number."""
         check_count("num_rings", self.num)
 
     @property

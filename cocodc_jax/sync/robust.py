@@ -68,11 +68,7 @@ class Robust:
     trim: float = 0.0
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the argument, its value and what would be right.
-        """
+        """Check the numbers."""
         if not self.exclude_above > 1:
             raise ValueError(
                 f"exclude_above={self.exclude_above} must be above 1, times the median "

@@ -24,11 +24,7 @@ class Cadence:
     checkpoint_every: int = 0
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: for a `log_every` below 1 or another number below 0.
-        """
+        """Check the numbers."""
         if self.log_every < 1:
             raise ValueError(f"log_every={self.log_every} must be at least 1 step")
         for name in ("eval_every", "checkpoint_every"):

@@ -65,17 +65,7 @@ class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager."""
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 2):
-        """Open or create `directory`.
-
-        Args:
-          directory: where checkpoints go, one folder a step; a path of a bucket too,
-            as of `buckets.in_bucket`.
-          keep: how many of the newest to keep, at least 1.
-
-        Raises:
-          ValueError: for a `keep` below 1.
-          OSError: if the folder cannot be made.
-        """
+        """Open or create `directory`."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
@@ -284,16 +274,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
-    """Return the shapes of the program's state when a checkpoint was saved.
-
-    Args:
-      program: to restore into.
-      rest: what the checkpoint has besides arrays.
-      where: names the checkpoint.
-
-    Raises:
-      ValueError: if the checkpoint has others.
-    """
+    """Return the shapes of the program's state when a checkpoint was saved."""
     shapes, saved = rest["shapes"], rest["schedule"]
     # Nothing in flight yet: another method's fragments need not exist here.
     lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}

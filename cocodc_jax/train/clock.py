@@ -58,11 +58,7 @@ class FlightRecorder:
     """Records a run's timeline; use as a context manager."""
 
     def __init__(self, earlier_s: float = 0.0):
-        """Begins the clock.
-
-        Args:
-          earlier_s: seconds that the run has taken before.
-        """
+        """Begins the clock."""
         self._zero = time.perf_counter() - earlier_s
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []

@@ -26,12 +26,7 @@ class FiniteWatch:
     """Looks for numbers that are not finite; its errors name where they were."""
 
     def __init__(self, program: RegionProgram, checkpoints: Checkpoints | None):
-        """Watch a run.
-
-        Args:
-          program: of the run.
-          checkpoints: of the run, to name the last good one; None without any.
-        """
+        """Watch a run."""
         self._program, self._checkpoints = program, checkpoints
 
     def check_losses(

@@ -177,11 +177,7 @@ class _Loop:
         return state
 
     def flush(self, state: TrainState) -> None:
-        """Read every turn handed out so far, and write its records.
-
-        Args:
-          state: of now, which tells whose parameters are finite if a number is not.
-        """
+        """Read every turn handed out so far, and write its records."""
         for turn in self._unread:
             self._read(turn, state)
         self._unread = []

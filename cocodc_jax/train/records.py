@@ -30,14 +30,7 @@ class Records:
         tokens_at: Callable[[int], int],
         spikes: Spikes | None = None,
     ):
-        """Begins with nothing.
-
-        Args:
-          write: takes each record.
-          log_every: steps that one training record averages over.
-          tokens_at: tokens that all regions have trained on by a step.
-          spikes: looks for spikes of the losses; None does not.
-        """
+        """Begins with nothing."""
         self._write = write
         self._spikes = spikes
         self.spikes: list[Spike] = []

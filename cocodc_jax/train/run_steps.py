@@ -50,11 +50,7 @@ def run(
 
 
 def _stream(batches: Iterable[PyTree]) -> Iterator[PyTree]:
-    """Return what gives one step's batch after another.
-
-    Raises:
-      ValueError: for a single batch, or a function that makes batches.
-    """
+    """Return what gives one step's batch after another."""
     kind = type(batches).__name__
     try:
         if not isinstance(batches, Mapping):  # Whose elements are the leaves' names.

@@ -53,12 +53,7 @@ class LossSpikeError(ArithmeticError):
     """
 
     def __init__(self, spikes: list[Spike], last_good: int | None):
-        """Say where, and what is left.
-
-        Args:
-          spikes: at least one.
-          last_good: step of the last checkpoint, None if there is none.
-        """
+        """Say where, and what is left."""
         self.spikes = spikes
         first = spikes[0]
         where = "there is none" if last_good is None else f"step {last_good}"
@@ -83,11 +78,7 @@ class SpikeWatch:
     rolls_back: bool = False
 
     def __post_init__(self):
-        """Check the threshold.
-
-        Raises:
-          ValueError: if it is out of range, or nothing is looked for to go back from.
-        """
+        """Check the threshold."""
         if not 0 <= self.zscore < math.inf:
             raise ValueError(
                 f"spike_zscore={self.zscore} must be a positive number of robust "

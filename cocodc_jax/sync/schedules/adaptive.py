@@ -92,11 +92,7 @@ class Adaptive(Slotted):
     transmission_score: str = "pseudo_gradient"
 
     def __post_init__(self):
-        """Check the numbers and the score.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers and the score."""
         _check_score(self.transmission_score)
         super().__post_init__()
 

@@ -50,11 +50,7 @@ class Asynchronous(Schedule):
     is_by_region = True
 
     def __post_init__(self):
-        """Check the interval.
-
-        Raises:
-          ValueError: if it is below 1.
-        """
+        """Check the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:

@@ -57,11 +57,7 @@ class OneStepStale(Staggered):
     """Each fragment is applied as its next message has left; see `one_step_stale`."""
 
     def __post_init__(self):
-        """Check that the delay is one round.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check that the delay is one round."""
         super().__post_init__()
         if self.phase_steps:
             raise ValueError(

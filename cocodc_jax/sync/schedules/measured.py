@@ -109,11 +109,7 @@ class Measured(Schedule):
     window: int = 5
 
     def __post_init__(self):
-        """Check that every fragment can be on time.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check that every fragment can be on time."""
         # Slots that move can wait for a fragment, up to its deadline.
         fixed = self.network_share is None
         longest = self.base.longest_delay if fixed else self.sync_interval

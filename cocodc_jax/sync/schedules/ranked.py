@@ -74,11 +74,7 @@ class RankedRounds(Schedule):
     needs = frozenset({"effective_rank"})
 
     def __post_init__(self):
-        """Check the interval.
-
-        Raises:
-          ValueError: if it is below 1.
-        """
+        """Check the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     @property

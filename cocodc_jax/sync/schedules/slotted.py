@@ -51,11 +51,7 @@ class Slotted(Schedule):
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
-        """Check that every fragment can be on time.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check that every fragment can be on time."""
         check_at_least("num_fragments", self.num_fragments, 1)
         check_at_least("sync_interval", self.sync_interval, 1)
         check_at_least("delay_steps", self.delay_steps, 0)
