@@ -13,7 +13,7 @@ LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes
 DOCUMENTS += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
 # Packages whose public docstrings pass; add yours when it does.
 PACKAGES = ["compiled", "core", "data", "methods", "models", "netlab", "network"]
-PACKAGES += ["report", "transforms"]
+PACKAGES += ["program", "report", "transforms"]
 
 # What to write in place of each.
 WORDS = {
