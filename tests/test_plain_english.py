@@ -12,7 +12,16 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"]
 LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
 DOCUMENTS += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
 # Packages whose public docstrings pass; add yours when it does.
-PACKAGES = ["compiled", "core", "data", "methods", "models", "netlab", "network"]
+PACKAGES = [
+    "compiled",
+    "core",
+    "data",
+    "exchange",
+    "methods",
+    "models",
+    "netlab",
+    "network",
+]
 PACKAGES += ["program", "report", "transforms"]
 
 # What to write in place of each.
