@@ -22,7 +22,7 @@ PACKAGES = [
     "netlab",
     "network",
 ]
-PACKAGES += ["program", "report", "transforms"]
+PACKAGES += ["program", "report", "sharding", "transforms"]
 
 # What to write in place of each.
 WORDS = {
