@@ -22,7 +22,7 @@ PACKAGES = [
     "netlab",
     "network",
 ]
-PACKAGES += ["program", "report", "sharding", "transforms"]
+PACKAGES += ["program", "report", "sharding", "train", "transforms"]
 
 # What to write in place of each.
 WORDS = {
