@@ -55,8 +55,8 @@ class Cadence:
         num_steps = scan_steps(program, min(ahead))
         if program.length_bucket or schedule is None or not schedule.is_measured:
             return num_steps
-        # Its events may be any number of steps apart, and every length of a scan is
-        # compiled: powers of two are few.
+        # Events may be any number of steps apart, and every scan length is a
+        # program of its own: use powers of two.
         return 1 << (num_steps.bit_length() - 1)
 
 
