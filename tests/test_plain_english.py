@@ -12,8 +12,17 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"]
 LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
 DOCUMENTS += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
 # Packages whose public docstrings pass; add yours when it does.
-PACKAGES = ["compiled", "data", "methods", "models", "netlab", "network"]
-PACKAGES += ["report", "transforms"]
+PACKAGES = [
+    "compiled",
+    "core",
+    "data",
+    "exchange",
+    "methods",
+    "models",
+    "netlab",
+    "network",
+]
+PACKAGES += ["program", "report", "sharding", "sync", "train", "transforms"]
 
 # What to write in place of each.
 WORDS = {

@@ -1,4 +1,4 @@
-"""What a method is given, refused before anything is traced."""
+"""Validate the user's arguments before anything is traced."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PyTree = Any
 
 
 def check_accumulation(optimizer: Any, method: Method) -> None:
-    """Refuse syncs in the middle of an accumulation by `optax.MultiSteps`.
+    """Refuse syncs in the middle of an `optax.MultiSteps` accumulation.
 
-    Where it takes a number of steps, that is; of a schedule nothing is known before.
+    Checks a constant number of accumulation steps; a schedule of them is not checked.
 
     Raises:
       ValueError: naming the interval, delay or slot that is no multiple of the number.
     """
-    if not isinstance(optimizer, optax.MultiSteps):  # What its transformation is of.
+    if not isinstance(optimizer, optax.MultiSteps):  # A bound `update` of one.
         optimizer = getattr(optimizer.update, "__self__", None)
     if not isinstance(optimizer, optax.MultiSteps) or method.schedule is None:
         return
@@ -59,7 +59,8 @@ def check_arrays(params: PyTree) -> None:
     """Refuse parameters that are not all arrays, naming the leaf.
 
     Raises:
-      ValueError: for a leaf that is no array; for two of one path; if there is none.
+      ValueError: if a leaf is not an array, if two have the same path, or if there are
+        none.
     """
     leaves = distinct_leaves(params)
     if not leaves:
@@ -75,10 +76,10 @@ def check_arrays(params: PyTree) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Refuse parameters that have no mean over regions, naming the leaf.
+    """Refuse parameters that cannot be averaged over regions, naming the leaf.
 
     Raises:
-      ValueError: for a leaf that is none of real floating-point numbers.
+      ValueError: if a leaf is not real floating point.
     """
     for path, leaf in named_leaves(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -98,11 +99,11 @@ def check_params(params: PyTree) -> None:
 def checked_fragments(
     method: Method, params: PyTree, fragments: Fragments | None
 ) -> Fragments:
-    """Return the fragments of a method's parameters, as given or as it cuts them.
+    """Return `fragments`, or cut the parameters as the method does.
 
     Raises:
-      ValueError: if those that are given are not as many as the method's, or are not
-        of these parameters.
+      ValueError: if the fragments are not as many as the method needs, or are not a
+        partition of these parameters.
     """
     strategy = method.sync.fragment_strategy if method.sync else "strided"
     if fragments is None:
@@ -128,15 +129,15 @@ def checked_fragments(
 
 
 def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None:
-    """Refuse merges that remember, where messages have no residual to remember it in.
+    """Refuse `merge_feedback` if messages have no error-feedback residual.
 
     Args:
-      method: of the run.
-      fragments: the cut of the parameters.
-      params: shapes of one region's.
+      method: method of the run.
+      fragments: cut of the parameters.
+      params: one region's parameters, or their shapes.
 
     Raises:
-      ValueError: naming the argument, and what would be right.
+      ValueError: naming the argument and a setting that works.
     """
     if method.sync is None or not method.sync.merge.feedback_weight:
         return

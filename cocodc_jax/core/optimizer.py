@@ -1,23 +1,22 @@
 """A whole method as one Optax transform: `synchronized`.
 
-For somebody's own training loop, in which regions are an axis: of `jax.vmap` on one
-device or over a mesh (`spmd_axis_name`), or of a mesh inside of `jax.shard_map`. Each
-update is the inner optimizer's step, and what is due after it:
+For your own training loop. Regions are a mapped axis: of `jax.vmap`, on one device or
+over a mesh (`spmd_axis_name`), or of a mesh inside `jax.shard_map`. Each update takes
+an inner optimizer step, then applies the events that are due:
 
     updates, state = inner.update(gradients, state)
-    of each fragment, if its mean is due:    outer step, and merge    `core.sync.finish`
-    of each fragment, if its slot has come:  send, and take the mean  `core.sync.start`
+    each fragment whose mean is due:    outer step and merge    `core.sync.finish`
+    each fragment whose slot has come:  encode and reduce       `core.sync.start`
 
-What is due, the program finds by itself (`sync.schedules.traced`), from numbers that
-are equal in all regions, or their collectives would pair with the wrong ones and hang.
-A fragment has a loop of its own for it, which goes round once or not at all: unlike the
-branches of a conditional, which copy what they hand through, a loop that goes round no
-time costs nothing.
+The compiled program decides what is due (`sync.schedules.traced`). It decides from
+numbers that are equal in all regions; otherwise collectives would be mismatched and
+hang. Each fragment runs in a loop of zero or one iterations. A `lax.cond` copies the
+operands that its branches pass through; a loop of zero iterations costs nothing.
 
-Numbers are those of `RegionProgram`, but for what XLA rounds otherwise, and for draws:
-keys are made of step and region here. The mean is taken as a fragment starts, and
-applied when it is due: a compiler does not hide it behind the steps in between, as
-`RegionProgram` does.
+Results equal those of `RegionProgram` up to XLA's rounding and random draws, whose keys
+are derived from step and region here. The mean is computed when a fragment starts, and
+applied when it is due. Unlike in `RegionProgram`, it does not overlap with the inner
+steps in between.
 """
 
 from __future__ import annotations
@@ -52,23 +51,23 @@ PyTree = Any
 
 
 class SynchronizedState(NamedTuple):
-    """State of `synchronized` in one region; tuples have an entry a fragment.
+    """State of `synchronized` in one region; tuples have one entry per fragment.
 
     Attributes:
       step: int32 scalar, updates done.
-      inner: of the inner optimizer.
-      per_step: of what is sent at every step, `()` if nothing is.
-      times: what the schedule remembers, `traced.Times`.
+      inner: state of the inner optimizer.
+      per_step: state of the exchange at every step, `()` if there is none.
+      times: the schedule's state, `traced.Times`.
       outer: outer parameters, at least float32.
-      opt_states: of the outer optimizer.
-      memories: of the compressors.
-      means: what is on its way, or was last; `()` without a delay.
-      copies: of the region's fragment while it is in flight, by name.
-      stale: outer fragments that pseudo-gradients in flight were measured from.
-      counts: int32 `[N]`, messages sent: of fragments and moments, or of steps.
-      message_bytes: float32 `[N]`, bytes of each.
-      norm: float32 scalar, of the last mean that was applied.
-      correction_ratio: float32 scalar, of the last merge; 0 where it corrects nothing.
+      opt_states: states of the outer optimizer.
+      memories: states of the compressors.
+      means: means in flight, or the last ones; `()` without a delay.
+      copies: copies of the region's fragment while it is in flight, by name.
+      stale: outer fragments that the pseudo-gradients in flight were measured from.
+      counts: int32 `[N]`, messages sent: by fragment and moment, or by step.
+      message_bytes: float32 `[N]`, bytes of each message.
+      norm: float32 scalar, norm of the last applied mean.
+      correction_ratio: float32 scalar, from the last merge; 0 if it corrects nothing.
     """
 
     step: Any
@@ -96,29 +95,28 @@ def synchronized(
     fragments: Fragments | None = None,
     supplies: Supplies = Supplies(),  # noqa: B008  (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """Train in several regions by `method`, with `inner` in each.
+    """Train in several regions by `method`, with `inner` as each region's optimizer.
 
-    `init` takes one region's parameters, the same for all, and needs no axis; `update`
-    runs where `axis_name` is bound, and needs `params`. `optax.apply_updates` of what
-    it gives are the merged parameters, but for the rounding of a sum in their dtype.
-    Extra arguments are handed on to `inner`; where regions exchange something at every
-    step `value` is the mean of theirs. A merge that needs the gradient of the last
-    batch takes it of `value_fn(params) -> loss`, an extra argument of `update`.
+    `init` takes one region's parameters, equal in all regions, and needs no axis.
+    `update` needs `params`, and runs where `axis_name` is bound. Pass its updates to
+    `optax.apply_updates` to get the merged parameters, up to rounding in their dtype.
+    Extra arguments are passed on to `inner`. If the method exchanges messages at every
+    step, `value` is averaged over regions first. A merge that needs the gradient of the
+    last batch takes it from the extra argument `value_fn(params) -> loss`.
 
     Args:
-      inner: the optimizer of a region's own steps.
-      method: from `cocodc_jax.methods`, or the name of one, for its defaults. Refused
-        are regions one by one, times that the host measures, a rank that follows the
-        updates, and regions left out of a mean.
-      axis_name: of the regions.
-      num_regions: M, to have it checked before anything is traced; None takes the
-        axis's length.
-      fragments: how to cut the parameters; by default as the method says.
+      inner: optimizer of a region's own steps.
+      method: from `cocodc_jax.methods`, or the name of one, with its defaults. Not
+        supported: asynchronous regions, measured schedules, adaptive rank, and robust
+        means.
+      axis_name: name of the region axis.
+      num_regions: M, checked before tracing; None takes the axis size.
+      fragments: how to cut the parameters; by default as the method does.
       supplies: what only the user knows, for merges that need it.
 
     Raises:
-      ValueError: naming what does not go together; of the axis and the parameters when
-        they are known.
+      ValueError: naming arguments that do not fit together. Axis and parameters are
+        checked once they are known.
 
     >>> tx = synchronized(optax.sgd(0.1), "diloco", axis_name="region", num_regions=2)
     >>> state = tx.init({"w": jnp.zeros(3)})
@@ -162,7 +160,7 @@ def synchronized(
                     "optimizer's state holds none; use optax.adamw"
                 )
             state = state._replace(**turn.first(sync, found, params))
-        # No array twice, nor one of the parameters: a state is often donated.
+        # The state may be donated: no buffer occurs twice or aliases the parameters.
         return jax.tree.map(jnp.copy, state._replace(inner=()))._replace(
             inner=state.inner
         )
@@ -223,19 +221,16 @@ def synchronized(
 def sync_axes(
     method: Method | str, regional: Any = 0, shared: Any = None
 ) -> SynchronizedState:
-    """Tell which parts of a state are a region's own, for `in_axes` or specs.
+    """Return a prefix of the state that marks regional and shared parts.
 
-    What is equal in all regions need be there once: with `jax.vmap(step, in_axes=(0,
-    sync_axes(method), 0), out_axes=...)` the outer model is not copied for each region,
-    and with `sync_axes(method, P("region"), P())` a mesh has one for each device.
+    Use it for `in_axes` or specs, so that the outer model is not stored once per
+    region: `jax.vmap(step, in_axes=(0, sync_axes(method), 0), out_axes=...)`, or
+    `sync_axes(method, P("region"), P())` on a mesh.
 
     Args:
-      method: as given to `synchronized`.
-      regional: stands for what is a region's own.
-      shared: stands for what is equal in all.
-
-    Returns:
-      A prefix of the state.
+      method: as passed to `synchronized`.
+      regional: value for parts that differ between regions.
+      shared: value for parts that are equal in all regions.
     """
     method = methods.get(method) if isinstance(method, str) else method
     outer = method.sync and method.sync.outer
@@ -249,18 +244,19 @@ def sync_axes(
 
 
 def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
-    """Return what the syncs of an optimizer's state came to.
+    """Return metrics of the syncs in an optimizer state.
 
     Args:
-      state: a `SynchronizedState`, or one around it (`optax.chain`, `optax.masked`).
+      state: a `SynchronizedState`, or a state that contains one (`optax.chain`,
+        `optax.masked`).
 
     Returns:
-      `bytes_sent` by one region (float32: seven digits), the `norm` of the last mean
-      pseudo-gradient applied, the `correction_ratio` of the last merge, and
-      `fragments_in_flight`; scalars, or `[R]` of a state with regions in front.
+      `bytes_sent` by one region (float32: seven digits), the `norm` of the last applied
+      mean pseudo-gradient, the `correction_ratio` of the last merge, and
+      `fragments_in_flight`. Scalars, or `[R]` if the state has a region axis.
 
     Raises:
-      ValueError: if there is no such state in it, or several.
+      ValueError: if the state contains no such state, or several.
     """
     is_one = lambda x: isinstance(x, SynchronizedState)  # noqa: E731
     found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]

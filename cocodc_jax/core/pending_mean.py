@@ -1,4 +1,4 @@
-"""A mean that no device knows of yet: it comes from other jobs, by a thread."""
+"""A mean that arrives from other jobs on a thread, used like an array."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PyTree = Any
 
 
 class MeanResult(NamedTuple):
-    """What came of a sync.
+    """Result of a sync with other jobs.
 
     Attributes:
-      mean: on the outer device.
-      uncounted: this region's own message, decoded there, if the mean is not of it and
-        its work is kept; else None.
-      verdict: who was left out of the mean, int32 `[M]` there, see `sync.robust`; None
-        where nobody is judged.
+      mean: mean pseudo-gradient, on the outer device.
+      uncounted: this region's own decoded message, if the mean left it out and the
+        region keeps its work; else None.
+      verdict: which regions the robust mean left out, int32 `[M]`, see `sync.robust`;
+        None if there is no filter.
     """
 
     mean: PyTree
@@ -27,43 +27,39 @@ class MeanResult(NamedTuple):
 
 
 class PendingMean:
-    """What stands for a mean until it is there; JAX takes it for one leaf of a tree.
+    """A future mean, a single leaf of a pytree.
 
-    Who only watches asks it as one asks an array (`is_ready`, `block_until_ready`);
-    who needs the mean calls `arrived`.
+    Observers use `is_ready` and `block_until_ready`, as of an array. Consumers call
+    `arrived`.
     """
 
     def __init__(self, future: Future):
-        """Wait for nothing yet.
-
-        Args:
-          future: its result is a `MeanResult`.
-        """
+        """Wrap a future without waiting for it."""
         self._future = future
 
     def is_ready(self) -> bool:
-        """Tell, without waiting, whether the mean is there."""
+        """Return whether the mean has arrived, without waiting."""
         return self._future.done()
 
     def block_until_ready(self) -> PendingMean:
         """Wait for the mean.
 
         Raises:
-          Exception: whatever kept it from coming.
+          Exception: the one that the exchange raised.
         """
         jax.block_until_ready(self._future.result().mean)
         return self
 
     def result(self) -> MeanResult:
-        """Wait for the mean, and return what came."""
+        """Wait for the mean and return it."""
         return self._future.result()
 
 
 def arrived(mean: PyTree) -> PyTree:
-    """Return a mean as arrays; waits where it comes from other jobs."""
+    """Return a mean as arrays, waiting for it if it comes from other jobs."""
     return landed(mean).mean
 
 
 def landed(mean: PyTree) -> MeanResult:
-    """Return what came of a sync; waits where it comes from other jobs."""
+    """Return a sync's result, waiting for it if it comes from other jobs."""
     return mean.result() if isinstance(mean, PendingMean) else MeanResult(mean)

@@ -1,10 +1,9 @@
-"""How a mean over regions is taken inside a program, by the name of an axis.
+"""Means over regions inside a program, by the name of a mapped axis.
 
-The axis is one of a mesh, inside of `jax.shard_map`, or of `jax.vmap`. Pseudo-gradients
-as they are become an all-reduce; encoded messages are gathered as they are and decoded
-by everybody; low-rank factors are two all-reduces, the second of what the first
-brought. Regions that hear from a partner or two neighbours alone get their messages by
-one permutation.
+The axis is one of a mesh inside `jax.shard_map`, or of `jax.vmap`. Uncompressed
+pseudo-gradients use an all-reduce. Encoded messages are all-gathered and decoded in
+every region. Low-rank factors use two all-reduces; the second depends on the first.
+Pairwise and ring averages use one permutation.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ PyTree = Any
 
 
 def same_in_all(tree: PyTree, axis_name: Any) -> PyTree:
-    """Return what is equal in all regions as one for all of them, under `jax.vmap`.
+    """Drop the region axis of values that are equal in all regions, under `jax.vmap`.
 
-    What a loop or a choice goes by must not have regions in front there: the loop would
-    go round for all, and select. Elsewhere nothing is done, and nothing ever crosses.
+    A loop bound or predicate must not be batched over regions: the loop would run for
+    all of them and select. Elsewhere this is the identity. It never communicates.
     """
     return _of_first(jax.lax.axis_index(axis_name), tree)
 
 
 @jax.custom_batching.custom_vmap
 def _of_first(index: jax.Array, tree: PyTree) -> PyTree:
-    del index  # Only what is mapped over regions has one of its own.
+    del index  # Exists only to be batched.
     return tree
 
 
@@ -49,7 +48,7 @@ def _of_first(index: jax.Array, tree: PyTree) -> PyTree:
 def _(size: int, is_batched: tuple, index: jax.Array, tree: PyTree):
     del size
     is_of_regions, each = is_batched
-    if not is_of_regions:  # Somebody else's axis.
+    if not is_of_regions:  # Another `vmap`'s axis.
         return _of_first(index, tree), each
     first = jax.tree.map(lambda x, batched: x[0] if batched else x, tree, each)
     return first, jax.tree.map(lambda _: False, each)
@@ -58,11 +57,11 @@ def _(size: int, is_batched: tuple, index: jax.Array, tree: PyTree):
 def weighted_mean(
     message: Message, axis_name: Any, weights: np.ndarray
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Make the `reduce` of `core.sync.start`.
+    """Make the `reduce` argument of `core.sync.start`.
 
     Args:
-      message: what is sent.
-      axis_name: of the regions.
+      message: message type of the method.
+      axis_name: name of the region axis.
       weights: `[M]`, of sum 1.
     """
     weight = jnp.asarray(weights, float)[jax.lax.axis_index(axis_name)]
@@ -89,13 +88,13 @@ def weighted_mean(
 def group_mean(
     outer: RegionalOuter, compressor: Compressor, axis_name: Any, key: jax.Array
 ) -> Callable[[PyTree], PyTree]:
-    """Make what gives a region the mean of what its group's messages decode to.
+    """Make a function that averages the decoded messages of a region's group.
 
     Args:
-      outer: whose groups.
-      compressor: of the messages.
-      axis_name: of the regions.
-      key: of the draw of pairs, the same in every region.
+      outer: regional outer optimizer that defines the groups.
+      compressor: compressor of the messages.
+      axis_name: name of the region axis.
+      key: key that draws pairs, equal in every region.
     """
     num_regions = jax.lax.axis_size(axis_name)
 
@@ -117,7 +116,7 @@ def group_mean(
 
 
 def mean_of_two(compressor: Compressor, one: PyTree, other: PyTree) -> PyTree:
-    """Return the mean of what two messages decode to."""
+    """Return the mean of two decoded messages."""
     both = compressor.decode(one), compressor.decode(other)
     return jax.tree.map(lambda x, y: (x + y) / 2, *both)
 
@@ -125,7 +124,7 @@ def mean_of_two(compressor: Compressor, one: PyTree, other: PyTree) -> PyTree:
 def from_neighbour(
     message: PyTree, by: int, num_regions: int, axis_name: Any
 ) -> PyTree:
-    """Fetch the message of the region `by` places on along the ring, 1 or -1."""
+    """Fetch the message of the region `by` positions ahead on the ring, 1 or -1."""
     perm = [(m, (m - by) % num_regions) for m in range(num_regions)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, perm), message)
 
@@ -136,10 +135,10 @@ def from_partner(
     """Fetch the partner's message.
 
     Args:
-      message: of this region.
-      matching: int32 scalar, the row of `partners` to use, the same in all regions.
+      message: message of this region.
+      matching: int32 scalar, the row of `partners` to use, equal in all regions.
       partners: int `[N, M]`, each region's partner in each matching.
-      axis_name: of the regions.
+      axis_name: name of the region axis.
     """
     branches = [
         functools.partial(
@@ -158,20 +157,20 @@ def factored(
     each: Callable[[Callable], Callable],
     one: Callable[[jax.Array], jax.Array],
 ) -> tuple[PyTree, PyTree]:
-    """Average by sums of low-rank factors, see `transforms.power_sgd`.
+    """Average low-rank factors, see `transforms.power_sgd`.
 
     Args:
-      delta: pseudo-gradients of one region, or of several in front.
-      memory: `PowerSgdState`s; one of weight 0 keeps its residual.
-      weight: in the mean.
-      summed: the weighted sum over all regions.
-      each: maps a function over the regions that the arguments are of.
-      one: takes the first of them.
+      delta: pseudo-gradients of one region, or of several with a leading axis.
+      memory: `PowerSgdState`s; a state of weight 0 keeps its residual.
+      weight: weight in the mean.
+      summed: computes the weighted sum over all regions.
+      each: maps a function over a leading region axis, if there is one.
+      one: takes the first region's entry.
 
     Returns:
       The mean, and the states after it.
     """
-    right = jax.tree.map(one, memory.right)  # Q is the same in all regions.
+    right = jax.tree.map(one, memory.right)  # Q is equal in all regions.
     meant = each(power_sgd.meant)(delta, memory)
     firsts = each(power_sgd.first)(meant, memory.right)
     left = power_sgd.orthonormal(summed(firsts), right)
@@ -195,21 +194,21 @@ def factored(
 def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
     """Sum over the axis by several rings at once, each with its own share.
 
-    The numbers are laid end to end and dealt to the rings, and each share is cut into a
-    chunk for every shard. With q a shard's position on a ring of D shards, at every
-    step k = 0 .. D - 2 it passes one chunk on to its next:
+    The leaves are concatenated and dealt to the rings. Each share is cut into one chunk
+    per shard. With q a shard's position on a ring of D shards, at each step
+    k = 0 .. D - 2 it passes one chunk to the next shard:
 
-        summing     chunk q - k, to which the next adds its own; in the end shard q has
-                    the whole sum of chunk q + 1
-        gathering   chunk q + 1 - k, which the next keeps
+        reduce-scatter  chunk q - k, to which the next adds its own; in the end shard q
+                        has the full sum of chunk q + 1
+        all-gather      chunk q + 1 - k, which the next keeps
 
-    so each shard sends 2 (D - 1) / D of the numbers. Each chunk is summed once, and
-    copied: all shards end with the same bits. Orders of the rings: `sync/rings.py`.
+    Each shard sends 2 (D - 1) / D of the numbers. Each chunk is summed once and copied,
+    so all shards end with the same bits. `sync/rings.py` has the orders of the rings.
 
     Args:
-      tree: of one shard.
-      rings: how many, and their orders.
-      axis_name: of the shards.
+      tree: values of one shard.
+      rings: number of rings and their orders.
+      axis_name: name of the axis to sum over.
     """
     num = jax.lax.axis_size(axis_name)
     flat, restore = ravel_pytree(tree)
@@ -218,7 +217,7 @@ def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
     shares = tuple(padded.reshape(rings.num, num, chunk))
     shard, strides = jax.lax.axis_index(axis_name), rings.strides(num)
     perms = [[(p, (p + s) % num) for p in range(num)] for s in strides]
-    # Position q is shard q s, so a shard's position is it times s inverted.
+    # Position q is shard q s, so a shard's position is its index times s inverted.
     positions = [shard * (pow(s, -1, num) if num > 1 else 0) for s in strides]
 
     def pass_on(share, perm, sent):

@@ -1,7 +1,6 @@
-"""Outer models of the regions' own: a message sent, a mean taken in, steps bent.
+"""Regional outer models: send a message, receive a mean, correct inner gradients.
 
-As `sync.py` has it for the model that regions share, of one region and one fragment;
-see `sync.outer.RegionalOuter`.
+The counterpart of `sync.py` for `sync.outer.RegionalOuter`, of one region and fragment.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ def send(
     state: PyTree,
     key_data: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Make one region's message, where outer models are the regions' own.
+    """Make one region's message for a regional outer optimizer.
 
     Args:
-      outer: the optimizer.
-      compressor: of the messages.
-      part: the region's own fragment.
+      outer: outer optimizer.
+      compressor: compressor of the messages.
+      part: the region's local fragment.
       params: its outer fragment.
-      state: of the outer optimizer.
-      key_data: of the region's PRNG key.
+      state: state of the outer optimizer.
+      key_data: data of the region's PRNG key.
 
     Returns:
       The message, and the state after it.
@@ -55,10 +54,10 @@ def receive(
     arrived: PyTree,
     num_regions: int,
 ) -> tuple[Fragment, PyTree, jax.Array]:
-    """Step one region's own outer model with what arrived.
+    """Step one region's own outer model with the mean that arrived.
 
     Returns:
-      The outer fragment and the state after it, and the norm of what arrived, a float32
+      The outer fragment, its optimizer's state, and the norm of the mean, a float32
       scalar.
     """
     new, new_state = outer.receive(params, state, arrived, num_regions)
@@ -70,12 +69,12 @@ def receive(
 def make_correct(
     sync: Sync | None, fragments: Fragments, num_regions: int
 ) -> Callable | None:
-    """Make what a region's outer model does to its gradients, if it does anything.
+    """Make the function by which a region's outer model corrects its inner gradients.
 
     Returns:
-      `correct(gradient, params, outer) -> gradient` of one region, all but `outer`, the
-      outer fragments and their states, trees like the parameters; None where gradients
-      stay as they are.
+      `correct(gradient, params, outer) -> gradient` of one region, where `outer` has
+      the outer fragments and their states as trees like the parameters; None if there
+      is no correction.
     """
     outer = sync and sync.outer
     if not isinstance(outer, RegionalOuter) or outer.correct is None:

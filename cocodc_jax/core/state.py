@@ -1,4 +1,4 @@
-"""What a run is made of at one step; everything here goes into a checkpoint."""
+"""State of a run at one step; all of it is checkpointed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SyncId = tuple[int, int]
 
 
 class RegionState(NamedTuple):
-    """The regions' own training; every leaf is *regional*, `[R, ...]`.
+    """State of the regions' local training; every leaf is *regional*, `[R, ...]`.
 
     Attributes:
       params: local parameters.
       opt_state: the inner optimizer's state.
       key: PRNG key data, uint32 `[R, 2]`.
-      per_step: state of what is sent at every step, `()` if nothing is.
-      model_state: state of the model that is not trained, `()` if it has none.
+      per_step: state of the exchange at every step, `()` if there is none.
+      model_state: non-trained state of the model, `()` if it has none.
     """
 
     params: PyTree
@@ -36,14 +36,14 @@ class RegionState(NamedTuple):
 
 
 class OuterState(NamedTuple):
-    """The outer side of a run, an entry a fragment.
+    """Outer parameters and optimizer states, one entry per fragment.
 
-    One copy for all regions, on the outer device or laid over the mesh; where outer
-    parameters are regional every leaf is `[R, ...]`, on the mesh.
+    One copy for all regions, on the outer device or sharded over the mesh. Regional
+    outer models have leaves `[R, ...]` on the mesh.
 
     Attributes:
       params: outer parameters, at least float32.
-      opt_states: the outer optimizer's independent states.
+      opt_states: one state of the outer optimizer per fragment.
     """
 
     params: tuple[Fragment, ...]
@@ -56,7 +56,7 @@ class OuterState(NamedTuple):
     def updated(
         self, fragment_id: int, params: Fragment, opt_state: PyTree
     ) -> OuterState:
-        """Return the same with the entries of one fragment replaced."""
+        """Return a copy with the entries of one fragment replaced."""
         return OuterState(
             replaced(self.params, fragment_id, params),
             replaced(self.opt_states, fragment_id, opt_state),
@@ -64,21 +64,21 @@ class OuterState(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A fragment on its way.
+    """A fragment in flight.
 
     Attributes:
-      mean: the mean pseudo-gradient that will arrive, no region axis unless every pair
-        of regions has its own; an `PendingMean` where it comes from other jobs.
-      kept: what is kept until then for those who need it, by name: copies of the
-        fragment (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and
-        "times", which arrive with the mean.
+      mean: mean pseudo-gradient that will arrive; `[R, ...]` if regions are averaged in
+        groups, a `PendingMean` if it comes from other jobs.
+      kept: values kept until the mean arrives, by name: copies of the fragment
+        (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and "times",
+        which arrive with the mean.
     """
 
     mean: PyTree
     kept: dict[str, PyTree]
 
     def with_kept(self, name: str, value: PyTree) -> InFlight:
-        """Return the same with something more kept."""
+        """Return a copy that also keeps `value` under `name`."""
         return self._replace(kept={**self.kept, name: value})
 
 
@@ -86,14 +86,14 @@ class AppliedSync(NamedTuple):
     """One applied sync.
 
     Attributes:
-      fragment_id: which fragment.
-      start_step: step it started at.
-      apply_step: step it was merged at.
+      fragment_id: fragment that was synchronized.
+      start_step: step at which it started.
+      apply_step: step at which it was merged.
       num_bytes: bytes one region sent for it.
       norm: L2 norm of the mean pseudo-gradient, float32 scalar on its device.
       metrics: the merge's metrics, float32 `[R]` on their devices.
-      verdict: who was left out of the mean, int32 `[R]` on its device, see
-        `sync.robust`; None where nobody is.
+      verdict: which regions the robust mean left out, int32 `[R]` on its device, see
+        `sync.robust`; None if there is no filter.
     """
 
     fragment_id: int
@@ -107,22 +107,20 @@ class AppliedSync(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SyncState:
-    """What a run has besides its regions' own training; entries are one a fragment.
+    """State of the exchange between regions; tuples have one entry per fragment.
 
     Attributes:
       outer: outer parameters and optimizer states.
       schedule: the schedule's state.
-      compressors: what each region's compressor remembers between two messages, such as
-        what error feedback has not sent yet, `[R, ...]`; none where the outer
-        optimizer's state has it.
-      stale_params: the outer fragment that each region last took and measures its
-        pseudo-gradient from, `[R, ...]`; none unless regions take it one by one.
+      compressors: each region's compressor state, such as the residual of error
+        feedback, `[R, ...]`; empty if the outer optimizer's state holds it.
+      stale_params: outer fragment that each region last received and measures its
+        pseudo-gradient from, `[R, ...]`; empty unless regions sync asynchronously.
       in_flight: syncs started and not yet applied, by fragment and start.
-      observed: fragment, and what was seen by the name of a need, of applied updates
-        that the schedule does not know of yet: still on their devices, so that reading
-        them can wait until it has to choose.
+      observed: (fragment, observations by name of a need) of applied updates that the
+        schedule has not read yet. They stay on their devices until it has to choose.
       leaving: starts of this step that wait for the inner steps after it, see
-        `program/segment.py`; no checkpoint has any.
+        `program/segment.py`; never in a checkpoint.
     """
 
     outer: OuterState
@@ -140,15 +138,15 @@ class SyncState:
 
     @property
     def arrays(self) -> dict[str, PyTree]:
-        """All arrays that must not be lost; observations are told before a save.
+        """All arrays to checkpoint; waits for means that come from other jobs.
 
-        Means that come from other jobs are waited for.
+        Observations are not included: the schedule reads them before a save.
         """
         return {
             "outer": self.outer,
             "compressors": self.compressors,
             "stale_params": self.stale_params,
-            # Keys of dicts must be text.
+            # Dict keys must be strings.
             "in_flight": {
                 f"{k}_{s}": flight._replace(mean=arrived(flight.mean))
                 for (k, s), flight in self.in_flight.items()
@@ -156,7 +154,7 @@ class SyncState:
         }
 
     def with_arrays(self, arrays: dict[str, PyTree]) -> SyncState:
-        """Return the same with the arrays of another, as `arrays` gave them."""
+        """Return a copy with `arrays`, as `self.arrays` returns them."""
         flights = {
             (int(k), int(s)): flight
             for (k, s), flight in (
@@ -186,7 +184,7 @@ def _sync_of_children(static: tuple, children: Iterable[Any]) -> SyncState:
     )
 
 
-# What a schedule remembers is plain values: no leaves, but part of the structure.
+# A schedule's state has plain values: no leaves, but part of the tree structure.
 jax.tree_util.register_pytree_with_keys(SyncState, _sync_children, _sync_of_children)
 
 
@@ -197,18 +195,18 @@ jax.tree_util.register_pytree_with_keys(SyncState, _sync_children, _sync_of_chil
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """A whole run at one step.
+    """State of a whole run at one step.
 
-    A pytree of all its arrays; numbers of the host, and what the schedule remembers,
-    are part of its structure.
+    A pytree of its arrays. Python numbers and the schedule's state are part of the tree
+    structure.
 
     Attributes:
       region: regional arrays, on the inner mesh.
-      sync: what is exchanged; None for methods that exchange no parameters.
+      sync: state of the exchange; None for methods that exchange no parameters.
       step: inner steps done.
       bytes_sent: bytes one region has sent.
       frozen: parameters that are not trained, one copy for all regions, see
-        `program/frozen.py`; `()` where all are trained.
+        `program/frozen.py`; `()` if all are trained.
     """
 
     region: RegionState

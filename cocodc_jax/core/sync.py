@@ -1,7 +1,7 @@
-"""The life of a fragment: `start` sends it, `finish` takes in what comes back.
+"""The life of a fragment: `start` sends it, `finish` applies the mean that comes back.
 
-Regions train alone. Now and then a fragment p of region m leaves, crosses to the other
-regions while the inner steps go on, and comes back as a mean:
+Regions train independently. From time to time fragment p of region m is sent to the
+other regions, travels while the inner steps go on, and comes back as a mean:
 
     start    staged = theta^m_p;  Delta^m = theta^g_p - staged
              message^m, memory^m = encode(Delta^m, memory^m)
@@ -9,14 +9,14 @@ regions while the inner steps go on, and comes back as a mean:
     finish   theta^g_p, state = outer optimizer(theta^g_p, mean)
              theta^m_p = merge(theta^m_p, staged, theta^g_p)
 
-Everything here is of one region and of one fragment, a flat dict of arrays. Pseudo-
+Every function here is of one region and one fragment, a flat dict of arrays. Pseudo-
 gradients Delta are old minus new, so that descent is minus. `theta^g_p` and the outer
-state are equal in all regions. How `reduce` crosses is somebody else's: a collective
-over a mesh axis (`reduce.py`), a mean between hosts, or a name of `jax.vmap`.
+state are equal in all regions. The caller passes `reduce`: a collective over a mesh
+axis or a `jax.vmap` axis (`reduce.py`), or a mean between hosts.
 
-A program that places arrays on devices maps `encode`, `outer_step` and `merge` over the
-regions by itself, each where its arrays are. Where all are in one place, as in an Optax
-transform, `start` and `finish` are all there is.
+A program that places arrays on several devices maps `encode`, `outer_step` and `merge`
+over the regions itself. Where all arrays are in one place, as in an Optax transform,
+`start` and `finish` are the whole algorithm.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PyTree = Any
 
 
 class Measured(NamedTuple):
-    """A message and its length, where regions may be left out of a mean.
+    """A message and its length, for a robust mean.
 
     Attributes:
-      message: what the mean is taken of, encoded where the method compresses.
+      message: value to be averaged, encoded if the method compresses.
       length: see `sync.robust.length`.
     """
 
@@ -51,11 +51,11 @@ class Measured(NamedTuple):
 
 
 class Started(NamedTuple):
-    """One region's fragment on its way.
+    """One region's fragment in flight.
 
     Attributes:
-      mean: the mean pseudo-gradient that arrives, equal in all regions.
-      staged: the region's fragment when it left.
+      mean: mean pseudo-gradient, equal in all regions.
+      staged: the region's fragment when it was sent.
     """
 
     mean: Fragment
@@ -75,17 +75,17 @@ def start(
     """Send one region's fragment.
 
     Args:
-      sync: of the method.
-      part: the region's own fragment.
-      anchor: the outer fragment as regions were given it.
-      memory: of the region's compressor.
-      key_data: of the region's PRNG key.
+      sync: synchronization of the method.
+      part: the region's local fragment.
+      anchor: the outer fragment as the regions received it.
+      memory: state of the region's compressor.
+      key_data: data of the region's PRNG key.
       reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
-      weight: as of `encode`.
+      weight: as in `encode`.
 
     Returns:
-      What is on its way, and the compressor's memory after it.
+      The fragment in flight, and the compressor's state after it.
     """
     message, memory = encode(
         sync, None, part, anchor, memory, key_data, weight, sync_key
@@ -104,20 +104,20 @@ def finish(
     started: Started,
     seen: needs.MergeContext,
 ) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
-    """Take in a mean: outer step, and merge.
+    """Apply a mean: outer step, then merge.
 
     Args:
-      sync: of the method, with a shared outer model.
-      part: the region's own fragment now.
+      sync: synchronization of the method, with a shared outer model.
+      part: the region's local fragment now.
       outer: the outer fragment.
-      opt_state: of the outer optimizer.
-      memory: of the region's compressor.
-      started: what `start` gave.
-      seen: what the merge rule may ask for; `local` and `outer` are filled in here.
+      opt_state: state of the outer optimizer.
+      memory: state of the region's compressor.
+      started: result of `start`.
+      seen: context of the merge rule; `local` and `outer` are filled in here.
 
     Returns:
-      The region's fragment, the outer fragment, its optimizer's state, the memory, the
-      mean's norm (float32 scalar), and the merge's metrics.
+      The region's fragment, the outer fragment, its optimizer's state, the compressor's
+      state, the norm of the mean (float32 scalar), and the merge's metrics.
     """
     assert isinstance(sync.outer, SharedOuter)
     if sync.merge.feedback_weight:
@@ -145,23 +145,22 @@ def encode(
     """Make one region's message.
 
     Args:
-      sync: of the method.
-      params: all the region's parameters, by which it is checked where regions may be
-        left out of a mean; else unused.
-      part: the region's own fragment.
-      anchor: what the pseudo-gradient is measured from.
-      memory: of the region's compressor.
-      key_data: of the region's PRNG key.
-      weight: of the region in the mean; one of weight 0 keeps its memory.
+      sync: synchronization of the method.
+      params: all the region's parameters, for the check of a robust mean; else unused.
+      part: the region's local fragment.
+      anchor: outer fragment that the pseudo-gradient is measured from.
+      memory: state of the region's compressor.
+      key_data: data of the region's PRNG key.
+      weight: of the region in the mean; a region of weight 0 keeps its memory.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
-      rank: of the message, where the schedule sets one.
+      rank: rank of the message, if the schedule sets one.
 
     Returns:
-      The message, `Measured` where regions may be left out; the memory after it.
+      The message, `Measured` for a robust mean; the compressor's state after it.
     """
     delta = pseudo_gradient(anchor, part)
     message = sync.message.average.before(delta, sync_key)
-    dtype = jax.tree.leaves(message)[0].dtype  # What is summed has one dtype.
+    dtype = jax.tree.leaves(message)[0].dtype  # A sum has one dtype.
     compressor = sync.message.compressor(rank)
     if compressor is not None:
         dtype = jnp.float32
@@ -170,7 +169,7 @@ def encode(
             new = jax.tree.map(lambda x, y: jnp.where(weight > 0, x, y), new, memory)
         memory = vary_like(new, memory)
     if sync.robust:
-        # Of the pseudo-gradient: the message may be directions, all of one length.
+        # Of the pseudo-gradient: an encoded message may be normalized.
         message = Measured(message, length(params, delta).astype(dtype))
     return message, memory
 
@@ -185,14 +184,14 @@ def outer_step(
     """Step the outer optimizer on one fragment.
 
     Args:
-      optimizer: given `stale_params` where there are any.
+      optimizer: outer optimizer; receives `stale_params` if not None.
       params: the outer fragment.
-      opt_state: its state.
+      opt_state: its optimizer's state.
       mean_pseudo_gradient: old minus new; the optimizer's gradient.
-      stale_params: the outer fragment that it was measured from, or None.
+      stale_params: outer fragment that it was measured from, or None.
 
     Returns:
-      New outer fragment, new optimizer state, and the mean pseudo-gradient's norm
+      New outer fragment, new optimizer state, and the norm of the mean pseudo-gradient
       (float32 scalar).
     """
     extra = {} if stale_params is None else {"stale_params": stale_params}
@@ -206,7 +205,7 @@ def outer_step(
 def merge(
     sync: Sync, seen: needs.MergeContext
 ) -> tuple[Fragment, dict[str, jax.Array]]:
-    """Merge an arriving outer fragment into a region's own, by the method's rule.
+    """Merge an arriving outer fragment into a region's local one, by the method's rule.
 
     Returns:
       The merged fragment, and the rule's metrics, float32 scalars.
@@ -222,17 +221,17 @@ def merge(
 
 
 def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any:
-    """Keep for the next message what a merge drops of the progress since the start.
+    """Put the local progress that a merge drops into the error-feedback residual.
 
     A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,
-    which no message has carried. As a pseudo-gradient, old minus new, it goes into the
-    residual of the region's error feedback: `e <- e - s (part - staged)`. Averaged over
-    regions it arrives later, where each alone was too noisy. Ours; no source.
+    which no message has carried. As a pseudo-gradient, old minus new, it is added to
+    the residual of the region's error feedback: `e <- e - s (part - staged)`, and is
+    sent with the next message. Averaged over regions it is less noisy. Ours; no source.
 
     Args:
       share: s.
       part: the region's fragment before the merge.
-      staged: when its sync started.
+      staged: the region's fragment when its sync started.
       memory: an `ErrorFeedbackState`.
     """
     residual = jax.tree.map(
@@ -245,14 +244,14 @@ def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any
 
 
 def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Array:
-    """Measure how far regions are from an outer fragment, per parameter of it.
+    """Measure how far regions are from an outer fragment, per parameter.
 
     Args:
-      name: "drift", |theta^g - theta^m| summed over regions, or "distance", the mean
-        over all of its square; see `sync.needs`.
-      outer: the fragment.
-      local: of some regions, `[R, ...]`.
-      num_regions: of all; what is returned is to be summed over them.
+      name: "drift", the sum over regions of |theta^g - theta^m|, or "distance", the
+        mean over regions of its square; see `sync.needs`.
+      outer: the outer fragment.
+      local: local fragments of some regions, `[R, ...]`.
+      num_regions: number of all regions; sum the result over them.
     """
     of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
     share = 1 / num_regions if name == "distance" else 1
@@ -265,10 +264,7 @@ def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Ar
 
 
 def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
-    """Copy one region's parameters as the outer fragments that a run begins with.
-
-    Of their own dtype, but at least float32.
-    """
+    """Copy one region's parameters as the initial outer fragments, at least float32."""
     return tuple(
         jax.tree.map(
             lambda x: jnp.array(x, wide_dtype(jnp.result_type(x)), copy=True),
@@ -279,10 +275,10 @@ def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
 
 
 def message_key(key_data: jax.Array) -> jax.Array:
-    """Make one region's key for rounding a message: its own fold of its key."""
+    """Make one region's key for stochastic rounding of a message."""
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), 4)
 
 
 def merge_key(key_data: jax.Array) -> jax.Array:
-    """Make one region's key for its merge: 0 and 1 are those the next step splits."""
+    """Make one region's key for its merge; the next step's split uses folds 0 and 1."""
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)

@@ -1,7 +1,7 @@
-"""What is due after one inner step of one region, inside a program; see `optimizer.py`.
+"""The events after one region's inner step, inside a program; see `optimizer.py`.
 
-A fragment's part of a state goes through a loop of one round or none for what arrives
-of it, and through one for what leaves. Predicates are equal in all regions.
+Each fragment's part of the state passes through a loop of zero or one iterations for
+its arrival, and another for its departure. Predicates are equal in all regions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PyTree = Any
 
 
 class Flight(NamedTuple):
-    """What is on its way of a fragment, or was last; `()` is nothing.
+    """A fragment's values in flight, or the last ones; `()` is none.
 
     Attributes:
-      means: the mean pseudo-gradient that arrives, or what a regional outer model gets.
-      copies: of the region's fragment, by name.
-      stale: the outer fragment that it was measured from.
+      means: mean pseudo-gradient that arrives, or a regional outer model's input.
+      copies: copies of the region's fragment, by name.
+      stale: outer fragment that it was measured from.
     """
 
     means: Any = ()
@@ -47,16 +47,16 @@ class Flight(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a fragment's loops carry.
+    """Carry of a fragment's loops.
 
     Attributes:
-      updates: the leaves that hold some of it.
-      outer: its outer parameters.
-      opt_states: of the outer optimizer.
-      memories: of the region's compressor.
-      flight: what is on its way.
-      norm: of the mean that was applied now, 0 of none.
-      correction_ratio: of its merge.
+      updates: leaves that contain part of the fragment.
+      outer: outer parameters.
+      opt_states: state of the outer optimizer.
+      memories: state of the region's compressor.
+      flight: values in flight.
+      norm: norm of the mean that was applied now, else 0.
+      correction_ratio: from its merge.
     """
 
     updates: PyTree
@@ -77,7 +77,7 @@ def region_key(step: jax.Array, axis_name: Any) -> jax.Array:
 def exchange(
     per_step: PerStep, gradients: PyTree, kept: PyTree, key: jax.Array, axis_name: Any
 ) -> tuple[PyTree, PyTree]:
-    """Send one region's gradient; return what it makes of all, and what it keeps."""
+    """Exchange one region's gradient; return the combined one and the new state."""
     message, kept = per_step.send(gradients, kept, jax.random.fold_in(key, 3))
     if per_step.receive is None:
         return mean_of_all(message, axis_name), kept
@@ -92,9 +92,9 @@ def mean_of_all(tree: PyTree, axis_name: Any) -> PyTree:
 
 
 def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
-    """Return what of a state is the fragments', before the first step.
+    """Return the fragments' part of a state before the first step.
 
-    A delay has room for what is on its way: of a stale schedule messages of zero.
+    With a delay it has placeholders for what is in flight: zero messages.
     """
     parts, copies = [], sorted(sync.copies & set(needs.REGIONAL_COPIES))
     for k, own in enumerate(core.outer_parts(fragments, params)):
@@ -120,7 +120,7 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
 
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
-    """Return the bytes of one region's messages: of fragments, and of moments."""
+    """Return the bytes of one region's messages: by fragment, then by moment."""
     if num_regions == 1:
         return [0] * len(state.counts)
     if isinstance(sync.outer, RegionalOuter):
@@ -135,13 +135,13 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
 
 
 class Region(NamedTuple):
-    """What events see of a region besides a fragment's part.
+    """What events read of a region besides a fragment's part.
 
     Attributes:
-      step: int32 scalar, that the inner step led to.
+      step: int32 scalar, after the inner step.
       params: before the inner step.
-      updates: of the inner step, and of events before.
-      inner: state of the inner optimizer after it.
+      updates: of the inner step and of earlier events.
+      inner: state of the inner optimizer after the inner step.
     """
 
     step: jax.Array
@@ -152,15 +152,15 @@ class Region(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What one update of one region does besides the inner step; see `synchronized`.
+    """The events of one region's update; see `synchronized`.
 
     Attributes:
-      sync: bound to the regions.
-      fragments: the cut of the parameters.
-      supplies: of the user.
-      axis_name: of the regions.
+      sync: synchronization of the method, bound to the regions.
+      fragments: cut of the parameters.
+      supplies: the user's inputs.
+      axis_name: name of the region axis.
       num_regions: M.
-      value_fn: of the parameters, the loss of the last batch; None if nobody gave it.
+      value_fn: loss of the last batch as a function of the parameters, or None.
     """
 
     sync: Sync
@@ -176,25 +176,25 @@ class Turn:
         return cast(Slotted, self.sync.schedule)
 
     def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
-        """Do what is due.
+        """Apply the events that are due.
 
         Args:
           region: after its inner step.
           state: a `SynchronizedState`.
 
         Returns:
-          The updates and the state after it.
+          The updates and the state after them.
         """
         is_due = traced.is_due(self.schedule, state.times, region.step)
         own = region.updates, region.inner if self.sync.moments else (), state
-        if not self._wants_whole:  # What is carried twice is copied at every step.
+        if not self._wants_whole:  # A second carry would be copied at every step.
             region = region._replace(updates=())
         (updates, inner, state) = _if(is_due, self._events, own, region)
         return updates, state._replace(inner=inner) if self.sync.moments else state
 
     @property
     def _wants_whole(self) -> bool:
-        """Whether the merge asks for the loss of the whole model."""
+        """Whether the merge needs the loss of the full model."""
         return needs.wants_batch(self.sync.merge.needs)
 
     def _events(self, value: tuple, region: Region) -> tuple[PyTree, PyTree, Any]:
@@ -250,7 +250,7 @@ class Turn:
         return region.updates, inner if sync.moments else (), state
 
     def leaving(self, times: traced.Times, region: Region, parts: list[Part]):
-        """Tell which fragment starts, bool `[K]`; measures what the schedule needs."""
+        """Return which fragments start, bool `[K]`; measure what the schedule needs."""
         none = jnp.zeros(len(parts), jnp.float32)
         is_slot = traced.is_slot(self.schedule, region.step)
 
@@ -270,7 +270,7 @@ class Turn:
         return traced.leaving(self.schedule, sizes, times, region.step, observe)
 
     def local(self, k: int, part: Part, region: Region) -> Fragment:
-        """Return the region's own fragment after what was done to it so far."""
+        """Return the region's local fragment with the updates so far."""
         old, change = (self.fragments.take(x, k) for x in (region.params, part.updates))
         return cast(Fragment, optax.apply_updates(old, change))
 
@@ -279,21 +279,21 @@ class Turn:
         return jax.random.key_data(region_key(region.step, self.axis_name))
 
     def given(self, part: Part) -> Fragment:
-        """Return what regions are given of an outer fragment."""
+        """Return an outer fragment as regions receive it."""
         start = getattr(self.sync.outer, "start", None)
         return start(part.outer, part.opt_states) if start else part.outer
 
     def look(self, k: int, part: Part, region: Region) -> Part:
-        """Copy a fragment that is half of its delay old."""
+        """Copy a fragment halfway through its delay."""
         copies = part.flight.copies | {HALFWAY: self.local(k, part, region)}
         return part._replace(flight=part.flight._replace(copies=copies))
 
     def both(self, k: int, part: Part, region: Region) -> Part:
-        """Send a fragment, and take in at once what arrives of it."""
+        """Start a fragment, and finish the one that arrives in the same step."""
         new = self.start(k, part, region)
-        if not self.sync.schedule.delay_steps:  # The same, and nothing is on its way.
+        if not self.sync.schedule.delay_steps:  # Nothing in flight.
             return self.finish(k, new, region)._replace(flight=part.flight)
-        # What left a round ago; it finds the region as what leaves did.
+        # Started a round ago; both see the region before either is applied.
         done = self.finish(k, new._replace(flight=part.flight), region)
         return done._replace(flight=new.flight)
 
@@ -331,7 +331,7 @@ class Turn:
         return part._replace(flight=Flight(mean, copies, stale))
 
     def finish(self, k: int, part: Part, region: Region) -> Part:
-        """Take in the mean that is on its way; see `core.sync.finish`."""
+        """Apply the mean in flight; see `core.sync.finish`."""
         sync, own, flight = self.sync, self.local(k, part, region), part.flight
         seen = self.seen(k, part, region)
         if isinstance(sync.outer, RegionalOuter):
@@ -358,7 +358,7 @@ class Turn:
         return Part(updates, outer, opt_state, memory, flight, norm, ratio)
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
-        """Return what a merge may ask for, but for what `core.finish` fills in."""
+        """Return the merge's context, except what `core.finish` fills in."""
         rate, tau = self.supplies.learning_rate, self.sync.schedule.delay_steps
         if callable(rate):
             rate = rate(cast(Any, region.step) - 1)
@@ -394,10 +394,10 @@ class Turn:
     def average_moments(
         self, inner: PyTree, step: jax.Array, begun: jax.Array
     ) -> tuple[PyTree, list[jax.Array]]:
-        """Average the inner optimizer's moments with a sync, where they are due.
+        """Average the inner optimizer's moments with a sync, if due.
 
         Returns:
-          Its state after it, and for each kind of moments whether they were sent.
+          The inner state after it, and whether each kind of moments was sent.
         """
         if self.sync.moments is None:
             return inner, []
@@ -412,14 +412,14 @@ class Turn:
 
 
 def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyTree:
-    """Return `do(value, *rest)` where the condition holds, else `value` as it is.
+    """Return `do(value, *rest)` if the condition holds, else `value`.
 
-    Of a body that goes round once all is the same in each round: without the barrier
-    the compiler would do it before the loop, at every step.
+    The barrier keeps XLA from hoisting the loop-invariant body, which would then run at
+    every step.
     """
 
     def body(i: jax.Array, value: PyTree) -> PyTree:
-        # One by one: what a barrier has together, varies together over a mesh.
+        # One barrier per leaf: a joint one makes all of them vary over a mesh.
         given = jax.tree.map(
             lambda x: jax.lax.optimization_barrier((i, x))[1], (value, *rest)
         )

@@ -1,6 +1,6 @@
-"""What every way between regions offers; `transport.py` resolves it once.
+"""The interface of every way that messages cross regions; `transport.py` chooses one.
 
-An `Exchange` sends a fragment's message and never waits: what it returns as the mean
+An `Exchange` sends a fragment's message and never waits: the mean that it returns
 arrives later.
 """
 
@@ -18,16 +18,16 @@ from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
-# Seconds of an inner step and of a sync as a process has measured them, 0 for not yet.
+# Measured seconds of an inner step and of a sync, 0 if not yet known.
 Times = tuple[float, float]
 
 
 class Exchange(abc.ABC):
-    """A way for messages to cross.
+    """A way for messages to cross regions.
 
     Attributes:
       shares_mesh: whether a message crosses in a program of the inner mesh.
-      goes_on: whether inner steps go on where a mean is late.
+      goes_on: whether inner steps go on while a mean is late.
     """
 
     shares_mesh: bool = False
@@ -36,7 +36,7 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def num_regions(self) -> int:
-        """Regions whose messages there are at most."""
+        """Maximum number of regions that send messages."""
 
     @abc.abstractmethod
     def send(
@@ -52,14 +52,16 @@ class Exchange(abc.ABC):
 
         Args:
           event: the start.
-          weights: of the regions in the mean, of sum 1. One of weight 0 does not send.
-          times: they go with the message where the schedule is measured.
+          weights: of the regions in the mean, of sum 1. A region of weight 0 does not
+            send.
+          times: sent with the message if the schedule is measured.
           region: read only.
-          stale_params: the outer fragment on the mesh, or what each region last took.
+          stale_params: the outer fragment on the mesh, or what each region last
+            received.
           compressor_state: of the regions, of the message's rank.
 
         Returns:
-          The staged copy, if anyone needs it; the mean, on its way; side information
+          The staged copy, if a merge needs it; the mean in flight; side information
           that arrives with it, see `abstract_told`; the compressors' state after it.
         """
 
@@ -75,23 +77,23 @@ class Exchange(abc.ABC):
 
         Args:
           fragment_id: which.
-          region: abstract, as the others are.
-          stale_params: as of `send`.
-          compressor_state: of the regions, of a message without a rank.
+          region: abstract, like the other arguments.
+          stale_params: as for `send`.
+          compressor_state: of the regions, for messages without a rank.
         """
 
     @abc.abstractmethod
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
 
     @abc.abstractmethod
     def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and shardings of what arrives with a mean, by name."""
+        """Return shapes and shardings of side information of a mean, by name."""
 
     def weights(self, weights: tuple[float, ...]) -> jax.Array:
-        """Place the regions' weights with them, for segments of inner steps."""
+        """Place the regions' weights on the mesh, for segments of inner steps."""
         raise NotImplementedError
 
     def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
-        """Return of a verdict on all regions that on the regions of this program."""
+        """Select this program's regions from a verdict on all regions."""
         return verdict

@@ -1,11 +1,11 @@
-"""The exchange over the outer mesh: beside the inner steps, between hosts.
+"""Exchange over the outer mesh: between hosts, concurrently with the inner steps.
 
-One program encodes every region's message on the inner mesh and lays it out as a flat
-buffer, each device what it has of it (`shard_buffer.py`); each process moves its own
-devices' columns of its own regions' rows to its outer device; another program crosses
-there, with the processes that stand alike in the other regions, and takes the mean of
-those columns (`combine.py`), while the inner mesh goes on. The outer state of them is
-there too, and what comes back goes to each device's shard.
+One program encodes every region's message on the inner mesh into a flat buffer, each
+device its own part (`shard_buffer.py`). Each process moves the columns of its own
+devices to its outer device. Another program communicates there with the corresponding
+processes of the other regions and averages those columns (`combine.py`), while the
+inner mesh computes. The matching part of the outer state is there too. The result goes
+back to each device's shard.
 """
 
 from __future__ import annotations
@@ -47,22 +47,15 @@ PyTree = Any
 
 
 class OnOuterMesh(Exchange):
-    """The compiled programs that encode fragments, and those that cross."""
+    """Compiled programs that encode fragments and average them between hosts."""
 
     @property
     def num_regions(self) -> int:
-        """Regions whose messages there are."""
+        """Number of regions."""
         return self._spec.regions.num
 
     def __init__(self, spec: SyncSpec, all_reduce: str, is_alone: bool = False):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          all_reduce: one of `collectives.ALL_REDUCES`.
-          is_alone: each process has all rows, and takes the mean by itself: nothing
-            crosses, so that threads may do it in any order.
-        """
+        """Compile nothing."""
         self._spec = spec
         self.all_reduce = all_reduce
         self._is_alone = is_alone
@@ -97,12 +90,12 @@ class OnOuterMesh(Exchange):
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Fragment | None, jax.Array, PyTree, Callable]:
-        """Encode a fragment, as the arguments of `send` say, and send nothing yet.
+        """Encode a fragment without sending it; arguments as for `send`.
 
         Returns:
-          The staged copy; what regions send, `[R, n]`; the compressors' state after it;
-          and what makes `(mean, times, verdicts)` of all regions' rows on the outer
-          device, and of their weights.
+          The staged copy; the buffer to send, `[R, n]`; the compressors' state after
+          it; and a function from all regions' rows and weights on the outer device to
+          `(mean, times, verdicts)`.
         """
         k, rank = event.fragment_id, event.rank
         if (k, rank) not in self._programs:
@@ -131,9 +124,9 @@ class OnOuterMesh(Exchange):
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Callable, tuple]:
-        """Return the program that encodes a fragment; see `Exchange.listed`.
+        """Return the program that encodes a fragment; see `Exchange.list_programs`.
 
-        The one that crosses is of the host's CPU.
+        The one that communicates runs on the host's CPU.
         """
         spec = self._spec
         encode, _ = self._make(fragment_id, 0, compressor_state)
@@ -147,7 +140,7 @@ class OnOuterMesh(Exchange):
         return encode, (*arguments, told)
 
     def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
-        """Return what makes the mean of a sync, and the shape of what regions send."""
+        """Return the function that averages a sync, and the shape of the rows sent."""
         k, start_step = sync_id
         draws = self._spec.sync.message.average.draws
         host = self.places(k)[0]
@@ -173,15 +166,15 @@ class OnOuterMesh(Exchange):
         return encode, self._make_combine(k, rank)
 
     def _message_shapes(self, k: int, rank: int) -> PyTree:
-        """Return shapes of one region's message, with its length where it is judged."""
+        """Return shapes of one region's message, with its length for a robust mean."""
         spec = self._spec
         encoded = spec.sync.message.encoded(spec.outer_shapes[k], rank)
         return with_length(spec, encoded, rank)
 
     def _layout(self, k: int, rank: int) -> ShardBuffer | None:
-        """Tell how a message lies over a region's devices; None for a device's own.
+        """Return a message's layout over a region's devices, or None for one device.
 
-        Jobs hand messages to threads as they are on one device, whole.
+        Jobs pass full messages to threads, from one device.
         """
         spec = self._spec
         mesh = spec.mesh
@@ -209,7 +202,7 @@ class OnOuterMesh(Exchange):
             self._layout(k, rank),
         )
         restore = make_restore(spec, k)
-        # Of each process its part, where a region's processes divide what is outer.
+        # Each process its part, if a region's processes shard the outer state.
         mean = host
         if not self._is_alone:
             mean = spec.shardings.on_host(k, spec.outer_shapes[k])
@@ -221,7 +214,7 @@ class OnOuterMesh(Exchange):
         return jax.jit(arriving, out_shardings=(mean, host, host))
 
     def places(self, k: int) -> tuple[Sharding, Sharding]:
-        """Tell where a fragment's mean is taken, and where it then is."""
+        """Return the sharding that a fragment is averaged in, and that of its mean."""
         host = self._spec.shardings.channel(k).host
         if self._is_alone and not host.is_fully_addressable:
             return SingleDeviceSharding(outer_device(self._spec.mesh)), host
@@ -232,22 +225,21 @@ class OnOuterMesh(Exchange):
         return transfer.put(np.array(weights, float), sharding)
 
     def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
-        """Place `times` as regional `[R, 2]`; other processes' rows are as they say."""
+        """Place `times` as regional `[R, 2]`; other processes set their own rows."""
         where = cast(Sharding, self._spec.shardings.region.key)
         shape = (self._num_times, 2)
         rows = np.broadcast_to(np.asarray(times, np.float32), shape)
         return jax.make_array_from_callback(shape, where, rows.__getitem__)
 
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
         host = self._spec.shardings.on_host(fragment_id, part)
         return with_shardings(part, host)
 
     def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and shardings of what is told along with a mean, by name.
+        """Return shapes and shardings of side information of a mean, by name.
 
-        The verdicts of all regions, if any may be left out; "times", what regions had
-        measured, if they do.
+        The verdicts of all regions for a robust mean; "times" for a measured schedule.
         """
         host = self._spec.shardings.channel(fragment_id).host
         told = abstract_verdict(self._spec, host)

@@ -1,16 +1,16 @@
-"""The exchange between regions that are jobs of their own: host to host, by threads.
+"""Exchange between regions that are separate jobs: host to host, on threads.
 
-Each region is a JAX process that knows no other one's devices. Its message is encoded
-by the program of the outer mesh, into one flat row; a thread copies it to the host when
-it is made, gives it to the `Link`, and waits for the decision of which messages the
-mean is. All rows then go to the outer device, where the program that takes the mean is
-that of the outer mesh as well: one process with all regions has the same numbers.
+Each region is a JAX process that does not see the others' devices. The outer mesh's
+program encodes its message into one flat row. A thread copies the row to the host once
+it is computed, passes it to the `Link`, and waits for the decision which messages are
+averaged. All rows then go to the outer device, where the outer mesh's program averages
+them. The numbers equal those of one process with all regions.
 
-There are always M rows. Who is not in the mean has a weight of 0 and somebody else's
-row, so nothing is compiled when a region dies or comes back. Inner steps never wait:
-the main thread does, at the merge, for a mean that is late, if `Place.late_mean` says
-so. A message that came too late for its mean is decoded where it came from, so that the
-region's work can be kept.
+There are always M rows. A region that is not in the mean has weight 0 and a copy of
+another row, so nothing is recompiled when a region dies or comes back. Inner steps
+never wait. At the merge the main thread waits for a late mean, if `Place.late_mean`
+says so. A region decodes its own message if it came too late for the mean, so that its
+work can be kept.
 """
 
 from __future__ import annotations
@@ -39,25 +39,20 @@ from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
 
-_REMEMBERED = 256  # Syncs of which is known who was in the mean, if nobody asks.
+_REMEMBERED = 256  # Syncs whose members are remembered until read.
 
 
 class BetweenJobs(Exchange):
-    """The programs of the outer mesh, and the threads between them.
+    """Programs of the outer mesh, and the threads that carry messages between them.
 
     Attributes:
-      link: to the other regions; None while this one rehearses, alone.
-      in_mean: regions in the mean of the syncs that arrived, by sync; whoever reads an
-        entry takes it away.
+      link: to the other regions; None while compiling ahead, alone.
+      in_mean: regions in the mean of the syncs that arrived, by sync; readers pop the
+        entry.
     """
 
     def __init__(self, spec: SyncSpec, place: Place):
-        """Compile nothing yet.
-
-        Args:
-          spec: of this region alone.
-          place: of this region among all.
-        """
+        """Compile nothing."""
         self._spec, self._place = spec, place
         self.goes_on = place.late_mean == "merge"
         self._programs = OnOuterMesh(spec, "direct", is_alone=True)
@@ -66,16 +61,16 @@ class BetweenJobs(Exchange):
 
     @property
     def num_regions(self) -> int:
-        """Regions whose messages there are at most, M."""
+        """Maximum number of regions that send messages, M."""
         return self._place.num_regions
 
     @property
     def region(self) -> int:
-        """Which of them this is."""
+        """Index of this region."""
         return self._place.region
 
     def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
-        """Return of a verdict on all regions that on this one, `[1]`."""
+        """Select this region from a verdict on all regions, `[1]`."""
         return verdict[self.region, None]
 
     def send(
@@ -109,7 +104,7 @@ class BetweenJobs(Exchange):
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Callable, tuple]:
-        """Return the program that encodes a fragment; see `Exchange.listed`."""
+        """Return the program that encodes a fragment; see `Exchange.list_programs`."""
         return self._programs.list_programs(
             fragment_id, region, stale_params, compressor_state
         )
@@ -117,7 +112,7 @@ class BetweenJobs(Exchange):
     def _in_thread(
         self, sync: SyncId, decide: Callable, arriving: Callable, like: Any
     ) -> PendingMean:
-        """Have a thread wait for `decide() -> (own row, decision)`; take the mean."""
+        """Average on a thread, which waits for `decide() -> (own row, decision)`."""
         future: Future = Future()
 
         def carry() -> None:
@@ -129,7 +124,7 @@ class BetweenJobs(Exchange):
                 future.set_result(
                     self._landed(sync, row, decision.rows, arriving, like)
                 )
-            except BaseException as error:  # It is the main thread's at the merge.
+            except BaseException as error:  # The main thread raises it at the merge.
                 future.set_exception(error)
 
         threading.Thread(target=carry, name=f"sync {sync}", daemon=True).start()
@@ -143,16 +138,8 @@ class BetweenJobs(Exchange):
         arriving: Callable,
         like: Any,
     ) -> MeanResult:
-        """Take the mean of what was decided.
-
-        Args:
-          sync: which.
-          own: this region's message, None where it sent none.
-          rows: that the mean is of, by region.
-          arriving: as of `OnOuterMesh.encoded`.
-          like: shape and dtype of a message, `[1, n]`.
-        """
-        # Of each process; the same in all of a region.
+        """Average the messages that were decided on."""
+        # Of each process; equal in all processes of a region.
         here, host = self._programs.places(sync[0])
 
         def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
@@ -170,7 +157,7 @@ class BetweenJobs(Exchange):
         return MeanResult(mean, uncounted, told.get(VERDICT))
 
     def awaited(self, sync: SyncId, rank: int = 0) -> PendingMean:
-        """Wait for the mean of a sync that this region has sent nothing for."""
+        """Wait for the mean of a sync that this region sent no message for."""
         assert self.link is not None
         future = self.link.expect(sync)
         arriving, like = self._programs.arriving(sync, rank)
@@ -178,7 +165,7 @@ class BetweenJobs(Exchange):
 
     @property
     def max_row_bytes(self) -> int:
-        """The most bytes that a row has, of any fragment."""
+        """Maximum bytes of a row, over all fragments."""
         sync = self._spec.sync
         length = 8 if sync.robust else 0
         return length + max(
@@ -187,11 +174,11 @@ class BetweenJobs(Exchange):
         )
 
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
         return self._programs.abstract_mean(fragment_id, part)
 
     def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return `{}`: what is told comes with the mean, as `MeanResult`."""
+        """Return `{}`: side information arrives with the mean, as `MeanResult`."""
         del fragment_id
         return {}
 
@@ -203,20 +190,14 @@ def _table(
     dtype: Any,
     spare: bytes | None = None,
 ) -> tuple[np.ndarray, tuple[float, ...]]:
-    """Lay out the rows of those in a mean, `[M, n]`, and their weights.
-
-    `spare` is a row that can be decoded, for where there is none.
-
-    Raises:
-      ValueError: naming a region whose row has another size.
-    """
+    """Stack the rows `[M, n]` of a mean and their weights; `spare` fills gaps."""
     size = width * np.dtype(dtype).itemsize
     for region, row in rows.items():
         if len(row) != size:
             raise ValueError(
                 f"the message of region {region} has {len(row)} bytes, not {size}"
             )
-    # Of nobody: every region that had it is gone, and the mean is zero.
+    # Every region that had a row is gone: the mean is zero.
     blank = rows[min(rows)] if rows else spare or bytes(size)
     table = np.stack(
         [np.frombuffer(rows.get(r, blank), dtype) for r in range(num_regions)]

@@ -1,12 +1,13 @@
-"""An all-reduce and an all-gather with as few network delays as there can be.
+"""All-reduce and all-gather with the fewest possible network delays.
 
-The backend's own pass partial sums or messages on, 2 (M - 1) or M - 1 of them one after
-the other, each of which waits for the network's delay (gloo's rings). Here, to sum,
-each shard sends every other its part of the vector, sums the parts it gets, and sends
-the sum to all: the same bytes with two delays, and every shard has the same sum to the
-last bit. To gather, each sends its message to every other: the same bytes, one delay.
-`direct_sum` and `direct_gather` are for inside a `shard_map`; the other two cross the
-outer mesh, either way.
+The backend's ring algorithms (gloo) pass 2 (M - 1) partial sums or M - 1 messages on,
+one after the other, and each waits for the network's delay. Here an all-reduce takes
+two delays: each shard sends every other its part of the vector, sums the parts that it
+receives, and sends the sum to all. The bytes are the same, and all shards get the same
+bits. An all-gather takes one delay: each shard sends its message to every other.
+
+`direct_sum` and `direct_gather` run inside a `shard_map`; the other two run either
+algorithm over the outer mesh.
 """
 
 from __future__ import annotations
@@ -32,10 +33,7 @@ def direct_sum(x: jax.Array, axis_name: str, num: int) -> jax.Array:
 
 
 def direct_gather(x: jax.Array, axis_name: str, num: int) -> jax.Array:
-    """Gather the rows `x` `[r, ...]` of all `num` shards of an axis, `[num * r, ...]`.
-
-    One shard's after the other's.
-    """
+    """Gather the rows `x` `[r, ...]` of `num` shards of an axis, `[num * r, ...]`."""
     copies = jnp.broadcast_to(x, (num, *x.shape))
     found = jax.lax.all_to_all(copies, axis_name, 0, 0)
     return found.reshape(-1, *x.shape[1:])
@@ -48,14 +46,14 @@ def sum_over_processes(
     kind: str,
     in_shares: bool = False,
 ) -> jax.Array:
-    """Sum `rows` `[R, n]` over all regions, `[n]`, whole on all processes.
+    """Sum `rows` `[R, n]` over all regions, `[n]`, replicated on all processes.
 
     Args:
-      rows: with their regions' processes, columns over those of a region.
+      rows: on their regions' processes, columns sharded over those of a region.
       weights: `[R]`, of the rows' dtype.
-      everywhere: whole on every process's outer device.
+      everywhere: sharding that replicates to every process's outer device.
       kind: one of `ALL_REDUCES`.
-      in_shares: leave each process its columns, so that nothing crosses inside regions.
+      in_shares: leave each process its columns: no communication inside regions.
     """
     if kind == "direct" and isinstance(everywhere, NamedSharding):
         num = everywhere.mesh.shape[PROCESS]
@@ -63,7 +61,7 @@ def sum_over_processes(
         def of_process(rows, weights):
             return direct_sum(jnp.tensordot(weights, rows, axes=1), PROCESS, num)
 
-        # What every process has is not seen to be the same: all make it alike.
+        # The type system cannot see that all processes compute equal values.
         total = jax.shard_map(
             of_process,
             mesh=cast(Mesh, everywhere.mesh),
@@ -79,7 +77,7 @@ def sum_over_processes(
 def gather_from_processes(
     rows: jax.Array, everywhere: Sharding, kind: str, in_shares: bool = False
 ) -> jax.Array:
-    """Gather `rows` `[R, n]` whole to all processes; see `sum_over_processes`."""
+    """Gather `rows` `[R, n]` in full on all processes; see `sum_over_processes`."""
     if kind == "direct" and isinstance(everywhere, NamedSharding):
         num = everywhere.mesh.shape[PROCESS]
         rows = jax.shard_map(
@@ -87,13 +85,13 @@ def gather_from_processes(
             mesh=everywhere.mesh,
             in_specs=P(PROCESS, INSIDE),
             out_specs=P(None, INSIDE),
-            check_vma=False,  # What every process has is not seen to be the same.
+            check_vma=False,  # It cannot see that all have equal values.
         )(rows)
     return _gathered(rows, everywhere, in_shares)
 
 
 def _gathered(x: jax.Array, everywhere: Sharding, in_shares: bool) -> jax.Array:
-    # In two steps, so that the slow network carries each share once a region.
+    # Two steps: the slow network carries each share once per region.
     if isinstance(everywhere, NamedSharding):
         shares = P(*(None,) * (x.ndim - 1), INSIDE)
         crossed = NamedSharding(everywhere.mesh, shares)

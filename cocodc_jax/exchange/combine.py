@@ -1,15 +1,13 @@
-"""What crosses the outer mesh, and what is made of it: one program, between hosts.
+"""The program between hosts: collectives over the outer mesh, and the mean.
 
-Pseudo-gradients as they are, are summed where they are and all-reduced; compressed
-messages are gathered as they are, and each process decodes them. Where a region is
-several processes, each does so with its share of the columns. These are its own
-devices' shards (`shard_buffer.py`), of which it makes its part of the mean; or, of
-arrays that are whole on every device, any, and what crossed is gathered inside the
-region.
+Uncompressed pseudo-gradients are all-reduced. Compressed messages are all-gathered, and
+each process decodes them. If a region has several processes, each of them handles a
+share of the columns: those of its own devices' shards (`shard_buffer.py`), for its part
+of the mean. Arrays that every device holds in full are shared out evenly, and the
+result is gathered inside the region.
 
-What regions have measured goes along in the same flat buffer: behind a compressed
-message as it is; behind a pseudo-gradient in columns of each region's own, where the
-others add zeros.
+Measured times travel in the same flat buffer: appended to a compressed message; for a
+pseudo-gradient in separate columns of each region, to which the others add zeros.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ def make_buffer(
     compressor: Compressor | None,
     layout: ShardBuffer | None = None,
 ) -> jax.Array:
-    """Lay out what regions send, `[R, n]`.
+    """Pack what regions send into a flat buffer, `[R, n]`.
 
     Args:
       message: leaves `[R, ...]`.
-      times: seconds that each region has measured, float32 `[R, 2]`, or None.
-      compressor: of the message; None for a pseudo-gradient as it is.
-      layout: where each device lays out what it has; see `sent_shapes`.
+      times: measured seconds of each region, float32 `[R, 2]`, or None.
+      compressor: of the message; None if it is not compressed.
+      layout: how devices pack their shards, or None; see `sent_shapes`.
     """
     if times is not None and compressor is None:
         dtype = jax.tree.leaves(message)[0].dtype
@@ -62,21 +60,21 @@ def make_combine(
     all_reduce: str = "direct",
     layout: ShardBuffer | None = None,
 ) -> Callable:
-    """Make the program that crosses the outer mesh.
+    """Make the program that averages messages over the outer mesh.
 
     Args:
-      mean_of: `mean_of(messages, weights)`, what is made of all regions' encoded
-        messages; None for pseudo-gradients as they are.
-      everywhere: whole on every process's outer device.
+      mean_of: `mean_of(messages, weights)`, the mean of all regions' encoded messages;
+        None for uncompressed pseudo-gradients.
+      everywhere: sharding that replicates to every process's outer device.
       shapes: of one region's message.
-      num_times: regions whose times go along; 0 for none.
+      num_times: regions whose times are sent too; 0 for none.
       all_reduce: "ring" or "direct".
-      layout: of the rows, where they are no `flat_buffer`.
+      layout: of the rows, unless they are a `flat_buffer`.
 
     Returns:
-      `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are as `make_buffer`
-      gives them, with their regions' processes; columns after them are of no account.
-      `times` are float32 `[R, 2]`, or None; those of a region of weight 0 are 0.
+      `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are `make_buffer`'s,
+      on their regions' processes; further columns are ignored. `times` are float32
+      `[R, 2]`, or None; those of a region of weight 0 are 0.
     """
     sent = sent_shapes(mean_of is not None, shapes, num_times)
     how = everywhere, all_reduce, layout is not None
@@ -115,7 +113,7 @@ def sent_shapes(
     Args:
       is_encoded: whether its message is.
       shapes: of the message.
-      num_times: as of `make_combine`.
+      num_times: as for `make_combine`.
     """
     if not num_times:
         return shapes, None

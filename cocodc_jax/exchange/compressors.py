@@ -1,4 +1,4 @@
-"""What regions' compressors remember of the messages before."""
+"""States of the regions' compressors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PyTree = Any
 
 
 class Compressors:
-    """The states of compressors, and programs that fit them to messages of a rank."""
+    """Initial states and shardings of compressors, and programs that change ranks."""
 
     def __init__(self, spec: SyncSpec):
-        """Compile nothing yet."""
+        """Compile nothing."""
         self._spec = spec
         self._resize: dict[tuple[int, int], Callable] = {}
 
     def init(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
-        """Return what regions' compressors remember before the first message.
+        """Return the initial states of the regions' compressors.
 
         Args:
           parts: the fragments.
-          rank: of the message, where the schedule sets one.
+          rank: of the message, if the schedule sets one.
         """
         spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
         message = self._spec.sync.message
@@ -40,18 +40,18 @@ class Compressors:
         )
 
     def where(self, fragment_id: int, part: Fragment, rank: int = 0) -> PyTree:
-        """Return where the state of a fragment's compressors lies.
+        """Return the shardings of a fragment's compressor states.
 
         Args:
           fragment_id: which fragment.
           part: its shapes.
-          rank: of the message, as of `init`.
+          rank: of the message, as for `init`.
         """
         (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), part)
         return self._spec.shardings.of_regions(fragment_id, kept)
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the states of `sync` fitted to messages of `rank`."""
+        """Return the states of `sync` resized to messages of `rank`."""
         states = []
         for k, state in enumerate(sync.compressors):
             if (k, rank) not in self._resize:

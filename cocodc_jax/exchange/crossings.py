@@ -1,12 +1,12 @@
-"""Ways in which messages cross regions inside a program, each in two halves.
+"""Collectives by which messages cross regions inside a program, each in two halves.
 
-`leave` encodes a fragment and has it cross; `arrive` makes the mean pseudo-gradient of
-what has crossed. Between the two stands nothing, or a scan of inner steps that hides
-the crossing (`program/segment.py`).
+`leave` encodes a fragment and starts its collective; `arrive` computes the mean pseudo-
+gradient from the result. Between them is nothing, or a scan of inner steps that hides
+the collective (`program/segment.py`).
 
-Pseudo-gradients as they are become an all-reduce, or rings, or two
-all-reduces of their factors. A compressed message stays compressed on its way: what the
-compiler gathers from all regions is the encoded arrays, and each device decodes them.
+Uncompressed pseudo-gradients use an all-reduce, several rings, or two all-reduces of
+low-rank factors. A compressed message stays compressed: the encoded arrays are
+all-gathered, and each device decodes them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PyTree = Any
 
 
 class Crossing(NamedTuple):
-    """How a fragment crosses.
+    """How a fragment crosses regions.
 
     Attributes:
       leave: `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
-        crossed, state)`, arguments and the rest of the results as of
-        `outgoing.make_messages`; `crossed` is on every device that needs it.
-      arrive: `arrive(crossed, start_step) -> (mean, told)`: the mean pseudo-gradient,
-        and the verdicts by name.
+        crossed, state)`, with arguments and other results as for
+        `pseudo_gradient.make_messages`; `crossed` is on every device that needs it.
+      arrive: `arrive(crossed, start_step) -> (mean, verdicts)`: the mean
+        pseudo-gradient, and the verdicts by name.
     """
 
     leave: Callable
@@ -57,12 +57,12 @@ class Crossing(NamedTuple):
 
 
 def make_crossing(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
-    """Make the way of a fragment's message.
+    """Make the `Crossing` of a fragment's message.
 
     Args:
       spec: of the run.
       fragment_id: which fragment.
-      rank: of the message, where the schedule sets one.
+      rank: of the message, if the schedule sets one.
     """
     message = spec.sync.message
     if isinstance(message, ByRings):
@@ -83,7 +83,7 @@ def make_crossing(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
 
 
 def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by an all-reduce; what has crossed is `(mean, told)`."""
+    """Make `Crossing.leave` by an all-reduce; its `crossed` is `(mean, told)`."""
     outgoing = make_messages(spec, fragment_id, rank)
 
     def summed(params, stale_params, state, weights, keys, start_step):
@@ -103,7 +103,7 @@ def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
 
 
 def make_decoded(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
-    """Make the way of messages that are gathered as they are and decoded by all."""
+    """Make the `Crossing` of messages that are all-gathered and decoded everywhere."""
     encoded = region_shard_map(
         make_messages(spec, fragment_id, rank),
         spec.mesh,
@@ -116,7 +116,7 @@ def make_decoded(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
         staged, message, state = encoded(
             params, stale_params, state, weights, keys, start_step
         )
-        # The weights too: else every message decoded would wait for its own.
+        # The weights too: otherwise decoding each message waits for its weight.
         return staged, cross((message, weights)), state
 
     def arrive(crossed, start_step):
@@ -137,7 +137,7 @@ def make_decoded(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
 
 
 def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by several rings at once, as `make_summed`."""
+    """Make `Crossing.leave` by several rings at once, like `make_summed`."""
     outgoing = make_messages(spec, fragment_id, rank)
     assert isinstance(spec.sync.message, ByRings)
     sum_by_rings = make_ring_sum(spec.mesh, spec.sync.message)
@@ -191,31 +191,31 @@ def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
 
 
 def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
-    """Gather messages `[R, ...]` of all regions to every device, as they are."""
+    """All-gather messages `[R, ...]` of all regions to every device, encoded."""
     return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))
 
 
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
-    """Gather messages of all regions as one flat buffer, to each device its share.
+    """All-gather messages of all regions as one flat buffer, a share to each device.
 
-    One transfer, whatever a message is made of, and between two regions no byte crosses
-    twice: each device of a region sends and receives an equal part of the columns.
+    It is one transfer for all arrays. Between two regions no byte crosses twice: each
+    device of a region sends and receives an equal part of the columns.
 
     Args:
       mesh: the inner mesh.
       messages: leaves `[R, ...]`.
 
     Returns:
-      `[D, R / D, n]`, columns over the devices of each region, all else everywhere; D
-      is the length of the region axis. As an all-gather gives it: what is made of it,
-      be it another layout, must come after the steps that hide it.
+      `[D, R / D, n]`, columns sharded over the devices of each region, replicated
+      otherwise; D is the size of the region axis. It keeps the layout of the
+      all-gather: any change of it must come after the steps that hide the collective.
     """
     buffer = flat_buffer.pack(messages)
     num_shares = math.prod(mesh.shape[axis] for axis in INSIDE)
     buffer = jnp.pad(buffer, ((0, 0), (0, -buffer.shape[1] % num_shares)))
-    # Else parts of it would be cut into shares, gathered, and cut again.
+    # Otherwise XLA would shard, gather and shard parts of it again.
     buffer = jax.lax.with_sharding_constraint(buffer, regional(mesh))
-    # What all shards have is not seen to be the same.
+    # The type system cannot see that all shards are equal.
     return jax.shard_map(
         lambda rows: jax.lax.all_gather(rows, REGION),
         mesh=mesh,
@@ -226,15 +226,15 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
 
 
 def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
-    """Gather the shares of a buffer inside each region, and take it apart.
+    """Gather the shares of a buffer inside each region, and unpack it.
 
     Args:
       mesh: the inner mesh.
-      buffer: what `shares_everywhere` gave.
+      buffer: result of `shares_everywhere`.
       shapes: of one region's message.
 
     Returns:
-      Messages of all regions, `[R, ...]`, whole on every device.
+      Messages of all regions, `[R, ...]`, replicated on every device.
     """
     buffer = jax.lax.with_sharding_constraint(buffer, NamedSharding(mesh, P()))
     return flat_buffer.unpack(buffer.reshape(-1, buffer.shape[-1]), shapes)
@@ -249,18 +249,18 @@ def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
 
     Args:
       mesh: the inner mesh.
-      rings: how many, and their orders.
+      rings: number of rings and their orders.
 
     Returns:
-      `ring_sum(tree)`: leaves `[D, ...]`, one entry a shard, to their sums `[...]`.
+      `ring_sum(tree)`: leaves `[D, ...]`, one entry per shard, to their sums `[...]`.
     """
 
     def of_shard(tree):
         return ring_sum(jax.tree.map(lambda x: x[0], tree), rings, REGION)
 
-    # Every shard has copies of the same sums, but a permutation's result is typed as
-    # varying and nothing can say otherwise: so no check here, in a program with
-    # nothing else in it. A test compares the shards bit for bit.
+    # All shards hold equal sums, but a permutation's result is typed as varying and
+    # cannot be cast back. So this program, which does nothing else, is unchecked; a
+    # test compares the shards bit for bit.
     return jax.shard_map(
         of_shard,
         mesh=mesh,

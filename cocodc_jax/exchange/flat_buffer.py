@@ -1,8 +1,7 @@
-"""Many small arrays as one flat buffer, so that a message crosses at once.
+"""Pack many small arrays into one flat buffer, so that a message is one transfer.
 
-Each array of a message that crosses alone would wait for the network's round trips, of
-which a collective needs several: a fragment of ten arrays would take ten times as long
-as its bytes say.
+A collective takes several network round trips. A fragment of ten separate arrays would
+take ten times the round trips.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ PyTree = Any
 
 
 def pack(tree: PyTree) -> jax.Array:
-    """Lay regional arrays `[R, ...]` side by side.
+    """Concatenate regional arrays `[R, ...]`.
 
     Returns:
-      `[R, n]`, in the arrays' own dtype if they have but one, else as bytes, uint8.
+      `[R, n]`, in the arrays' dtype if all have the same, else as bytes, uint8.
     """
     leaves = jax.tree.leaves(tree)
     if len({x.dtype for x in leaves}) > 1:
@@ -29,10 +28,10 @@ def pack(tree: PyTree) -> jax.Array:
 
 
 def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
-    """Take `pack`'s rows apart again.
+    """Invert `pack`.
 
     Args:
-      buffer: `[..., n]`, any number of rows or none.
+      buffer: `[..., n]`, with any leading axes.
       shapes: of one region's tree, without the leading axis.
     """
     leaves, structure = jax.tree.flatten(shapes)
@@ -60,7 +59,7 @@ def as_bytes(x: jax.Array) -> jax.Array:
 
 
 def from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
-    """Undo `as_bytes` of uint8 `[..., itemsize]`, `[...]`."""
+    """Invert `as_bytes`: uint8 `[..., itemsize]` to `[...]`."""
     if dtype == jnp.bool_:
         return x[..., 0].astype(dtype)
     if dtype.itemsize == 1:

@@ -1,7 +1,7 @@
-"""The exchange through one compiled program: it sends, and takes the mean.
+"""Exchange through one compiled program: it sends messages and averages them.
 
-How messages cross is told in `crossings.py`. Where regions share a fabric the same two
-halves, leaving and arriving, stand around the inner steps (`program/segment.py`).
+`crossings.py` has the collectives. Where regions share a fabric, `leave` and `arrive`
+enclose the inner steps instead (`program/segment.py`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PyTree = Any
 
 
 class InProgram(Exchange):
-    """The compiled programs that send fragments and average them."""
+    """Compiled programs that send fragments and average them."""
 
     shares_mesh = True
 
     @property
     def num_regions(self) -> int:
-        """Regions whose messages there are."""
+        """Number of regions."""
         return self._spec.regions.num
 
     def __init__(self, spec: SyncSpec):
-        """Compile nothing yet."""
+        """Compile nothing."""
         self._spec = spec
         self._programs: dict[tuple[int, int], Callable] = {}
 
@@ -56,7 +56,7 @@ class InProgram(Exchange):
         compressor_state: PyTree,
     ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
         """Send a fragment; see `Exchange.send`."""
-        del times  # What is measured crosses on the outer mesh.
+        del times  # Only the outer mesh sends times.
         k, rank = event.fragment_id, event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
@@ -77,7 +77,7 @@ class InProgram(Exchange):
         stale_params: Fragment,
         compressor_state: PyTree,
     ) -> tuple[Callable, tuple]:
-        """Return the program that sends a fragment; see `Exchange.listed`."""
+        """Return the program that sends a fragment; see `Exchange.list_programs`."""
         program = self._make(fragment_id, 0, compressor_state)
         return program, abstract_sent(
             self._spec, region, stale_params, compressor_state
@@ -102,7 +102,7 @@ class InProgram(Exchange):
         return jax.jit(sent, out_shardings=out_shardings)
 
     def weights(self, weights: tuple[float, ...]) -> jax.Array:
-        """Place the regions' weights with them."""
+        """Place the regions' weights on the mesh."""
         return self._placed(weights)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
@@ -110,14 +110,13 @@ class InProgram(Exchange):
         return transfer.put(np.array(weights, float), regional(self._spec.mesh))
 
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return shapes and shardings of a mean on its way; `part` the outer one's."""
+        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
         return with_shardings(part, self._spec.shardings.fragments[fragment_id])
 
     def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and shardings of what is told along with a mean, by name.
+        """Return shapes and shardings of side information of a mean, by name.
 
-        The verdicts of all regions, if any may be left out. What is measured crosses on
-        the outer mesh only.
+        The verdicts of all regions for a robust mean; times need the outer mesh.
         """
         del fragment_id
         return abstract_verdict(self._spec, NamedSharding(self._spec.mesh, P()))

@@ -1,4 +1,4 @@
-"""What a run compiles, by name, to be compiled without being run."""
+"""Programs of a run, by name, for compiling them without running."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class LoweredProgram(NamedTuple):
     """One compiled program of a run.
 
     Attributes:
-      name: what it does, with the fragment's number where it is one fragment's.
-      program: what `jax.jit` made.
-      arguments: of shapes, dtypes and shardings: `program.lower(*arguments)`.
-      sent_bytes: what one region sends in it, as the run counts.
+      name: what it does, with the fragment's number if it handles one fragment.
+      program: result of `jax.jit`.
+      arguments: shapes, dtypes and shardings, for `program.lower(*arguments)`.
+      sent_bytes: bytes that one region sends in it, as the run counts them.
       num_steps: inner steps in it.
-      options: of the compiler, that it is compiled with.
+      options: compiler options.
     """
 
     name: str
@@ -31,10 +31,10 @@ class LoweredProgram(NamedTuple):
 def first_starts(schedule: Schedule) -> Iterator[tuple[Event, int, Event | None]]:
     """Follow a schedule to the first start of each fragment.
 
-    Its choices are those of fragments that are all alike.
+    It chooses as if all fragments were equal.
 
     Yields:
-      The start, the steps from it to the next event, and that event, if it is the
+      The start, the steps from it to the next event, and that event if it is the
       `FINISH` of the same sync.
     """
     num_fragments = schedule.num_fragments

@@ -1,4 +1,4 @@
-"""How regions average the state of a model that is not trained."""
+"""Average the non-trained state of a model over regions."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ def averaged(
     all_reduce: str | None,
     counted: jax.Array | None = None,
 ) -> PyTree:
-    """Give all regions the mean of their floating-point leaves.
-
-    Inside `region_shard_map`.
+    """Replace floating-point leaves by their mean over regions, in `region_shard_map`.
 
     Args:
       tree: leaves `[block, ...]`.
-      local: the regions of the block.
+      local: how a device computes its regions.
       all_reduce: see `per_step.mean_for_all`.
-      counted: bool `[block]`, whose are in the mean; None is everyone's. If nobody's
-        are, each region keeps its own.
+      counted: bool `[block]`, regions in the mean; None is all. If there are none, each
+        region keeps its own.
     """
     leaves, treedef = jax.tree.flatten(tree)
     which = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
@@ -59,10 +57,10 @@ def _mean_of_counted(
     all_reduce: str | None,
     counted: jax.Array,
 ) -> list[jax.Array]:
-    """Average as `averaged` does; who counts crosses with the leaves, as a number."""
+    """Average as `averaged` does; the count is sent as one more number."""
     sent = [*without(own, counted), counted.astype(jnp.float32)]
     mean = for_all_regions(mean_for_all(sent, all_reduce), local.size)
-    share = mean.pop()  # One where all count: then nothing is rounded anew.
+    share = mean.pop()  # 1 if all count: exact.
 
     def of_counted(x: jax.Array, old: jax.Array) -> jax.Array:
         part = share.reshape(-1, *(1,) * (x.ndim - 1))
@@ -78,14 +76,14 @@ def make_average(spec: SyncSpec) -> Callable | None:
       spec: of the run.
 
     Returns:
-      A function that donates its first argument; `params` are the regions' where some
-      may be left out, else None; `one` is an array that is there when the mean is, and
-      goes into no other program. None where there is nothing to average.
+      A function that donates its first argument, or None if there is nothing to
+      average. `params` are the regions', to check for a robust mean, else None. `one`
+      is an array that is ready when the mean is, and that is never donated.
     """
     state = spec.model_state
     if state is None or not state.averaged_bytes or spec.regions.num == 1:
         return None
-    # Few bytes: what takes least delays.
+    # Few bytes: use the algorithm with the fewest delays.
     kind = "direct" if wants_flat_buffer(spec.mesh) else None
 
     def average(tree: PyTree, params: PyTree) -> tuple[PyTree, jax.Array]:
@@ -103,9 +101,9 @@ def make_average(spec: SyncSpec) -> Callable | None:
 
 
 def make_mean(mesh: jax.sharding.Mesh) -> Callable:
-    """Make `mean(model_state) -> one region's`, the same everywhere on the mesh.
+    """Make `mean(model_state) -> one region's`, replicated on the mesh.
 
-    Floating-point leaves are averaged, in at least float32; of the others the first
+    Floating-point leaves are averaged, in at least float32; of other leaves the first
     region's is taken.
     """
 

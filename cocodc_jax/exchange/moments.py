@@ -1,8 +1,8 @@
-"""How the inner optimizer's moments are averaged over regions, by either exchange.
+"""Average the inner optimizer's moments over regions.
 
-In the program they are summed where they are; on the outer mesh they are laid out as a
-flat buffer, cross between hosts, and the mean comes back. Both sum in at least float32,
-and count so.
+Inside a program they are all-reduced. On the outer mesh they are packed into a flat
+buffer, averaged between hosts, and copied back. Both sum in at least float32, and count
+the bytes so.
 """
 
 from __future__ import annotations
@@ -41,19 +41,10 @@ PyTree = Any
 
 
 class MomentPrograms:
-    """The compiled programs that average moments."""
+    """Compiled programs that average moments."""
 
     def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          exchange: that messages take.
-          opt_state: shapes of one region's inner optimizer state.
-
-        Raises:
-          ValueError: if there are no moments in it.
-        """
+        """Compile nothing."""
         self._spec, self._exchange, self._shapes = spec, exchange, opt_state
         if not moments.take(opt_state, ()):
             raise ValueError(
@@ -63,13 +54,13 @@ class MomentPrograms:
         self._programs: dict[tuple[str, ...], Callable] = {}
 
     def due(self, event: Event) -> tuple[str, ...]:
-        """Name the moments that go with a sync."""
+        """Return the names of the moments that are sent with a sync."""
         sync = self._spec.sync
         assert sync.moments is not None
         return sync.moments.due(event.start_step // sync.schedule.sync_interval)
 
     def num_bytes(self, due: tuple[str, ...]) -> int:
-        """Return the bytes that one of several regions sends of the moments due."""
+        """Return the bytes of the moments due that one region sends."""
         leaves = jax.tree.leaves(moments.take(self._shapes, due))
         if not leaves or self._spec.regions.num == 1:
             return 0
@@ -79,7 +70,7 @@ class MomentPrograms:
     def average(
         self, opt_state: PyTree, weights: tuple[float, ...], due: tuple[str, ...]
     ) -> tuple[PyTree, jax.Array]:
-        """Give the regions the mean of the moments due.
+        """Replace the moments due by their mean over regions.
 
         Args:
           opt_state: leaves `[R, ...]`; donated.
@@ -87,8 +78,8 @@ class MomentPrograms:
           due: names of the moments, at least one.
 
         Returns:
-          The regions' optimizer state, and an array of the mean, which is there when
-          all of it is.
+          The regions' optimizer state, and an array of the mean that is ready when all
+          of it is.
         """
         if due not in self._programs:
             inside = self._exchange.shares_mesh
@@ -100,7 +91,7 @@ class MomentPrograms:
         return self._programs[due](opt_state, host)
 
     def list_programs(self, opt_state: PyTree) -> list[LoweredProgram]:
-        """List the programs of the inner mesh, those that cross outside left out.
+        """List the programs of the inner mesh; those between hosts are not included.
 
         Args:
           opt_state: shapes and shardings of the regions'.
@@ -184,7 +175,7 @@ class MomentPrograms:
 def _handed_out(
     opt_state: PyTree, mean: PyTree, due: tuple[str, ...], num_regions: int
 ) -> PyTree:
-    """Give `num_regions` regions the mean in place of their own moments."""
+    """Replace the moments of `num_regions` regions by the mean."""
     each = jax.tree.map(
         lambda x, like: x.astype(like.dtype),
         for_all_regions(mean, num_regions),

@@ -1,16 +1,16 @@
-"""Where the state of an outer model that regions share lies, and how programs take it.
+"""Placement of a shared outer model's state.
 
-- On the host's own CPU, whole in each process: what steps there is a program of its
-  own, beside the accelerators. So it is where messages cross between hosts.
-- Divided over the devices of each region, in their memory (ZeRO, stage 1).
-- Divided likewise, but in the memory of the devices' hosts ("pinned"): where syncs and
-  inner steps are one program of accelerators (`program/segment.py`). Of P parameters of
-  4 bytes with Nesterov's momentum a host then keeps 8 P / (hosts of a region) bytes,
-  and an accelerator none. A program takes in what it steps, a fragment at a time, each
-  device its own part of it, and puts it back: no device ever holds a fragment whole
-  that regions do not hold whole themselves.
+- On the host's CPU, in full in each process. The outer step is a separate program,
+  concurrent with the accelerators. Used when messages cross between hosts.
+- Sharded over the devices of each region, in their memory (ZeRO, stage 1).
+- Sharded likewise, in the memory of the devices' hosts ("pinned"). Used when syncs and
+  inner steps share a program on accelerators (`program/segment.py`). Of P parameters of
+  4 bytes with Nesterov momentum a host then keeps 8 P / (hosts of a region) bytes, and
+  an accelerator none. A program loads one fragment at a time, each device its own
+  shard, and offloads it again. No device materializes a full fragment unless the
+  regions themselves replicate it.
 
-What is no array like a parameter, as a count of steps, lies on the devices.
+Leaves that are not shaped like a parameter, such as a step count, stay on the devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class OuterPlace:
-    """Where outer state lies.
+    """Placement of the outer state.
 
     Attributes:
       spec: of the run.
@@ -51,7 +51,7 @@ class OuterPlace:
 
     @property
     def memory_kind(self) -> str | None:
-        """Of the devices' memories the one that state lies in; None is their own."""
+        """Memory kind of the state; None is the devices' default."""
         if self.outer.placement == "divided" or not self.spec.overlap:
             return None
         device = self.spec.mesh.devices.flat[0]
@@ -66,14 +66,14 @@ class OuterPlace:
         return shardings.divided(fragment_id, tree, self.memory_kind)
 
     def load(self, fragment_id: int, tree: PyTree) -> PyTree:
-        """Take parameters or state into the devices' memory, in a program of the mesh.
+        """Load parameters or state into device memory, in a program of the mesh.
 
-        Each device takes its own part.
+        Each device loads its own shard.
         """
         return jax.device_put(tree, self.spec.shardings.divided(fragment_id, tree))
 
     def offload(self, fragment_id: int, tree: PyTree) -> PyTree:
-        """Undo `load`."""
+        """Invert `load`."""
         return jax.device_put(tree, self.lay(fragment_id, tree))
 
     def given(self, params: Fragment, opt_state: PyTree) -> tuple[Fragment, PyTree]:
@@ -83,12 +83,12 @@ class OuterPlace:
     def broadcast(
         self, fragment_id: int, params: Fragment, opt_state: PyTree
     ) -> Fragment:
-        """Make what regions are given of a fragment, in a program of the mesh.
+        """Return a fragment as regions receive it, in a program of the mesh.
 
         Args:
           fragment_id: which.
           params: the outer fragment.
-          opt_state: of it; only where regions do not start from `params` themselves.
+          opt_state: its state; only if regions do not start from `params` themselves.
         """
         params = self.load(fragment_id, params)
         if self.outer.start is not None:
@@ -108,7 +108,7 @@ def make_steps(place: OuterPlace) -> list[Callable]:
     for k in each:
         shapes = spec.outer_shapes[k]
         state = jax.eval_shape(optimizer.init, shapes)
-        # What it takes it returns as it lay.
+        # Results keep the placement of the arguments.
         where = place.lay(k, shapes), place.lay(k, state), None
         step = functools.partial(step_at, place, k) if spec.overlap else own
         steps.append(jax.jit(step, donate_argnums=(0, 1), out_shardings=where))
@@ -122,11 +122,11 @@ def make_broadcast(place: OuterPlace, fragment_id: int) -> Callable:
 
 
 def make_join(place: OuterPlace) -> Callable:
-    """Make `join(outer fragments) -> parameters`, a copy, where the fragments are."""
+    """Make `join(outer fragments) -> parameters`, a copy with the same placement."""
     fragments, shardings = place.spec.fragments, place.spec.shardings
     if not place.spec.overlap:
         where = shardings.params_on_host() if shardings.divides_host else None
-        # A copy: what a program hands on as it is would be donated later.
+        # A copy: an output that aliases an input would be donated later.
         return jax.jit(lambda parts: copies(fragments.join(parts)), out_shardings=where)
 
     def join(parts):
@@ -148,7 +148,7 @@ def step_at(
     mean_pseudo_gradient: Fragment,
     stale_params: Fragment | None,
 ) -> tuple[PyTree, PyTree, jax.Array]:
-    """Step as `outer_step` where the state lies over the mesh; it stays as it lies."""
+    """Take an `outer_step` on sharded state and keep its placement."""
     params, opt_state, mean, stale = (
         place.load(fragment_id, tree)
         for tree in (params, opt_state, mean_pseudo_gradient, stale_params)

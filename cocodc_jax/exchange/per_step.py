@@ -1,7 +1,7 @@
-"""How what regions send at every step crosses them, inside `region_shard_map`.
+"""Collectives at every step, inside `region_shard_map`.
 
-Where regions are CPU processes all leaves cross as one flat buffer, by this package's
-own collectives or the backend's (`all_reduce`); elsewhere it is left to the compiler.
+If regions are CPU processes, all leaves cross as one flat buffer, by this package's
+collectives or the backend's (`all_reduce`). Otherwise the compiler chooses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PyTree = Any
 def mean_over_regions(tree: PyTree, in_flat_buffer: bool = False) -> PyTree:
     """Average a tree of `[block, ...]` leaves over all regions.
 
-    Summed in at least float32: XLA's CPU backend aborts the process on a bfloat16
+    Sums in at least float32: XLA's CPU backend aborts the process on a bfloat16
     all-reduce in a partly manual program.
 
     Args:
@@ -39,12 +39,12 @@ def mean_over_regions(tree: PyTree, in_flat_buffer: bool = False) -> PyTree:
 
 
 def mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
-    """Average all regions' messages, on each shard its own.
+    """Average all regions' messages, on each shard.
 
     Args:
       message: leaves `[block, ...]`.
-      all_reduce: one of `collectives.ALL_REDUCES` where messages cross as a flat
-        buffer; None leaves everything to the compiler.
+      all_reduce: one of `collectives.ALL_REDUCES` if messages cross as a flat buffer;
+        None lets the compiler choose.
     """
     if all_reduce != "direct":
         return as_varying(mean_over_regions(message, all_reduce is not None))
@@ -55,7 +55,7 @@ def mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
 
 
 def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
-    """Gather all regions' messages, `[R, ...]`; arguments as of `mean_for_all`."""
+    """Gather all regions' messages, `[R, ...]`; arguments as for `mean_for_all`."""
     if all_reduce is None:
         return all_gather_regions(message)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
@@ -68,7 +68,7 @@ def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
 
 
 def _reduced(tree: PyTree, mean: Callable, in_flat_buffer: bool) -> PyTree:
-    """Take `mean` of the blocks' means, in the dtypes of `tree`."""
+    """Apply `mean` to the blocks' means, keeping the dtypes of `tree`."""
 
     def of_block(x, *others):
         wide = jnp.result_type(*(wide_dtype(y.dtype) for y in (x, *others)))

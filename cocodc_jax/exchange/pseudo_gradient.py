@@ -1,8 +1,8 @@
-"""What leaves the regions: Delta = theta^g - theta^m of each, encoded.
+"""Encode each region's pseudo-gradient, Delta = theta^g - theta^m.
 
-Pseudo-gradients are old minus new and at least float32, whatever the parameters are.
-They are measured from `stale_params`: the outer fragment, the same for all regions, or
-what each last took of it, where regions come one by one.
+Pseudo-gradients are old minus new and at least float32, whatever the parameters'
+dtype. They are measured from `stale_params`: the outer fragment, equal in all regions,
+or the one that each region last received, if regions are asynchronous.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ PyTree = Any
 
 
 def make_messages(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make what each shard does as a fragment leaves, for `region_shard_map`.
+    """Make the encoding of a fragment on a shard, for `region_shard_map`.
 
     Args:
       spec: of the run.
       fragment_id: which fragment.
-      rank: of the message, where the schedule sets one.
+      rank: of the message, if the schedule sets one.
 
     Returns:
       `outgoing(params, stale_params, state, weights, keys, start_step) -> (staged,
-      message, state)` over the regions of a shard: `staged` is the fragment as it is
-      now where someone needs it, else None; `message` is what the mean is taken of (see
-      `sync.averages`), encoded where the method compresses, and `Measured` where
-      regions may be left out. A region of weight 0 keeps its compressor's state.
-      `start_step` is as of `start_step_of`.
+      message, state)` over the regions of a shard. `staged` is the current fragment if
+      a merge needs it, else None. `message` is the value to average (see
+      `sync.averages`), encoded if the method compresses, and `Measured` for a robust
+      mean. A region of weight 0 keeps its compressor's state. `start_step` is
+      `start_step_of`'s.
     """
     sync, is_by_region = spec.sync, spec.sync.schedule.is_by_region
     keeps = STAGED in sync.copies
@@ -74,19 +74,19 @@ def jit_messages(
     pack: Callable,
     where: NamedSharding | None = None,
 ) -> Callable:
-    """Make the program that encodes a fragment and leaves the crossing to others.
+    """Make the program that encodes a fragment but does not send it.
 
     Args:
       spec: of the run.
       fragment_id: which fragment.
-      rank: of the message, where the schedule sets one.
+      rank: of the message, if the schedule sets one.
       kept: shapes of the compressors' state, `[R, ...]`.
       pack: `pack(messages, times) -> [R, n]`, a flat buffer.
-      where: the buffer shall lie; None is whole inside each region.
+      where: sharding of the buffer; None replicates it inside each region.
 
     Returns:
       `encode(params, stale_params, state, weights, keys, start_step, times) ->
-      (staged, buffer, state)`, compiled; otherwise as `make_messages` says.
+      (staged, buffer, state)`, compiled; otherwise as `make_messages`.
     """
     of_shard = make_messages(spec, fragment_id, rank)
     outgoing = region_shard_map(
@@ -107,13 +107,13 @@ def jit_messages(
 
 
 def in_specs(spec: SyncSpec) -> tuple:
-    """Return how the arguments of `make_messages` lie over the region axis."""
+    """Return the specs over the region axis of `make_messages`'s arguments."""
     stale = P(REGION) if spec.sync.schedule.is_by_region else P()
     return (P(REGION), stale, *(P(REGION),) * 3, P())
 
 
 def start_step_of(spec: SyncSpec, event: Event) -> np.int32 | None:
-    """Return what a sync's key is made of, where the average draws; else None."""
+    """Return the step that a sync's key derives from; None if no average draws."""
     draws = spec.sync.message.average.draws
     return np.int32(event.start_step) if draws else None
 
@@ -121,13 +121,13 @@ def start_step_of(spec: SyncSpec, event: Event) -> np.int32 | None:
 def abstract_sent(
     spec: SyncSpec, region: Any, stale_params: PyTree, compressor_state: PyTree
 ) -> tuple:
-    """Return shapes, dtypes and shardings of what `make_messages`'s function takes.
+    """Return the arguments of `make_messages`'s function as shapes and shardings.
 
     Args:
       spec: of the run.
       region: a `RegionState` of shapes.
-      stale_params: of shapes.
-      compressor_state: of shapes.
+      stale_params: shapes.
+      compressor_state: shapes.
     """
     weights = jax.ShapeDtypeStruct(
         (spec.regions.num,), float, sharding=regional(spec.mesh)

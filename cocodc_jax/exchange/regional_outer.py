@@ -1,4 +1,4 @@
-"""Outer models of the regions' own: they lie over the mesh, and never on a host."""
+"""Regional outer models: sharded over the mesh, never on a host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PyTree = Any
 
 
 class RegionalOuterModels:
-    """The compiled programs around one outer model a region."""
+    """Compiled programs of one outer model per region."""
 
     steps_on_mesh = True
 
@@ -84,7 +84,7 @@ class RegionalOuterModels:
         return SyncState(with_shardings(shapes, self._where(shapes)), schedule)
 
     def abstract_flight(self, fragment_id: int) -> InFlight:
-        """Return shapes and shardings of a fragment that has just left."""
+        """Return shapes and shardings of a fragment that was just sent."""
         spec, outer = self._spec, self.abstract(None).outer
         num_regions = spec.regions.num
         regions = jax.tree.map(
@@ -136,9 +136,9 @@ class RegionalOuterModels:
         sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
         """Start a sync; see `SharedOuterModel.send`."""
-        del weights, times  # It can neither weigh regions nor measure them.
+        del weights, times  # Not supported by regional outer models.
         k, step = event.fragment_id, event.start_step
-        # The same draw on every region, and after a restart.
+        # The same draw in every region, and after a restart.
         rng = np.random.default_rng((self._outer.seed, step, k))
         matching = transfer.put(
             np.int32(rng.integers(len(self._partners))),
@@ -153,14 +153,14 @@ class RegionalOuterModels:
         return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the compressors' states: none, the outer optimizers have them."""
+        """Return the compressor states: empty, as the outer optimizers hold them."""
         del rank
         return sync.compressors
 
     def list_programs(
         self, fragment_id: int, region: RegionState, sync: SyncState
     ) -> list[LoweredProgram]:
-        """List the programs of a fragment's sync; see `SharedOuterModel.listed`."""
+        """List a fragment's sync programs; see `SharedOuterModel.list_programs`."""
         k, outer = fragment_id, sync.outer
         own = (outer.params[k], outer.opt_states[k])
         matching = jax.ShapeDtypeStruct((), np.int32)
@@ -174,13 +174,13 @@ class RegionalOuterModels:
         ]
 
     def abstract_broadcast(self, fragment_id: int) -> Fragment:
-        """Return shapes and shardings of what `on_mesh` gives."""
+        """Return shapes and shardings of the result of `on_mesh`."""
         return self.abstract(None).outer.params[fragment_id]
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
     ) -> tuple[SyncState, jax.Array]:
-        """Return the state with the outer steps done, and the norm of what arrived."""
+        """Take the outer steps; return the state and the norm of the mean."""
         k, outer = fragment_id, sync.outer
         params, opt_state, norm = self._step(
             outer.params[k], outer.opt_states[k], flight.mean
@@ -189,7 +189,7 @@ class RegionalOuterModels:
         return dataclasses.replace(sync, outer=outer), norm
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> PyTree:
-        """Return what arrived, where it lies."""
+        """Return the mean, in its current placement."""
         return flight.mean
 
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
@@ -207,7 +207,7 @@ class RegionalOuterModels:
 
         Args:
           sync: the state.
-          region: gives the tree that fragments are put into.
+          region: has the tree that fragments are put into.
           mean: over regions, of a tree like the parameters.
         """
         params = region.params
@@ -229,13 +229,13 @@ def make_regional_send(
       spec: of the run.
       outer: the optimizer.
       compressor: of the messages.
-      partners: int `[N, R]`, the matchings to choose from: each region's partner.
+      partners: int `[N, R]`, each region's partner in each matching.
       fragment_id: which fragment.
 
     Returns:
       `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`,
-      all with regions in front but, where every region gets the mean of all,
-      `arrived`. `matching` is an int32 scalar, the row of `partners` to use.
+      all regional, except `arrived` if every region receives the same mean. `matching`
+      is an int32 scalar, the row of `partners` to use.
     """
     local, mesh = spec.local, spec.mesh
     keeps = STAGED in spec.sync.copies
@@ -272,8 +272,8 @@ def make_regional_send(
 def make_regional_step(spec: SyncSpec, outer: RegionalOuter) -> Callable:
     """Make `step(outer_params, state, arrived) -> (outer_params, state, norm)`.
 
-    All regional; `arrived` is what `send` gave; the norm is that of what arrived, over
-    regions the root of the mean square.
+    All regional; `arrived` is the result of `send`; the norm is of the means, the root
+    mean square over regions.
     """
     is_for_all, num_regions = outer.group == "all", spec.regions.num
 
@@ -302,16 +302,16 @@ def make_regional_step(spec: SyncSpec, outer: RegionalOuter) -> Callable:
 def from_neighbour(
     message: PyTree, by: int, num_regions: int, local: LocalRegions
 ) -> PyTree:
-    """Fetch the message of the region `by` places on along the ring.
+    """Fetch the message of the region `by` positions ahead on the ring.
 
-    With a region on each shard that is one permutation of messages. A device that holds
-    several regions gathers all of them: there is no network to spare then.
+    With one region per shard this is one permutation. A device with several regions
+    gathers all of them: there is no network to spare then.
 
     Args:
       message: of the regions of the shard, leaves `[block, ...]`.
       by: 1 or -1.
       num_regions: M.
-      local: the regions that a shard holds.
+      local: how a device computes its regions.
     """
     if local.size == 1:
         return reduce.from_neighbour(message, by, num_regions, REGION)
@@ -329,7 +329,7 @@ def from_partner(
       message: of the regions of the shard, leaves `[block, ...]`.
       matching: int32 scalar, the row of `partners` to use.
       partners: int `[N, R]`, each region's partner in each matching.
-      local: the regions that a shard holds.
+      local: how a device computes its regions.
     """
     if local.size == 1:
         return reduce.from_partner(message, matching, partners, REGION)
@@ -341,7 +341,7 @@ def from_partner(
 
 
 def _of_regions(message: PyTree, whose: jax.Array) -> PyTree:
-    """Gather the messages of all regions, and take those of the regions `whose`."""
+    """Gather the messages of all regions, and select those of `whose`."""
     return jax.tree.map(
         lambda x: jnp.take(x, whose, axis=0), all_gather_regions(message)
     )

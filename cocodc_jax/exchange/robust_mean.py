@@ -1,8 +1,8 @@
-"""The mean over regions of messages that were judged first, see `sync.robust`.
+"""The mean over regions after filtering their messages, see `sync.robust`.
 
-Lengths are measured as fragments leave. In the program they are all-reduced, a number
-each, before the messages are. On the outer mesh they go along with encoded messages;
-those that are summed on their way wait for them, one more delay of the network.
+Lengths are measured as fragments are sent. In the program, they are all-reduced before
+the messages, one number each. On the outer mesh they travel with encoded messages;
+uncompressed messages wait for them, one more network delay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PyTree = Any
 def abstract_verdict(
     spec: SyncSpec, sharding: Sharding
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape and sharding of the verdicts by name, `{}` if there are none."""
+    """Return shape and sharding of the verdicts by name, `{}` if there is no filter."""
     if spec.sync.robust is None:
         return {}
     shape = (spec.regions.num,)
@@ -38,12 +38,12 @@ def abstract_verdict(
 
 
 def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
-    """Return the shapes of a message as it is sent: `Measured` where it is judged.
+    """Return the shapes of a message as sent: `Measured` if it is filtered.
 
     Args:
       spec: of the run.
       shapes: of one region's message.
-      rank: of it.
+      rank: of the message.
     """
     if spec.sync.robust is None:
         return shapes
@@ -55,15 +55,16 @@ def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
 def filter_block(
     spec: SyncSpec, sent: PyTree, weights: jax.Array
 ) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
-    """Judge the messages of a shard among all, inside `region_shard_map`.
+    """Filter a shard's messages by those of all regions, inside `region_shard_map`.
 
     Args:
       spec: of the run.
-      sent: `Measured` of the shard's regions, or where nobody is left out the messages.
+      sent: `Measured` of the shard's regions, or the messages if there is no filter.
       weights: of the shard's regions.
 
     Returns:
-      Messages and weights to sum, and the verdicts of all regions, `{}` of none.
+      Messages and weights to sum, and the verdicts of all regions, `{}` without a
+      filter.
     """
     robust = spec.sync.robust
     if robust is None:
@@ -89,7 +90,7 @@ def robust_mean(
     Args:
       spec: of the run.
       rank: of the messages.
-      sent: of all regions, as of `filter_block`.
+      sent: of all regions, as for `filter_block`.
       weights: `[M]`.
     """
     message, robust = spec.sync.message, spec.sync.robust
@@ -109,11 +110,11 @@ def make_robust_combine(
     all_reduce: str,
     layout: ShardBuffer | None = None,
 ) -> Callable:
-    """Make the program that crosses the outer mesh; see `combine.make_combine`.
+    """Make the program between hosts; see `combine.make_combine`.
 
     Returns:
-      `combine(rows, weights) -> (mean, times, verdicts)`; verdicts are `{}` where
-      nobody is left out.
+      `combine(rows, weights) -> (mean, times, verdicts)`; verdicts are `{}` without a
+      filter.
     """
     robust, is_summed = spec.sync.robust, True
     mean_of = None

@@ -1,18 +1,16 @@
-"""A message as a flat buffer of which each device of a region has its own shards.
+"""A message as a flat buffer in which each device of a region packs its own shards.
 
-Where a region is several devices its parameters lie over them, and so do the arrays of
-its messages. Made one flat array, as `flat_buffer` does, every device would have to
-hold all of it. Here each lays out what it has: of each array its shard, or where
-several devices have the same shard an equal part of that for each of them, the last
-ones padded with zeros. So nothing moves inside a region, no device holds a message
-whole, and a byte leaves a region once.
+If a region has several devices, its parameters and messages are sharded over them.
+Concatenated as in `flat_buffer`, every device would have to hold the full message. Here
+each device packs its own shard of each array. If several devices hold the same shard,
+each packs an equal part of it, padded with zeros at the end. So nothing moves inside a
+region, no device materializes the full message, and a byte leaves a region once.
 
-    column of the buffer = (device of the region, array, place in the device's part)
+    column of the buffer = (device of the region, array, index in the device's part)
 
-Where it has crossed, and the outer devices have their regions' devices' columns, the
-arrays are put together from them: on one outer device whole, on several, those of a
-region's processes, each its own block; parts of a shard that processes have in common
-are gathered between these.
+The arrays are reassembled from the columns on the outer devices: in full on a single
+outer device; on several (a region's processes), each its own block. Parts of a shard
+that several processes hold are gathered between them.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ Sizes = Mapping[str, int]
 
 
 class Piece(NamedTuple):
-    """Where an array of a message lies in the buffer.
+    """Placement of one array of a message in the buffer.
 
     Attributes:
-      axes: for each dimension the mesh's axes that divide it, the major one first.
-      free: axes along which devices have the same shard.
-      shard: the shape of that.
+      axes: for each dimension the mesh axes that shard it, major first.
+      free: axes along which devices hold the same shard.
+      shard: shape of a shard.
       dtype: of the array.
-      width: columns that a number takes: 1, or its bytes.
+      width: columns per number: 1, or its bytes.
       share: columns of a device.
       start: the first of them.
     """
@@ -59,7 +57,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardBuffer:
-    """How the messages of regions of several devices are laid out.
+    """Layout of the messages of regions of several devices.
 
     Attributes:
       mesh: the inner mesh.
@@ -73,13 +71,13 @@ class ShardBuffer:
 
     @classmethod
     def of(cls, mesh: Mesh, shapes: PyTree, specs: PyTree) -> ShardBuffer:
-        """Lay out a message.
+        """Compute the layout of a message.
 
         Args:
           mesh: the inner mesh.
           shapes: of one region's message.
-          specs: for each of its arrays a `PartitionSpec` over the axes inside a region;
-            an array that it does not divide evenly lies whole on every device.
+          specs: for each array a `PartitionSpec` over the axes inside a region; an
+            array that it does not divide evenly is replicated.
         """
         leaves, structure = jax.tree.flatten(shapes)
         is_bytes = len({x.dtype for x in leaves}) > 1
@@ -95,21 +93,21 @@ class ShardBuffer:
 
     @property
     def width(self) -> int:
-        """Columns of a device."""
+        """Columns per device."""
         return self.pieces[-1].start + self.pieces[-1].share
 
     @property
     def num_columns(self) -> int:
-        """Columns of a region."""
+        """Columns per region."""
         return self.width * _length(self.mesh.shape, INSIDE)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of the buffer `[R, n]` on the inner mesh."""
+        """Sharding of the buffer `[R, n]` on the inner mesh."""
         return NamedSharding(self.mesh, P(REGION, INSIDE))
 
     def pack(self, tree: PyTree) -> jax.Array:
-        """Lay regional arrays `[R, ...]` out, `[R, n]`; each device does its own."""
+        """Pack regional arrays `[R, ...]` into `[R, n]`, each device its own shards."""
 
         def of_device(leaves):
             parts = map(self._part, self.pieces, leaves)
@@ -123,7 +121,7 @@ class ShardBuffer:
         )(jax.tree.leaves(tree))
 
     def _part(self, piece: Piece, x: jax.Array) -> jax.Array:
-        """Cut a device's part out of its shard `[r, ...]`, inside the mesh."""
+        """Return a device's part of its shard `[r, ...]`, inside the mesh."""
         rows = x.reshape(len(x), -1)
         rows = as_bytes(rows) if self._is_bytes else rows
         num = _length(self.mesh.shape, piece.free)
@@ -141,19 +139,19 @@ class ShardBuffer:
         """Return the column of a scalar of the message.
 
         Args:
-          leaf: its number in the tree.
+          leaf: its index in the tree.
         """
         return self.pieces[leaf].start
 
     def unpack(self, buffer: jax.Array, everywhere: Sharding) -> PyTree:
-        """Put the arrays together from the columns of all devices.
+        """Reassemble the arrays from the columns of all devices.
 
         Args:
-          buffer: `[..., n]`; over the outer mesh where there is one, else on a device.
-          everywhere: whole on every process's outer device.
+          buffer: `[..., n]`; over the outer mesh if there is one, else on a device.
+          everywhere: sharding that replicates to every process's outer device.
 
         Returns:
-          Arrays `[..., *shape]`, each process's block of them with it.
+          Arrays `[..., *shape]`, each process holding its block of them.
         """
         lead = buffer.ndim - 1
         if not isinstance(everywhere, NamedSharding):
@@ -171,7 +169,7 @@ class ShardBuffer:
             out_specs=[
                 P(*(None,) * lead, *(axes or None for axes in each)) for each in kept
             ],
-            check_vma=False,  # What every region has is not seen to be the same.
+            check_vma=False,  # It cannot see that regions have equal values.
         )(buffer)
         return self.structure.unflatten(leaves)
 
@@ -182,14 +180,7 @@ class ShardBuffer:
         processes: Sizes,
         kept: Iterable[str] = frozenset(),
     ) -> jax.Array:
-        """Join an array of the columns `[..., n]` that an outer device has.
-
-        Args:
-          piece: which.
-          rows: the columns.
-          processes: how many processes there are along each axis; `{}` is one.
-          kept: axes along which the array stays divided over processes.
-        """
+        """Join an array from the columns `[..., n]` that an outer device has."""
         lead = rows.shape[:-1]
         sizes = {a: self.mesh.shape[a] // processes.get(a, 1) for a in INSIDE}
         x = rows.reshape(*lead, *sizes.values(), self.width)
@@ -208,7 +199,7 @@ class ShardBuffer:
         if self._is_bytes:
             x = from_bytes(x.reshape(*x.shape[:-1], -1, piece.width), piece.dtype)
         x = x.reshape(*lead, *counts, *piece.shard)
-        # From (blocks of all dimensions, shard) to (blocks, shard) of each.
+        # From (blocks of all dimensions, shard) to (blocks, shard) per dimension.
         turned, shape, at = [*range(first)], [*lead], first
         for i, axes in enumerate(piece.axes):
             turned += [*range(at, at + len(axes)), first + len(counts) + i]

@@ -1,4 +1,4 @@
-"""One outer model for all regions: where it lives, how fragments leave and arrive."""
+"""One outer model for all regions: where it is, how fragments leave and arrive."""
 
 from __future__ import annotations
 
@@ -47,22 +47,16 @@ PyTree = Any
 
 
 class SharedOuterModel:
-    """The compiled programs around one outer model.
+    """Compiled programs of one outer model.
 
     Attributes:
-      place: of its state.
-      where: the shardings of that.
-      compressors: what the regions' remember.
+      place: placement of its state.
+      where: shardings of its state.
+      compressors: states of the regions' compressors.
     """
 
     def __init__(self, spec: SyncSpec, outer: SharedOuter, exchange: Exchange):
-        """Wrap every program in one jit.
-
-        Args:
-          spec: of the run.
-          outer: the optimizer, and where its state is.
-          exchange: that messages take.
-        """
+        """Wrap every program in one jit."""
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self.place = OuterPlace(spec, outer)
         # Whether the outer step is a program of the inner mesh.
@@ -80,19 +74,19 @@ class SharedOuterModel:
         shapes, regional = jax.eval_shape(self._make, spec.params)
         self.where, _ = self._where(shapes, regional)
         first = self.where
-        if not self.steps_on_mesh:  # One program makes all of it, so on one channel.
+        if not self.steps_on_mesh:  # One program, so one channel.
             lay = functools.partial(shardings.on_host, channel=0)
             first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
-        # By the rank of the messages, where the schedule sets one.
+        # By rank of the messages, if the schedule sets one.
         self._new_regional: dict[int, Callable] = {}
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
-        """Return the state before the first step, or of regions that begin later.
+        """Return the initial state, also of regions that join later.
 
         Args:
           params: one region's parameters, on the mesh.
-          schedule: the schedule's state; what compressors remember is of its rank.
+          schedule: the schedule's state; compressor states have its rank.
         """
         shardings = self._spec.shardings
         near = params
@@ -107,10 +101,10 @@ class SharedOuterModel:
         return SyncState(outer, schedule, *self._new_regional[rank](params))
 
     def _make_regional(self, rank: int) -> Callable:
-        """Make what makes of parameters what regions remember before messages."""
+        """Make the function from parameters to initial compressor states."""
         make = functools.partial(self._make, rank=rank)
         outer, regional = jax.eval_shape(make, self._spec.params)
-        if not jax.tree.leaves(regional):  # Most compressors remember nothing.
+        if not jax.tree.leaves(regional):  # Most compressors have no state.
             return lambda _: regional
         _, where = self._where(outer, regional)
         return jax.jit(lambda x: make(x)[1], out_shardings=where)
@@ -148,7 +142,7 @@ class SharedOuterModel:
         return SyncState(outer, schedule, *with_shardings(regional, where_regional))
 
     def abstract_flight(self, fragment_id: int) -> InFlight:
-        """Return shapes and shardings of a fragment that has just left."""
+        """Return shapes and shardings of a fragment that was just sent."""
         spec = self._spec
         part = spec.outer_shapes[fragment_id]
         part = with_shardings(part, self.place.lay(fragment_id, part))
@@ -162,8 +156,8 @@ class SharedOuterModel:
         """Return the bytes that one region sends for a sync.
 
         Args:
-          fragment_id: of which fragment.
-          rank: of the message, where the schedule sets one.
+          fragment_id: which fragment.
+          rank: of the message, if the schedule sets one.
         """
         spec, part = self._spec, self._spec.outer_shapes[fragment_id]
         message, num_regions = spec.sync.message, self._exchange.num_regions
@@ -187,13 +181,13 @@ class SharedOuterModel:
           weights: of the regions in the mean; see `Exchange.send`.
           times: likewise.
           region: read only.
-          sync: its compressors' states are replaced.
+          sync: its compressor states are replaced.
 
         Returns:
-          The state after it, and what is on its way.
+          The state after it, and the fragment in flight.
         """
         k, rank = event.fragment_id, event.rank
-        if rank != sync.schedule.rank:  # That of the messages before.
+        if rank != sync.schedule.rank:  # Of earlier messages.
             states = self.resized(sync, rank)
             sync = dataclasses.replace(sync, compressors=states)
         kept = {}
@@ -216,7 +210,7 @@ class SharedOuterModel:
         return sync, InFlight(mean, kept)
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the compressors' states fitted to messages of `rank`."""
+        """Return the compressor states resized to messages of `rank`."""
         return self.compressors.resized(sync, rank)
 
     def list_programs(
@@ -236,7 +230,7 @@ class SharedOuterModel:
         region = self._sending(k, region)
         send = self._exchange.list_programs(k, region, stale, sync.compressors[k])
         sent = LoweredProgram(f"send fragment {k}", *send, self.num_bytes(k))
-        if not self.steps_on_mesh:  # The outer step is the host's.
+        if not self.steps_on_mesh:  # The host takes the outer step.
             return [sent]
         params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
         flight = self.abstract_flight(k)
@@ -245,17 +239,14 @@ class SharedOuterModel:
         return [sent, LoweredProgram(f"outer step {k}", self._step[k], arguments)]
 
     def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
-        """Return what a message is made of: the leaves that hold some of the fragment.
-
-        All of them where regions may be left out, who are judged by all that they hold.
-        """
+        """Return the leaves that hold some of the fragment; all for a robust mean."""
         if self._spec.sync.robust:
             return region
         only = self._spec.fragments.only(region.params, fragment_id)
         return region._replace(params=only)
 
     def abstract_broadcast(self, fragment_id: int) -> Fragment:
-        """Return shapes and shardings of what `on_mesh` gives."""
+        """Return shapes and shardings of the result of `on_mesh`."""
         return with_shardings(
             self._spec.outer_shapes[fragment_id],
             self._spec.shardings.fragments[fragment_id],
@@ -264,7 +255,7 @@ class SharedOuterModel:
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
     ) -> tuple[SyncState, jax.Array]:
-        """Return the state with the outer step done, and the norm of what arrived."""
+        """Take the outer step; return the state and the norm of the mean."""
         k, outer = fragment_id, sync.outer
         params, opt_state, norm = self._step[k](
             outer.params[k],
@@ -276,7 +267,7 @@ class SharedOuterModel:
         return dataclasses.replace(sync, outer=outer), norm
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
-        """Return the mean where the outer step is."""
+        """Return the mean, in the placement of the outer step."""
         if self._spec.overlap:
             return flight.mean
         outer = sync.outer.params[fragment_id]
@@ -284,14 +275,14 @@ class SharedOuterModel:
         return transfer.move(arrived(flight.mean), where)
 
     def _copied(self, part: Fragment) -> Fragment:
-        """Return a copy of outer parameters, where they are."""
+        """Return a copy of outer parameters, in the same placement."""
         if self.place.memory_kind is None:
             return self._copy(part)
         where = jax.tree.map(lambda x: x.sharding, part)
         return jax.device_put(part, where, may_alias=False)
 
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
-        """Return what regions are given of an outer fragment, where they are."""
+        """Return an outer fragment as regions receive it, on the mesh."""
         part = sync.outer.params[fragment_id]
         if self._spec.overlap:
             return self._near[fragment_id](*self.given(sync, fragment_id))
@@ -300,7 +291,7 @@ class SharedOuterModel:
         return transfer.move(part, self._spec.shardings.fragments[fragment_id])
 
     def given(self, sync: SyncState, fragment_id: int) -> tuple[Fragment, PyTree]:
-        """Return what `OuterPlace.broadcast` takes to make what regions are given."""
+        """Return the arguments of `OuterPlace.broadcast` for a fragment."""
         outer = sync.outer
         return self.place.given(
             outer.params[fragment_id], outer.opt_states[fragment_id]
@@ -309,7 +300,7 @@ class SharedOuterModel:
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
         parts, shardings = sync.outer.params, self._spec.shardings
-        if len(shardings.channels) > 1:  # One program joins them, so on one channel.
+        if len(shardings.channels) > 1:  # Joined in one program, so on one channel.
             lay = functools.partial(shardings.on_host, channel=0)
             parts = transfer.move(parts, tuple(map(lay, range(len(parts)), parts)))
         whole = self._join(parts)
@@ -323,12 +314,12 @@ class SharedOuterModel:
         """Give an outer fragment to the regions that merge it.
 
         Args:
-          event: that it has come to.
+          event: the finish.
           sync: the state after the outer step.
 
         Returns:
-          The state after it, the fragment where regions can take it in, and who
-          merges it, bool `[R]`; None is all.
+          The state after it, the fragment on the mesh, and which regions merge it, bool
+          `[R]`; None is all.
         """
         k, spec = event.fragment_id, self._spec
         outer = self.on_mesh(sync, k)

@@ -1,4 +1,4 @@
-"""What every program of a run is made from, gathered once."""
+"""The specification that all programs of a run are made from."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class SyncSpec:
-    """A sync, the model and regions it is for, and where they lie.
+    """A method's syncs, with the model, regions and shardings that they apply to.
 
     Attributes:
       sync: bound to the regions.
       regions: all of them.
       fragments: the cut of the parameters.
-      shardings: where everything lies.
+      shardings: of all arrays.
       params: shapes of one region's parameters.
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a
-        `model_state` see there.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
+        see there.
       supplies: what only the user knows.
-      local: the regions that a device holds.
+      local: how a device computes its regions.
       model_state: of the model, None if it has none.
-      overlap: whether syncs and inner steps are one program, see `program/segment.py`.
+      overlap: whether syncs and inner steps share a program, see `program/segment.py`.
     """
 
     sync: Sync
@@ -57,7 +57,7 @@ class SyncSpec:
 
     @property
     def is_measured(self) -> bool:
-        """Whether what regions measure goes with their messages."""
+        """Whether measured times are sent with messages."""
         return self.sync.schedule.is_measured
 
     @functools.cached_property

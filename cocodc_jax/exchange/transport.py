@@ -1,9 +1,10 @@
-"""How messages cross between regions: resolved once to an `Exchange`.
+"""Choose how messages cross regions, once, as an `Exchange`.
 
-- `in_program.InProgram`: the program that sends takes the mean as well;
-- `outer_mesh.OnOuterMesh`: a second program crosses between hosts, beside the steps;
-- `jobs.BetweenJobs`: every region is a job of its own, which may die and come back, and
-  threads carry messages from host to host.
+- `in_program.InProgram`: the program that sends also averages;
+- `between_hosts.OnOuterMesh`: a second program averages between hosts, concurrently
+  with the inner steps;
+- `between_jobs.BetweenJobs`: every region is a separate job, which may die and come
+  back; threads carry messages from host to host.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ class Transport:
     """How messages cross regions.
 
     Attributes:
-      exchange: "program" averages messages in a program of the inner mesh, "outer" on
-        the outer mesh, beside the inner steps; "auto" is the latter where there are
-        several processes and the method allows it; "jobs" has every region be a job of
-        its own.
-      all_reduce: how they cross between processes, where this package chooses: "direct"
-        or "ring", see `collectives.py`.
-      outer_channels: outer meshes side by side; fragment k crosses on number
-        k mod outer_channels, so that as many can be on their way at once.
-      place: of this process's region among the jobs, for "jobs".
-      fuse_syncs: whether syncs and the inner steps are one program, so that messages
-        cross while it computes, see `program/segment.py`: "yes", "no", or "auto", where
-        regions lie on several accelerators and messages cross in the program.
+      exchange: "program" averages messages in a program of the inner mesh; "outer" on
+        the outer mesh, concurrently with the inner steps; "jobs" makes every region a
+        separate job; "auto" is "outer" if there are several processes and the method
+        allows it, else "program".
+      all_reduce: algorithm between processes, where this package chooses: "direct" or
+        "ring", see `collectives.py`.
+      outer_channels: number of outer meshes; fragment k uses number k mod
+        outer_channels, so that as many can be in flight at once.
+      place: this process's region among the jobs, for "jobs".
+      fuse_syncs: whether syncs and inner steps share a program, so that messages
+        overlap with computation, see `program/segment.py`: "yes", "no", or "auto",
+        which is yes if regions are on several accelerators and messages cross in the
+        program.
     """
 
     exchange: str = "auto"
@@ -57,11 +59,7 @@ class Transport:
     fuse_syncs: str = "auto"
 
     def __post_init__(self):
-        """Check the names and the number.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Validate the names and the number."""
         if self.exchange not in EXCHANGES:
             raise ValueError(
                 f"exchange={self.exchange!r} is unknown; use one of {EXCHANGES}"
@@ -83,10 +81,10 @@ class Transport:
             )
 
     def own(self, regions: Regions, method: Method) -> Regions:
-        """Return the regions that this program trains, of all `regions`.
+        """Return the regions that this program trains.
 
         Raises:
-          ValueError: if they or the method cannot be jobs of their own.
+          ValueError: if the regions or the method cannot be separate jobs.
         """
         if self.exchange != "jobs":
             return regions
@@ -121,10 +119,10 @@ class Transport:
         return Regions(regions.step_times[:1], regions.batch_sizes[:1])
 
     def check_model_state(self, model_state: ModelState) -> None:
-        """Refuse a state that jobs of their own would have to average.
+        """Refuse a model state that separate jobs would have to average.
 
         Raises:
-          ValueError: saying what would be right.
+          ValueError: naming a setting that works.
         """
         if self.exchange == "jobs" and model_state.averaged_bytes:
             raise ValueError(
@@ -133,7 +131,7 @@ class Transport:
             )
 
     def own_keys(self, keys: jax.Array) -> jax.Array:
-        """Return the keys of the regions that this program trains, of all regions'."""
+        """Select the keys of this program's regions from all regions' keys."""
         if self.exchange != "jobs" or self.place is None:
             return keys
         return keys[self.place.region][None]
@@ -143,10 +141,10 @@ class Transport:
 
         Args:
           method: whose messages cross.
-          num_processes: that the regions live in.
+          num_processes: of the run.
 
         Raises:
-          ValueError: for what the method cannot have.
+          ValueError: if the method does not support it.
         """
         if self.exchange == "jobs":
             return "jobs"
@@ -186,15 +184,15 @@ class Transport:
         return self.exchange == "outer"
 
     def fuses(self, method: Method, mesh: Mesh, kind: str) -> bool:
-        """Tell whether syncs and inner steps are one program.
+        """Return whether syncs and inner steps share a program.
 
         Args:
           method: whose messages cross.
           mesh: the inner mesh.
-          kind: what `resolve` named.
+          kind: result of `resolve`.
 
         Raises:
-          ValueError: if they cannot be, and shall.
+          ValueError: if requested but unsupported.
         """
         why = None
         if method.sync is None or not isinstance(method.sync.outer, SharedOuter):
@@ -210,7 +208,7 @@ class Transport:
         )
 
     def exchange_of(self, spec: SyncSpec, kind: str) -> Exchange:
-        """Make the exchange that `resolve` named."""
+        """Make the exchange that `resolve` chose."""
         if kind == "program":
             return InProgram(spec)
         if kind == "jobs":
@@ -220,7 +218,7 @@ class Transport:
 
 
 def _not_between_jobs(method: Method) -> str | None:
-    """Tell why a method's messages cannot cross between jobs, None if they can."""
+    """Return why a method's messages cannot cross between jobs, None if they can."""
     sync = method.sync
     if method.per_step is not None:
         return "its regions exchange at every step"

@@ -1,6 +1,6 @@
-"""A method around a loss, compiled: `RegionProgram`, its states and what it returns.
+"""Compile a method around a loss: `RegionProgram` and its output.
 
-Names are imported when they are first asked for.
+Names are imported lazily.
 """
 
 from __future__ import annotations

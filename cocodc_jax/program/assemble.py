@@ -1,4 +1,4 @@
-"""What a program is put together from: arguments checked, the rest made of them."""
+"""Build the parts of a `RegionProgram` from its arguments."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The arguments of `RegionProgram`, see there, each of its kind and checked.
+    """The validated arguments of `RegionProgram`, with defaults filled in.
 
     Attributes:
-      optimizer: taken as one that is given `value=`.
+      optimizer: wrapped to accept `value=`.
       method: bound to the regions.
       whole: shapes of one region's parameters.
-      trained: bools like them, None where all are; see `frozen.find_trained`.
-      params: those that are trained.
-      regions: all of them.
-      own: those that this program trains.
-      exchange: the name of the way that messages take.
-      overlap: whether syncs and inner steps are one program.
+      trained: bools like them, None if all are trained; see `frozen.find_trained`.
+      params: shapes of the trained parameters.
+      regions: all regions.
+      own: regions that this program trains.
+      exchange: name of the exchange, as `Transport.resolve` returns it.
+      overlap: whether syncs and inner steps share a program.
     """
 
     loss_fn: AnyLossFn
@@ -80,18 +80,18 @@ class Given:
 
 
 class Parts(NamedTuple):
-    """Of what a program consists; each compiled program is wrapped in one jit.
+    """The parts of a program; each compiled function is wrapped in one jit.
 
     Attributes:
-      shardings: of everything.
-      whole: shapes of one region's parameters, and how they lie.
+      shardings: of all arrays.
+      whole: shapes and shardings of one region's parameters.
       first: makes the regions' state before the first step.
-      batches: places them on the mesh.
-      read: reads the regions.
-      corrects: whether the inner steps are given the outer state as well.
+      batches: places batches on the mesh.
+      read: reads metrics of the regions.
+      corrects: whether the inner steps also take the outer state.
       steps: the inner steps, `(region, batches, participating, counted, *outer)`.
-      exchange: the way that messages take; None without syncs.
-      syncs: their programs; None without syncs.
+      exchange: how messages cross regions; None without syncs.
+      syncs: programs of the syncs; None without syncs.
     """
 
     shardings: Shardings
@@ -118,7 +118,7 @@ def checked(
     model_state: ModelState | None,
     trainable: Trainable,
 ) -> Given:
-    """Return what a program is given, defaults filled in.
+    """Validate the arguments of a program and fill in defaults.
 
     Raises:
       ValueError: see `RegionProgram`.
@@ -127,7 +127,7 @@ def checked(
     accumulates = optimizer
     if not isinstance(regions, Regions):
         regions = Regions.alike(regions)
-    if isinstance(optimizer, optax.MultiSteps):  # As its own method, with `value=`.
+    if isinstance(optimizer, optax.MultiSteps):  # Accepts `value=`.
         each: Any = optimizer.init, optimizer.update
         optimizer = optax.GradientTransformationExtraArgs(*each)
     if isinstance(method, str):
@@ -191,11 +191,11 @@ def assemble(
     local_regions: str,
     optimizer_memory: str,
 ) -> Parts:
-    """Put a program together; compiles nothing.
+    """Build the parts of a program; compiles nothing.
 
     Args:
-      given: of `checked`.
-      param_specs: see `RegionProgram`, like the next.
+      given: result of `checked`.
+      param_specs: see `RegionProgram`, as for the next two.
       local_regions: how a device computes several regions.
       optimizer_memory: where the inner optimizer's state is kept.
 
@@ -205,7 +205,7 @@ def assemble(
     method, mesh, transport = given.method, given.mesh, given.transport
     memory = memory_kind(optimizer_memory, mesh, method)
     specs = P() if param_specs is None else param_specs
-    # Of boxed parameters too, whose specs have no boxes (Flax Linen).
+    # Flax Linen boxes parameters but not their specs.
     specs = jax.tree.unflatten(
         jax.tree.structure(given.whole),
         jax.tree.leaves(jax.tree.broadcast(specs, given.whole)),
@@ -218,7 +218,7 @@ def assemble(
         given.params,
         split(specs, given.trained)[0],
         transport.outer_channels,
-        # Nothing would run beside the steps of a CPU but what they wait for.
+        # A CPU has nothing to run concurrently with its steps.
         is_near=given.exchange == "program" and is_one_cpu(mesh),
         divides_host=given.exchange == "outer",
         optimizer_memory=memory,
@@ -249,7 +249,7 @@ def assemble(
         given.model_state,
         None if memory is None else shardings.region.opt_state,
     )
-    # Losses are whole inside each region: every process reads those of its own.
+    # Losses are replicated inside a region: a process reads its own regions'.
     inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
     exchange, syncs = _syncs(given, shardings, local, inner)
     length_bucket = LENGTH_BUCKET if is_cpu(mesh) and not given.overlap else None

@@ -1,4 +1,4 @@
-"""How the batches of a scan are laid over a mesh, `[T, R, B, ...]` each."""
+"""Place batches of a scan, `[T, R, B, ...]`, on a mesh."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ PyTree = Any
 
 
 class Batches:
-    """Puts batches where a mesh wants them: B over the data axis.
+    """Places batches on the mesh, B over the data axis.
 
     Attributes:
-      length_bucket: where the inner steps are told how many of the host's batches there
-        are, see `counted.py`, the steps of whose multiple there is room; else None.
+      length_bucket: batches are padded to a multiple of this many steps, and the number
+        of real steps is passed along, see `length_buckets.py`; None is no padding.
     """
 
     def __init__(self, mesh: Mesh, num_regions: int, length_bucket: int | None):
-        """Lay out the regions of a program over its mesh."""
+        """Map the regions of a program to its mesh."""
         self._mesh, self._num_regions = mesh, num_regions
         self.length_bucket = length_bucket
         self._everywhere = NamedSharding(mesh, P())
-        self._numbers: dict[int, jax.Array] = {}  # On the mesh; there are few.
+        self._numbers: dict[int, jax.Array] = {}  # On the mesh.
 
     @functools.cached_property
     def own_regions(self) -> int:
-        """How many regions this process has a part of."""
+        """Number of regions that this process has a part of."""
         mine, mesh = jax.process_index(), self._mesh
         shards = [
             any(d.process_index == mine for d in shard.flat)
@@ -47,15 +47,15 @@ class Batches:
         """Return T.
 
         Raises:
-          ValueError: if `batches` does not have the regions along its second axis.
+          ValueError: if the second axis of `batches` is not the regions.
         """
         return checks.check_batches(batches, self._num_regions, self.own_regions)
 
     def put(self, batches: PyTree) -> PyTree:
         """Place host batches on the mesh.
 
-        With several processes each gives the rows of its own regions, whole, also
-        those that it shares with other processes.
+        With several processes, each passes the full rows of its own regions, including
+        regions that it shares with other processes.
         """
 
         def put(x):
@@ -67,15 +67,14 @@ class Batches:
         return jax.tree.map(put, batches)
 
     def for_steps(self, batches: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """Return batches as the program of the inner steps takes them.
+        """Return batches in the form that the inner steps take.
 
-        A single device takes host batches in with its other arguments, in a fifth of
-        the time that it takes to place them first; to `jax.transfer_guard` they would
-        be moved unasked, so under one they are placed.
+        On a single device, host batches are passed straight to the program, which takes
+        a fifth of the time of placing them first. `jax.transfer_guard` would reject
+        that implicit transfer, so with a guard they are placed.
 
         Returns:
-          The batches, and their number where the steps are told it: then there is room
-          behind them.
+          The batches, and the number of real steps if they are padded, else None.
         """
         leaves, num_steps = jax.tree.leaves(batches), None
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
@@ -88,7 +87,7 @@ class Batches:
         return self.put(batches), num_steps
 
     def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
-        """Return what `for_steps` gives, as shapes and dtypes with shardings."""
+        """Return shapes, dtypes and shardings of the result of `for_steps`."""
         length_bucket = self._round_of(batches)
 
         def like(x):
@@ -104,7 +103,7 @@ class Batches:
         return jax.tree.map(like, batches), num_steps
 
     def _round_of(self, batches: PyTree) -> int | None:
-        """Return the steps of whose multiple these are given room, None for no room."""
+        """Return the multiple that these batches are padded to, None for no padding."""
         steps = self.length_bucket
         return steps if steps is not None and counted.takes(batches, steps) else None
 
@@ -119,6 +118,6 @@ class Batches:
 
 
 def _is_guarded() -> bool:
-    """Tell whether JAX looks for what is moved to devices unasked."""
+    """Return whether JAX checks for implicit transfers to devices."""
     guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore
     return guard not in (None, "allow")

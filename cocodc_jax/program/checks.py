@@ -1,6 +1,6 @@
-"""What a program is given, refused before anything is compiled or lost.
+"""Validate a program's arguments before anything is compiled or donated.
 
-Shapes, types and places only: nothing here reads a number or waits for a device.
+Checks shapes, types and placement only; never reads a value or waits for a device.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PyTree = Any
 
 
 def check_kind(argument: str, value: Any, kind: type, made_by: str) -> None:
-    """Refuse an argument of another kind, as a name or a function not called.
+    """Refuse an argument of the wrong type, such as a name or an uncalled function.
 
     Args:
       argument: its name.
-      value: given.
-      kind: that it has to be.
-      made_by: how one is made, for the message.
+      value: its value.
+      kind: type that it must have.
+      made_by: how to make one, for the message.
 
     Raises:
       ValueError: naming the argument and its value.
@@ -40,7 +40,7 @@ def check_kind(argument: str, value: Any, kind: type, made_by: str) -> None:
 
 
 def check_functions(loss_fn: Any, optimizer: Any) -> None:
-    """Refuse a loss that cannot be called, and an optimizer that is none yet.
+    """Refuse a loss that cannot be called, or an optimizer that was not built.
 
     Raises:
       ValueError: naming the argument and its value.
@@ -54,7 +54,7 @@ def check_functions(loss_fn: Any, optimizer: Any) -> None:
 
 
 def check_mesh(mesh: Mesh, num_regions: int) -> None:
-    """Refuse a mesh that regions cannot be laid over.
+    """Refuse a mesh that cannot hold the regions.
 
     Raises:
       ValueError: if it lacks an axis, or its region axis does not divide the regions.
@@ -74,17 +74,17 @@ def check_mesh(mesh: Mesh, num_regions: int) -> None:
 
 
 def check_second_moment(supplies: Supplies, opt_state: PyTree) -> None:
-    """Refuse an optimizer that has no second moment of the parameters.
+    """Refuse an optimizer without a second moment of the parameters.
 
     Args:
       supplies: with the function that finds it.
       opt_state: shapes of the regions' states.
 
     Raises:
-      ValueError: as that function does.
+      ValueError: the one of that function.
     """
     assert supplies.second_moment is not None
-    # Where it lies, on devices or with their hosts, is nothing to that.
+    # Its memory, of devices or hosts, makes no difference here.
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), opt_state)
     jax.eval_shape(supplies.second_moment, plain)
 
@@ -93,7 +93,7 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
     """Refuse parameters of another structure, shape or dtype than the program's.
 
     Args:
-      params: given.
+      params: to check.
       shapes: that the program was made for.
 
     Raises:
@@ -119,10 +119,10 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
 
 
 def check_key(key: jax.Array, impl: str) -> None:
-    """Refuse what is no PRNG key, or one of another implementation than the program's.
+    """Refuse a value that is not a PRNG key of the program's implementation.
 
     Args:
-      key: given.
+      key: to check.
       impl: JAX's default when the program was made.
 
     Raises:
@@ -149,15 +149,15 @@ def check_key(key: jax.Array, impl: str) -> None:
 
 
 def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
-    """Refuse batches whose second axis is not the regions', and tell T.
+    """Refuse batches whose second axis is not the regions, and return T.
 
     Args:
       batches: leaves `[T, R, ...]`.
       num_regions: R of all processes.
-      own_regions: R of this process; what lies on a mesh of several has all of them.
+      own_regions: R of this process; a global array on a mesh has all of them.
 
     Raises:
-      ValueError: naming the leaf, its shape and what is wanted.
+      ValueError: naming the leaf, its shape and the expected one.
     """
     named = named_leaves(batches)
     if not named:
@@ -194,17 +194,17 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
 
 
 def is_on_mesh(leaf: Any) -> bool:
-    """Tell whether a leaf lies on devices of several processes already."""
+    """Return whether a leaf is already sharded over devices of several processes."""
     return _is_real(leaf) and not leaf.is_fully_addressable
 
 
 def check_alive(state: TrainState) -> None:
-    """Refuse a state whose arrays went into a call of `advance` already.
+    """Refuse a state that was already donated to a call of `advance`.
 
     Raises:
-      ValueError: if one of its regions' arrays was donated.
+      ValueError: if one of its regional arrays was donated.
     """
-    # Steps donate all, merges parameters: of a large state the rest need not be asked.
+    # Steps donate all arrays, merges the parameters: checking those is enough.
     arrays = filter(_is_real, jax.tree.leaves((state.region.params, state.region.key)))
     if any(x.is_deleted() for x in arrays):
         raise ValueError(
@@ -215,11 +215,11 @@ def check_alive(state: TrainState) -> None:
 
 
 def _is_real(leaf: Any) -> bool:
-    """Tell whether a leaf is an array on a device, not a trace of one."""
+    """Return whether a leaf is a device array, not a tracer."""
     return _is_of_arrays(type(leaf))
 
 
 @functools.cache
 def _is_of_arrays(kind: type) -> bool:
-    """Tell it of a type: a state has hundreds of leaves, of few types."""
+    """Cache `_is_real` by type: a state has hundreds of leaves, of few types."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

@@ -1,15 +1,15 @@
-"""Carries out what a schedule says: segments of inner steps, starts and finishes.
+"""Execute a schedule: segments of inner steps, starts and finishes.
 
 The life of a fragment in one place. Each start and each finish is a compiled program of
 its own, or part of the segment of inner steps between them (`segment.py`):
 
-    start     `Outer.send` encodes the fragment and hands it to the exchange
+    start     `Outer.send` encodes the fragment and passes it to the exchange
     midway    a copy of the regions' fragments, for merges that compare two halves
     finish    `Outer.receive` takes the outer step with the mean; then the merge
 
-A mean that comes from other jobs is waited for where it is due, or at the next slot if
-the exchange goes on without it: no fragment starts before all that was due is applied,
-so that all regions choose alike and measure from the same outer fragments.
+A mean from other jobs is waited for when it is due, or at the next slot if the exchange
+goes on without it. No fragment starts before all due means are applied, so that all
+regions make the same choice and measure from the same outer fragments.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ PyTree = Any
 
 
 class CollectiveGuard:
-    """Has programs with collectives run one at a time where they share a CPU's threads.
+    """Runs programs with collectives one at a time on CPUs, where they share threads.
 
-    Two of them at once take each other's threads there, and wait for ever.
+    Two concurrent collectives would take each other's threads and deadlock.
     """
 
     def __init__(self, is_needed: bool):
         self._is_needed, self._last = is_needed, None
 
     def run(self, program: Callable, proof: Callable = lambda out: out) -> Any:
-        """Run `program()` after what ran before.
+        """Run `program()` after earlier programs have ended.
 
         Args:
-          program: hands out the work.
-          proof: takes from what it returns arrays that are there when all is done, and
-            that no later program is given to keep.
+          program: dispatches the work.
+          proof: selects from its result arrays that are ready once the work is done,
+            and that no later program donates.
         """
         if self._is_needed:
             jax.block_until_ready(self._last)
@@ -96,13 +96,13 @@ class CollectiveGuard:
 
 @dataclasses.dataclass
 class _Run:
-    """What changes while the events of one step are carried out."""
+    """Mutable context while one step's events are applied."""
 
     region: RegionState
     sync: SyncState
     step: int
     frozen: PyTree
-    batch: PyTree = None  # The last one trained on, `[R, ...]`, where merges need it.
+    batch: PyTree = None  # The last one, `[R, ...]`, if merges need it.
     times: Times = (0.0, 0.0)
     merged: dict[SyncId, Merged] = dataclasses.field(default_factory=dict)
     bytes_sent: int = 0
@@ -111,7 +111,7 @@ class _Run:
 
     @classmethod
     def of(cls, state: TrainState, *rest: Any) -> _Run:
-        """Begin at a state."""
+        """Start from a state."""
         assert state.sync is not None
         return cls(state.region, state.sync, state.step, state.frozen, *rest)
 
@@ -124,14 +124,14 @@ class _Run:
         self.replace(in_flight={**self.sync.in_flight, sync_id: flight})
 
     def take(self, sync_id: SyncId) -> InFlight:
-        """Take a fragment out of flight."""
+        """Remove a fragment from flight and return it."""
         flights = dict(self.sync.in_flight)
         flight = flights.pop(sync_id)
         self.replace(in_flight=flights)
         return flight
 
     def after(self, state: TrainState) -> TrainState:
-        """Return `state` with what was done."""
+        """Return `state` with the changes of this run."""
         sent = state.bytes_sent + self.bytes_sent
         return dataclasses.replace(
             state, region=self.region, sync=self.sync, bytes_sent=sent
@@ -139,10 +139,10 @@ class _Run:
 
 
 class Executor:
-    """The compiled programs of every fragment, run as the schedule's events say.
+    """The compiled programs of every fragment, run as the schedule's events require.
 
     Attributes:
-      merges: program of every fragment's merge, for the schedule's own delay.
+      merges: each fragment's merge program, for the schedule's own delay.
     """
 
     def __init__(
@@ -152,17 +152,7 @@ class Executor:
         optimizer: optax.GradientTransformation,
         steps: InnerSteps,
     ):
-        """Wrap every program in one jit; compiles nothing.
-
-        Args:
-          spec: of the run.
-          exchange: that messages cross by.
-          optimizer: the inner optimizer.
-          steps: the inner steps, for segments that hold more.
-
-        Raises:
-          ValueError: if a part of the method needs what is not given.
-        """
+        """Wrap every program in one jit; compiles nothing."""
         self._spec, self._exchange = spec, exchange
         sync, self._schedule = spec.sync, spec.sync.schedule
         each = range(len(spec.fragments))
@@ -185,7 +175,7 @@ class Executor:
                     steps,
                 )
         self._average_state = make_average(spec)
-        # On the outer mesh a message has a device, and so its threads, to itself.
+        # On the outer mesh a message has its own device, and so its own threads.
         is_inside = is_cpu(spec.mesh) and exchange.shares_mesh
         self._guard = CollectiveGuard(is_inside and spec.mesh.devices.size > 1)
         shardings = spec.shardings
@@ -201,7 +191,7 @@ class Executor:
         self._remember = None
         if sync.merge.feedback_weight:
             self._remember = [jit_remember(spec, k) for k in each]
-        # Whose slots means may be late until; None waits for them where they are due.
+        # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
         if exchange.goes_on and isinstance(self._schedule, Slotted):
             self._slots = self._schedule
@@ -224,13 +214,13 @@ class Executor:
     def init(
         self, params: PyTree, region: RegionState, schedule: Any = None
     ) -> SyncState:
-        """Return what a run has besides its regions before the first step.
+        """Return the sync state before the first step.
 
         Args:
           params: one region's parameters, on the mesh.
-          region: of all regions.
-          schedule: the schedule's state, what is in flight messages of zero; None is
-            that before the first step.
+          region: state of all regions.
+          schedule: the schedule's state, whose fragments in flight carry zero messages;
+            None is the initial state.
         """
         schedule = self._schedule.init() if schedule is None else schedule
         sync = self._outer.init(params, schedule)
@@ -241,7 +231,7 @@ class Executor:
         return dataclasses.replace(sync, in_flight=flights)
 
     def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
-        """Make what arrives at a stale schedule's first slot."""
+        """Make the zero message that arrives at a stale schedule's first slot."""
         flight: InFlight = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
             self._outer.abstract_flight(k),
@@ -263,8 +253,8 @@ class Executor:
         """Return shapes and shardings of the state at which `schedule` was taken.
 
         Args:
-          schedule: the schedule's state, which says what is in flight.
-          region: abstract.
+          schedule: the schedule's state, which lists what is in flight.
+          region: abstract state of the regions.
         """
         flights, copies = {}, self._spec.sync.copies
         for pending in schedule.in_flight:
@@ -287,17 +277,17 @@ class Executor:
     def run_segment(
         self, state: TrainState, batches: PyTree, participating: PyTree, step: int
     ) -> tuple[TrainState, tuple, dict[SyncId, Merged]] | None:
-        """Run inner steps with what leaves before them; None where nothing does.
+        """Run inner steps together with the starts before them; None if there are none.
 
         Args:
           state: donated.
           batches: of the steps, `[T, R, ...]`, on the mesh.
-          participating: as of the inner steps.
-          step: that they lead to.
+          participating: as for the inner steps.
+          step: step after the last inner step.
 
         Returns:
-          The regions and syncs after it (at the step before), `(losses, aux)`, and what
-          was merged, for `run_events`.
+          The regions and sync state after it (with the step not yet advanced),
+          `(losses, aux)`, and what was merged, for `run_events`.
         """
         if self._segments is None or state.sync is None or not state.sync.leaving:
             return None
@@ -321,14 +311,14 @@ class Executor:
         times: Times = (0.0, 0.0),
         merged: dict[SyncId, Merged] | None = None,
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
-        """Carry out the events of `state.step`.
+        """Apply the events of `state.step`.
 
         Args:
           state: region parameters and outer state are donated.
-          batches: leaves `[T, R, ...]`, or with more behind.
+          batches: leaves `[T, R, ...]`, possibly padded.
           num_steps: T, the inner steps just done.
-          times: as this process has measured them, for schedules that go by them.
-          merged: what a segment that led here merged.
+          times: measured seconds of a step and of a sync, for measured schedules.
+          merged: what the preceding segment merged.
         """
         last = None
         if needs.wants_batch(self._spec.sync.merge.needs):
@@ -352,17 +342,17 @@ class Executor:
     # Start.
 
     def _start(self, run: _Run, event: Event) -> None:
-        """Have a fragment leave, now or with the inner steps that follow."""
+        """Start a fragment, now or with the inner steps that follow."""
         if self._segments is None:
             self._send(run, event)
         else:
             run.replace(leaving=(*run.sync.leaving, event))
-        # Regions that send at different times count as one of them at each time.
+        # Asynchronous regions send one at a time: each event counts for one of R.
         share = 1 / self._spec.regions.num if self._schedule.is_by_region else 1
         run.bytes_sent += round(self.sent_bytes(event) * share)
 
     def _send(self, run: _Run, event: Event) -> None:
-        """Send a fragment by a program of its own."""
+        """Send a fragment with its own program."""
         weights = self._weights(event)
         send = functools.partial(
             self._outer.send, event, weights, run.times, run.region, run.sync
@@ -377,7 +367,7 @@ class Executor:
         run.launch(event.sync_id, flight)
 
     def _weights(self, event: Event) -> tuple[float, ...]:
-        """Return the regions' weights in a mean, of sum 1; of weight 0 none is sent."""
+        """Return the regions' weights in a mean, of sum 1; 0 for silent ones."""
         weights = self._spec.regions.weights(
             event.since_step,
             event.start_step,
@@ -387,13 +377,13 @@ class Executor:
         return tuple(weights.tolist())
 
     def _settle(self, run: _Run) -> None:
-        """Have what waits for inner steps leave now, by programs of its own."""
+        """Send the starts that wait for inner steps, with their own programs."""
         for event in run.sync.leaving:
             self._send(run, event)
         run.replace(leaving=())
 
     def sent_bytes(self, event: Event) -> int:
-        """Count what one region sends for a sync, moments included."""
+        """Return the bytes one region sends for a sync, including moments."""
         num_bytes = self.message_bytes(event.fragment_id, event.rank)
         if self._moments:
             num_bytes += self._moments.num_bytes(self._moments.due(event))
@@ -401,7 +391,7 @@ class Executor:
 
     @functools.cache  # noqa: B019  (as long as the programs)
     def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes that one region sends for a sync; a region alone none."""
+        """Return the bytes of one region's message; 0 for a single region."""
         if self._exchange.num_regions == 1:
             return 0
         return self._outer.num_bytes(fragment_id, rank)
@@ -409,7 +399,7 @@ class Executor:
     # Midway.
 
     def _look_midway(self, run: _Run, event: Event) -> None:
-        """Keep a copy of a fragment that is halfway to its merge."""
+        """Keep a copy of a fragment halfway to its merge."""
         self._settle(run)
         copy = self._copy[event.fragment_id](run.region.params)
         flight = run.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
@@ -418,7 +408,7 @@ class Executor:
     # Finish.
 
     def _finish_or_wait(self, run: _Run, event: Event) -> None:
-        """Apply what arrived, or put it off to the next slot if it has not."""
+        """Apply a mean, or put it off to the next slot if it has not arrived."""
         if self._slots is not None and self._is_missing(run, event):
             slot = self._slots.next_slot(run.step - 1)
             if slot > run.step:
@@ -435,14 +425,11 @@ class Executor:
         return isinstance(mean, PendingMean) and not mean.is_ready()
 
     def _finish(self, run: _Run, event: Event) -> None:
-        """Take an outer step with a mean, and merge it into the regions.
-
-        Waits for the mean if it comes from other jobs.
-        """
+        """Take an outer step with a mean and merge it; waits for other jobs' means."""
         k = event.fragment_id
         done = run.merged.get(event.sync_id)
         if done is None:
-            self._settle(run)  # Merges change what would leave.
+            self._settle(run)  # Before a merge changes what is sent.
         flight = run.take(event.sync_id)
         if done is None:
             self._remember_dropped(run, k, flight)
@@ -455,7 +442,7 @@ class Executor:
             done = norm, self._merge(run, event, flight)
         norm, metrics = done
         num_bytes = 0
-        if event.start_step > 0:  # Not a stale schedule's message of zero.
+        if event.start_step > 0:  # Not the zero message of a stale schedule.
             num_bytes = self.sent_bytes(event)
             self._note(run, k, flight, norm)
         verdict = flight.kept.get(VERDICT, landed(flight.mean).verdict)
@@ -466,7 +453,7 @@ class Executor:
         )
 
     def _remember_dropped(self, run: _Run, k: int, flight: InFlight) -> None:
-        """Keep for the next message what the merge will drop; see `core.remember`."""
+        """Feed what the merge drops into the next message; see `core.remember`."""
         if self._remember is None:
             return
         params = merging(self._spec, k, run.region).params
@@ -475,13 +462,10 @@ class Executor:
         run.replace(compressors=replaced(memories, k, memory))
 
     def _restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
-        """Restore the regions that were left out of a mean which is now there.
-
-        Waits for the verdict, so that nothing is done where nobody was left out.
-        """
+        """Restore the regions that a mean left out; waits for the verdict."""
         verdict = flight.kept.get(VERDICT)
         if verdict is None and (verdict := landed(flight.mean).verdict) is not None:
-            # What left before this region was restored is no reason to do it again.
+            # A message sent before the last restore must not trigger another.
             is_new = event.start_step >= self._restored_step
             verdict = self._exchange.own_verdict(np.asarray(verdict)) * is_new
         if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
@@ -496,8 +480,8 @@ class Executor:
         run.sync, outer, participating = self._outer.hand_out(event, run.sync)
         own = landed(flight.mean).uncounted
         if own is not None:
-            # Apply the region's own update if it missed the mean: its work stays with
-            # it, and is in its next message.
+            # Apply the region's own update if it missed the mean: the region keeps its
+            # work and sends it with the next message.
             outer = self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
@@ -530,7 +514,7 @@ class Executor:
 
     @functools.cache  # noqa: B019  (as long as the programs)
     def _late_merge(self, fragment_id: int) -> Callable:
-        """Return the program that merges for an age that it is given."""
+        """Return the merge program that takes the delay as an argument."""
         return self._make_merge(fragment_id, is_late=True)
 
     def _average_model_state(self, run: _Run, average: Callable) -> None:
@@ -544,22 +528,22 @@ class Executor:
         run.bytes_sent += LENGTH_BYTES if self._spec.sync.robust else 0
 
     def _checked(self, region: RegionState) -> PyTree:
-        """Return by what it is decided whose model state counts; None where all do."""
+        """Return what decides which model states are averaged; None for all."""
         return region.params if self._spec.sync.robust else None
 
     # What the schedule observes.
 
     def _note(self, run: _Run, k: int, flight: InFlight, norm: jax.Array) -> None:
-        """Keep what the schedule needs to know of an applied mean, on its devices."""
+        """Keep on device what the schedule needs to know of an applied mean."""
         seen = {needs.NORM: norm, "times": flight.kept.get("times")}
         wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
-        if self._is_seen:  # Not part of the outer step, which regions wait for.
+        if self._is_seen:  # Off the regions' critical path.
             wanted |= self._see(self._outer.arrived(k, flight, run.sync))
         if wanted:
             run.replace(observed=(*run.sync.observed, (k, wanted)))
 
     def _observe(self, run: _Run, name: str) -> Any:
-        """Answer a schedule, see `Schedule.next_event`; waits for what it needs."""
+        """Answer a schedule's query, see `Schedule.next_event`; waits for devices."""
         if name == "applied":
             found = self._read(run.sync)
             run.replace(observed=())
@@ -569,7 +553,7 @@ class Executor:
         return np.asarray(self._gaps[name](run.region.params, outer)).tolist()
 
     def _read(self, sync: SyncState) -> list[Applied]:
-        """Read what the schedule has not been told; waits for it."""
+        """Read the observations that the schedule lacks; waits for devices."""
         num_params = self._spec.fragments.num_params
         return [
             Applied(k, num_params[k], {name: _plain(x) for name, x in seen.items()})
@@ -579,7 +563,7 @@ class Executor:
     # Between steps.
 
     def settle(self, state: TrainState) -> TrainState:
-        """Have what waits for inner steps leave now, by programs of its own."""
+        """Send the starts that wait for inner steps, with their own programs."""
         run = _Run.of(state)
         if not run.sync.leaving:
             return state
@@ -587,7 +571,7 @@ class Executor:
         return run.after(state)
 
     def synchronize(self, state: TrainState) -> TrainState:
-        """Tell the schedule of every update applied; nothing waits to leave then."""
+        """Settle, and pass all observations to the schedule."""
         state = self.settle(state)
         assert state.sync is not None
         schedule = state.sync.schedule
@@ -597,18 +581,17 @@ class Executor:
         return dataclasses.replace(state, sync=sync)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
-        """Apply all that is in flight now, oldest first, as if it had arrived.
+        """Apply all fragments in flight now, oldest first, as if they had arrived.
 
-        Where messages are a whole round late, what regions did since then leaves before
-        and is applied too, as at the end of a round: their merge replaces it.
+        If messages are a full round late, the progress since the last start is sent and
+        applied too, as at the end of a round, since the merge replaces it.
 
         Args:
           state: donated.
 
         Returns:
-          The state with nothing in flight, and what could not be applied and was
-          dropped: where merges need the last batch, or a copy of halfway that is not
-          there yet, all of it.
+          The state with nothing in flight, and what was dropped: everything, if merges
+          need the last batch or a midway copy that does not exist yet.
         """
         run = _Run.of(state)
         self._settle(run)
@@ -635,23 +618,23 @@ class Executor:
     def restore(
         self, region: RegionState, sync: SyncState, bad: np.ndarray
     ) -> tuple[RegionState, SyncState]:
-        """Have the regions `bad`, bool `[R]`, begin anew; see `restore.py`."""
+        """Restart the regions `bad`, bool `[R]`; see `restore.py`."""
         assert self._restore is not None
         return self._restore(region, sync, bad)
 
     def outer_params(self, state: TrainState, mean: Any) -> PyTree:
-        """Return the outer parameters on the mesh; `mean` is over regions."""
+        """Return the outer parameters on the mesh; `mean` averages regional ones."""
         assert state.sync is not None
         return self._outer.whole(state.sync, state.region, mean)
 
     def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
-        """Return what regions remember of messages, as of messages of `rank`."""
+        """Return the regions' compressor states, resized to messages of `rank`."""
         if rank == sync.schedule.rank:
             return sync.compressors
         return self._outer.resized(sync, rank)
 
     def copy(self, region: RegionState, fragment_id: int) -> PyTree:
-        """Return a copy of the regions' fragment as it is now."""
+        """Return a copy of the regions' current fragment."""
         return self._copy[fragment_id](region.params)
 
     # What a run compiles.
@@ -667,10 +650,10 @@ class Executor:
         """List the programs that syncs run on the inner mesh.
 
         Args:
-          region: abstract, as the others are.
-          sync: of a message without a rank.
+          region: abstract, like the other arguments.
+          sync: without a rank of messages.
           batches: of the inner steps, `[T, R, ...]`.
-          participating: likewise.
+          participating: as for the inner steps.
           frozen: of `TrainState`.
         """
         batch = jax.tree.map(
@@ -702,7 +685,7 @@ class Executor:
     def _abstract_merge(
         self, k: int, region: RegionState, batch: PyTree, frozen: PyTree
     ) -> tuple:
-        """Return shapes and shardings of the arguments of a merge."""
+        """Return shapes and shardings of a merge's arguments."""
         spec, step = self._spec, jax.ShapeDtypeStruct((), np.int32)
         everyone = jax.ShapeDtypeStruct(
             (spec.regions.num,), bool, sharding=spec.shardings.region.key
@@ -727,7 +710,7 @@ class Executor:
 
 
 def _plain(x: jax.Array) -> Any:
-    """Read an observed value: a number, or a row for every region."""
+    """Convert an observation to Python: a number, or one row per region."""
     return float(x) if x.ndim == 0 else transfer.local_rows(x).tolist()
 
 

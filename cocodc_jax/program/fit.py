@@ -1,4 +1,4 @@
-"""What of a state fits another program: as it is, averaged, or cut another way."""
+"""Adapt a state to another program: keep it, average it, or cut it differently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
-# States of Optax, not all of them public, whose `count` is where a schedule stands.
+# Optax states, not all public, whose `count` is a schedule's position.
 _SCHEDULED = (
     "ScaleByScheduleState",
     "WrappedScheduleState",
@@ -28,12 +28,12 @@ _SCHEDULED = (
 
 
 def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
-    """Say how two trees of arrays differ, None where they are alike.
+    """Describe how two trees of arrays differ; None if they have the same shapes.
 
     Args:
       old: arrays or shapes.
-      new: likewise.
-      lead: leading axes that may differ.
+      new: arrays or shapes.
+      lead: number of leading axes that may differ.
     """
     there, here = (
         {path: f"{x.dtype}{list(x.shape[lead:])}" for path, x in named_leaves(tree)}
@@ -50,22 +50,22 @@ def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
 
 
 def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
-    """Set what an optimizer's own schedules count, and nothing else.
+    """Set the step counts of an optimizer's schedules, and nothing else.
 
-    Moments, and the counts that correct their bias, stay.
+    Moments and the counts of their bias correction stay.
 
     Args:
       opt_state: of the regions, leaves `[R, ...]` on their devices.
       steps_done: of each region, int `[R]`.
 
     Returns:
-      The same state, or `opt_state` itself where no schedule counts.
+      The new state, or `opt_state` itself if it has no schedule count.
     """
 
     def set_count(x: Any) -> Any:
         if not _is_scheduled(x):
             return x
-        # Schedules may wrap schedules. An array for each: the state is donated.
+        # Schedules may be nested. One array each: the state is donated.
         count = transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
         inside = {name: walk(getattr(x, name)) for name in x._fields}
         return x._replace(**{**inside, "count": count})
@@ -78,11 +78,11 @@ def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
 
 
 def with_counts(opt_state: PyTree, counted: PyTree) -> PyTree:
-    """Return a state whose own schedules stand where those of another one do.
+    """Return a state with the schedule counts of another state.
 
     Args:
-      opt_state: whatever its counts.
-      counted: of the same optimizer.
+      opt_state: to be changed.
+      counted: state of the same optimizer to take counts from.
     """
 
     def take_count(x: Any, like: Any) -> Any:
@@ -102,14 +102,14 @@ def _is_scheduled(x: Any) -> bool:
 
 
 def mean_over_all(x: jax.Array) -> jax.Array:
-    """Average over the regions in front; of counters take the largest."""
+    """Average over the leading region axis; of counters take the maximum."""
     if not is_float(x):
         return x.max(0)
     return widen(x).mean(0).astype(x.dtype)
 
 
 def inside(tree: PyTree) -> PyTree:
-    """Return how one region's part of leaves `[R, ...]` lies."""
+    """Return the shardings of one region's part of leaves `[R, ...]`."""
     return jax.tree.map(
         lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), tree
     )
@@ -120,17 +120,17 @@ def recut(
 ) -> tuple[PyTree, ...] | None:
     """Join the states of fragments and cut them as `new` does.
 
-    What is like a fragment (a dict of its paths) is joined to a tree like the
-    parameters; of whatever else there is, such as a counter, the largest is taken.
+    Subtrees shaped like a fragment (a dict of its paths) are joined to a tree like the
+    parameters. Of other leaves, such as counters, the maximum is taken.
 
     Args:
-      states: of each fragment of `old`, without axes in front.
+      states: of each fragment of `old`, without leading axes.
       old: how the parameters were cut.
-      new: how they are, of the same tree.
+      new: how to cut the same tree now.
 
     Returns:
-      States of each fragment of `new`; None where the states are not alike, or hold
-      something that is neither.
+      States of each fragment of `new`; None if the states differ in structure, or hold
+      a leaf that is neither.
     """
     paths = [{part.path for part in slices} for slices in old.slices]
     flat = [

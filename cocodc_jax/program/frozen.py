@@ -1,8 +1,8 @@
-"""Parameters that are not trained: which they are, and how they are kept apart.
+"""Parameters that are not trained: find them and keep them separate.
 
 A program trains a tree with None for every frozen leaf, so that fragments, optimizers,
-messages and checkpoints know nothing of those. The frozen tree has None for the others;
-there is one copy of it for all regions, divided inside a region as parameters are.
+messages and checkpoints never see those. The frozen tree has None for the trained ones.
+There is one copy of it for all regions, sharded inside a region like the parameters.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import optax
 from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
-# A tree of bools like the parameters (or with one for all below a node), a predicate on
-# paths, or "optimizer".
+# A tree of bools like the parameters (or a prefix of one), a predicate on paths, or
+# "optimizer".
 Trainable = PyTree | Callable[[str], bool] | str | None
 
-# What is made of zeros alone is zero.
+# Primitives that map zeros to zeros.
 _KEEP_ZERO = frozenset(
     "add broadcast_in_dim convert_element_type copy neg reshape sub transpose".split()
 )
 
 
 def split(tree: PyTree, trained: PyTree) -> tuple[PyTree, PyTree]:
-    """Return what is trained of `tree`, and what is frozen, each with None elsewhere.
+    """Split `tree` into trained and frozen leaves, each with None elsewhere.
 
     Args:
       tree: like the parameters.
-      trained: bools likewise; None is everything, and the frozen tree then `()`.
+      trained: bools likewise; None trains all, and the frozen tree is then `()`.
     """
     if trained is None:
         return tree, ()
@@ -46,7 +46,7 @@ def split(tree: PyTree, trained: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def joined(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Return the whole tree of what `split` gave."""
+    """Return the full tree; the inverse of `split`."""
     if not jax.tree.leaves(frozen):
         return trained
     return jax.tree.map(
@@ -56,16 +56,16 @@ def joined(trained: PyTree, frozen: PyTree) -> PyTree:
 
 @jax.jit
 def copied(tree: PyTree) -> PyTree:
-    """Copy arrays where they lie: the user may donate, or write to, its own."""
+    """Copy arrays in place of the user's, who may donate or overwrite them."""
     return jax.tree.map(jnp.copy, tree)
 
 
 def find_trained(
     trainable: Trainable, params: PyTree, optimizer: optax.GradientTransformation
 ) -> PyTree:
-    """Return bools like the parameters, None where all of them are trained.
+    """Return bools like the parameters, None if all of them are trained.
 
-    Warns where `trainable` is None and the optimizer leaves some as they are.
+    Warns if `trainable` is None and the optimizer never updates some leaves.
 
     Args:
       trainable: see `RegionProgram`.
@@ -73,8 +73,8 @@ def find_trained(
       optimizer: the inner optimizer.
 
     Raises:
-      ValueError: if it is of another structure, or nothing is trained by it; if a
-        predicate, or the optimizer, freezes nothing.
+      ValueError: if its structure differs from the parameters', if it trains nothing,
+        or if a predicate or the optimizer freezes nothing.
     """
     treedef, paths = jax.tree.structure(params), [p for p, _ in named_leaves(params)]
     if trainable is None:
@@ -121,11 +121,11 @@ def _listed(trainable: PyTree, params: PyTree) -> list[bool]:
 def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) -> None:
     state = jax.eval_shape(optimizer.init, params)
     nodes = jax.tree.leaves(state, is_leaf=_is_part)
-    if not any(map(_is_part, nodes)):  # Tracing an update takes a while.
+    if not any(map(_is_part, nodes)):  # Tracing an update is slow.
         return
     try:
         unchanged = _are_unchanged(params, optimizer)
-    except Exception:  # One that can be traced among regions alone is no worse for it.
+    except Exception:  # Some optimizers trace only under the region axis.
         return
     leaves = named_leaves(params)
     frozen = [leaf for leaf, is_so in zip(leaves, unchanged, strict=True) if is_so]
@@ -149,7 +149,7 @@ def _is_part(node: Any) -> bool:
 def _are_unchanged(
     params: PyTree, optimizer: optax.GradientTransformation
 ) -> list[bool]:
-    """Tell of each leaf whether its update is zero, whatever the gradients are."""
+    """Return for each leaf whether its update is zero for any gradient."""
     update = optax.with_extra_args_support(optimizer).update
     shapes = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(optimizer.init, shapes)
@@ -160,7 +160,7 @@ def _are_unchanged(
 
 
 def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
-    """Tell which outputs are zero, `given` which inputs are."""
+    """Return which outputs are zero, where `given` says which inputs are."""
     known = dict(zip(jaxpr.invars, given, strict=True))
 
     def is_zero(x: Any) -> bool:
@@ -187,11 +187,11 @@ def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
 
 
 def without_masks(second_moment: Callable, params: PyTree) -> Callable:
-    """Have a user's function find no masks, which labels put in for frozen leaves.
+    """Hide the masks of frozen leaves from the user's `second_moment` function.
 
     Args:
       second_moment: of `Supplies`.
-      params: those that are trained.
+      params: trained parameters.
     """
     treedef = jax.tree.structure(params)
 

@@ -1,4 +1,4 @@
-"""The regions' state before the first step, and how it lies on the mesh."""
+"""The regions' initial state and its shardings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PyTree = Any
 
 
 class InitState:
-    """Makes the state of all regions of a program, alike but for their keys.
+    """Makes the state of all regions of a program, equal except for their keys.
 
     Attributes:
       lies: a `RegionState` of shardings.
-      make: `make(params, key_data) -> RegionState`, compiled; both lie on the mesh.
+      make: compiled `make(params, key_data) -> RegionState`; arguments on the mesh.
       shapes: of its arguments.
     """
 
@@ -41,27 +41,16 @@ class InitState:
         per_step: PerStep | None,
         model_state: ModelState | None,
     ):
-        """Compile nothing.
-
-        Args:
-          params: shapes of one region's parameters.
-          optimizer: the inner optimizer.
-          shardings: of everything.
-          num_regions: that the program trains.
-          own_keys: takes the keys of all regions, gives those of these.
-          of_all: how many all are.
-          per_step: what regions exchange at every step, if anything.
-          model_state: of the model, None if it has none.
-        """
+        """Compile nothing."""
         self._optimizer, self._per_step = optimizer, per_step
         self._model_state = () if model_state is None else model_state.init
         self._num_regions, self._own_keys, self._of_all = num_regions, own_keys, of_all
-        # Keys are wrapped inside of compiled programs, by what was the default here.
+        # Compiled programs wrap keys by the implementation that is the default now.
         self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
         key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         self.shapes = params, key_data
         state = jax.eval_shape(self._make, *self.shapes)
-        # What is sent at every step is kept whole on each of a region's devices.
+        # Per-step exchange state is replicated on a region's devices.
         kept, of_model = jax.tree.map(
             lambda _: regional(shardings.mesh), (state.per_step, state.model_state)
         )
@@ -69,7 +58,7 @@ class InitState:
         self.make = jax.jit(self._make, out_shardings=self.lies)
 
     def key_data(self, key: jax.Array) -> jax.Array:
-        """Return the data of a key, as `make` takes them.
+        """Return a key's data, as `make` takes it.
 
         Raises:
           ValueError: if `key` is of another implementation than the program's.

@@ -1,12 +1,11 @@
-"""Inner steps: every region trains alone, in one scan under `shard_map`.
+"""Inner steps: each region trains independently, in one scan under `shard_map`.
 
-The program is manual over the region axis, and all that comes in and goes out is a
-region's own. So values are not typed as varying over regions or the same for all
-(`check_vma=False`): there is nothing to check, no gradient is summed over regions (as
-one of *replicated* parameters is where types are on), and losses and optimizers that
-were not written for types can be traced (`optax.MultiSteps` makes plain zeros in one
-branch of a `lax.cond`). The only collective here is that of methods which exchange
-something at every step.
+The program is manual over the region axis, and all inputs and outputs are regional.
+Therefore `check_vma=False`: no value is replicated over regions, so there is nothing to
+check, and no gradient is summed over regions (with types on, gradients of *replicated*
+parameters are). Losses and optimizers that were not written for varying types can be
+traced (`optax.MultiSteps` makes plain zeros in one branch of a `lax.cond`). The only
+collective is that of methods which exchange something at every step.
 """
 
 from __future__ import annotations
@@ -58,25 +57,25 @@ def make_steps(
     """Make T inner steps of all regions, one program over the mesh (not yet jitted).
 
     Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a
-        `model_state` see there.
-      optimizer: the inner optimizer; see `make_step` for what it is told.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
+        see there.
+      optimizer: the inner optimizer; see `make_step`.
       mesh: the inner mesh.
-      local: the regions that a device holds.
+      local: how a device computes its regions.
       per_step: what regions exchange at every step, if anything.
-      all_reduce: how that crosses where it does as a flat buffer.
-      correct: `correct(gradient, params, outer) -> gradient` of one region, where the
-        outer model of its own bends its steps; see `sync.outer.RegionalOuter`.
+      all_reduce: all-reduce of a flat buffer for that exchange, or None.
+      correct: `correct(gradient, params, outer) -> gradient` of one region, for a
+        regional outer model; see `sync.outer.RegionalOuter`.
       model_state: of the model, None if it has none.
-      optimizer_lies: shardings of the optimizer's state where some of it lies with the
-        hosts; None is nothing.
+      optimizer_lies: shardings of an optimizer state that is partly in host memory;
+        None if it is all on devices.
 
     Returns:
       `steps(state, batches, participating, num_steps, frozen) -> (state, (losses,
-      aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who has a step to
-      do) or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape;
-      of num_steps see `counted.scan`, of frozen parameters `TrainState`. With `correct`
-      a sixth argument is the regions' outer state, which it is given.
+      aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who takes a step)
+      or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape. See
+      `length_buckets.scan` for num_steps and `TrainState` for frozen. With `correct`
+      the regions' outer state is a sixth argument.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
@@ -129,12 +128,12 @@ def make_step(
     Args:
       loss_fn: `(params, model_state, batch, key) -> (loss, (aux, new_model_state))` of
         one region.
-      optimizer: the inner optimizer. It is given `value=`, the region's loss, which
-        `optax.contrib.reduce_on_plateau` and its like go by; with an exchange at every
-        step the mean of all regions' losses, so that regions stay equal which shall.
-        That mean crosses only if the optimizer reads it: otherwise the compiler drops
-        it. It is not counted among the bytes of a step.
-      local: the regions a device holds.
+      optimizer: the inner optimizer. It receives `value=`, the region's loss, for
+        `optax.contrib.reduce_on_plateau` and the like. With an exchange at every step
+        it is the mean loss of all regions, so that regions stay equal. XLA drops that
+        collective if the optimizer does not read the value. It is not counted among the
+        bytes of a step.
+      local: how a device computes its regions.
       per_step: what regions exchange at every step, if anything.
       all_reduce: see `exchange.per_step`.
       bend: `bend(gradients, params) -> gradients` of the regions of the shard.
@@ -150,7 +149,7 @@ def make_step(
         key, use = jax.random.split(jax.random.wrap_key_data(key_data))
         gradient_of = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, (aux, new)), grads = gradient_of(params, model_state, batch, use)
-        # Python's numbers are aux, and state, too.
+        # Aux and state may be Python numbers.
         out, new = jax.tree.map(jnp.asarray, ((widen(loss), aux), new))
         return out, new, grads, jax.random.key_data(key)
 
@@ -183,7 +182,7 @@ def make_step(
 
 
 def _with_state_of_hosts(step: Callable, lies: PyTree) -> Callable:
-    """Have each step take in the optimizer's state, and put it back."""
+    """Load the optimizer's state from host memory in each step, and store it back."""
 
     def whole(state: RegionState, xs: tuple):
         on_devices = state._replace(opt_state=load(state.opt_state, lies))
@@ -200,10 +199,10 @@ def _exchange(
     state: RegionState,
     all_reduce: str | None,
 ):
-    """Send every region's gradient; give each what it makes of all messages."""
+    """Exchange every region's gradient; return what each makes of all messages."""
 
     def send(grads, kept, key_data):
-        # A key of its own: 0 and 1 are the two that the step splits.
+        # A key of its own: the step's split uses folds 0 and 1.
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 3)
         return per_step.send(grads, kept, key)
 
@@ -216,7 +215,7 @@ def _exchange(
 
 
 def are_finite(tree: PyTree) -> jax.Array:
-    """Tell whether every number of a region is finite, bool `[R]`."""
+    """Return whether all numbers of each region are finite, bool `[R]`."""
     each = [
         jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)
     ]

@@ -1,14 +1,13 @@
-"""Steps one after another, as many as their inputs are, or as an argument tells.
+"""Scans whose number of steps is an argument, so that few lengths are compiled.
 
-Compiling inner steps takes a CPU as long as hundreds of them, every length of a
-`lax.scan` is a program of its own, and events, evaluations and checkpoints cut a run
-into many: with H 100, N 8, tau 5 and an evaluation at every 25th step into eight. A
-loop whose number of steps is an argument is one program for all of them. Its inputs
-are padded to a multiple of `LENGTH_BUCKET`; the padding is never read. Where batches
-are so large that this would be felt, scans stay what they are.
+On a CPU, compiling inner steps takes as long as hundreds of them. Every length of a
+`lax.scan` is a separate program, and events, evaluations and checkpoints cut a run into
+many lengths: eight with H 100, N 8, tau 5 and an evaluation at every 25th step. A loop
+whose number of steps is an argument is one program for all of them. Its inputs are
+padded to a multiple of `LENGTH_BUCKET`; the padding is never read. Large batches are
+not padded.
 
-On accelerators scans stay what they are: a compiler that knows the length may plan
-transfers with it.
+On accelerators scans keep their lengths: the compiler may plan transfers with them.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ import numpy as np
 
 PyTree = Any
 
-# Steps; most intervals are multiples of it.
+# Steps; divides most intervals.
 LENGTH_BUCKET = 10
 
-# Zeros behind the last step that are worth a program less.
+# Bytes of padding that are cheaper than another program.
 _MOST_BYTES = 1 << 24
 
 
 def scan(
     step: Callable, state: PyTree, xs: PyTree, num_steps: jax.Array | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Do as `jax.lax.scan`, for the first `num_steps` of `xs` alone.
+    """Run `jax.lax.scan` over the first `num_steps` of `xs`.
 
     Args:
       step: `step(state, x) -> (state, out)`.
       state: before the first step.
       xs: leaves `[room, ...]`.
-      num_steps: int32 scalar, at most `room`; None is all, which is a `lax.scan`.
+      num_steps: int32 scalar, at most `room`; None runs all with `lax.scan`.
 
     Returns:
-      The state after them, and `out` of each, leaves `[room, ...]`, zeros behind.
+      The final state, and each step's `out`, leaves `[room, ...]`, padded with zeros.
     """
     if num_steps is None:
         return jax.lax.scan(step, state, xs)
-    step = jax.jit(step, inline=True)  # Traced once, for shapes and for the loop.
+    step = jax.jit(step, inline=True)  # Traced once, not twice.
     _, out = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], xs))
     room = jax.tree.leaves(xs)[0].shape[0]
     outs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), out)
@@ -65,7 +64,7 @@ def scan(
 
 
 def padded_length(num_steps: int, length_bucket: int = LENGTH_BUCKET) -> int:
-    """Return the steps that inputs of so many are laid out for.
+    """Return the number of steps that inputs are padded to.
 
     >>> [padded_length(num_steps) for num_steps in (1, 10, 11)]
     [10, 10, 20]
@@ -74,11 +73,11 @@ def padded_length(num_steps: int, length_bucket: int = LENGTH_BUCKET) -> int:
 
 
 def takes(xs: PyTree, length_bucket: int = LENGTH_BUCKET) -> bool:
-    """Tell whether inputs `[num_steps, ...]` are small enough to be given room.
+    """Return whether inputs `[num_steps, ...]` are small enough to pad.
 
     Args:
       xs: arrays, or their shapes and dtypes.
-      length_bucket: of which room is a multiple.
+      length_bucket: pad to a multiple of it.
     """
     leaves = jax.tree.leaves(xs)
     num_steps = leaves[0].shape[0]
@@ -88,7 +87,7 @@ def takes(xs: PyTree, length_bucket: int = LENGTH_BUCKET) -> bool:
 
 
 def padded(xs: PyTree, num_steps: int, length_bucket: int = LENGTH_BUCKET) -> PyTree:
-    """Return host arrays `[num_steps, ...]` with room, zeros behind."""
+    """Pad host arrays `[num_steps, ...]` with zeros."""
     missing = padded_length(num_steps, length_bucket) - num_steps
     if not missing:
         return xs

@@ -1,7 +1,7 @@
-"""What regions do with an arriving fragment, and how far they have drifted by then.
+"""Programs that merge an arriving fragment into the regions, and measure their drift.
 
-Programs over the inner mesh: the merge rule of `sync/merge.py` mapped over regions,
-with whatever else it needs.
+They run on the inner mesh: `sync/merge.py`'s rule, mapped over regions, with whatever
+else it needs.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     Args:
       spec: of the run.
       fragment_id: which fragment.
-      is_late: whether it may be later than the schedule says.
+      is_late: whether it may be later than the schedule's delay.
 
     Returns:
       `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
-      delay_steps, start_step) -> (params, metrics)`: `params` of the regions, which may
-      be donated; `opt_state` and `keys` theirs, each None unless the rule needs it;
-      `kept` the copies that the rule needs; `batch` the last one trained on `[R, ...]`
-      with the regions' `RegionState.model_state` and the frozen parameters, and
-      `learning_rate` a float32 scalar, each None unless the rule needs it;
-      `participating` bool `[R]`, the regions that merge, or None for all; `delay_steps`
-      an int32 scalar, at least 1, or None where the schedule says it (and it is not
-      late); `start_step` of
-      the sync, an int32 scalar, None unless the rule needs its key. Metrics are float32
-      `[R]`.
+      delay_steps, start_step) -> (params, metrics)`. An argument that the rule does not
+      need is None. `params`, `opt_state` and `keys` are the regions' (`params` may be
+      donated); `kept` are the copies that the rule needs; `batch` is the last batch
+      `[R, ...]` with the regions' `RegionState.model_state` and the frozen parameters;
+      `learning_rate` is a float32 scalar; `participating` is bool `[R]`, the regions
+      that merge, or None for all; `delay_steps` is an int32 scalar, at least 1, None
+      for the schedule's own delay; `start_step` is the sync's, an int32 scalar. Metrics
+      are float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
@@ -138,15 +136,15 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
 
 
 def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionState:
-    """Return what of the regions a merge is given; None stands for the rest.
+    """Return the part of the regions' state that a merge reads; None for the rest.
 
-    Of the parameters the leaves that hold some of the fragment, or all where the rule
-    asks for the loss of the whole model.
+    Of the parameters: the leaves that contain some of the fragment, or all if the rule
+    needs the loss of the full model.
 
     Args:
       spec: of the run.
       fragment_id: which fragment.
-      region: arrays or whatever stands for them.
+      region: arrays, or anything with one leaf per array.
     """
     rule, params = spec.sync.merge.needs, region.params
     wants_batch = needs.wants_batch(rule)
@@ -176,12 +174,12 @@ def merge_arguments(
     Args:
       rule: needs of the merge rule.
       region: of all regions, before the merge.
-      kept: as of `make_merge`, as all that follow are.
-      outer: the fragment.
+      kept: as for `make_merge`, like all that follow.
+      outer: the outer fragment.
       batch: without the model's state.
       rate: the learning rate.
       participating: regions that merge.
-      delay_steps: where it is told.
+      delay_steps: None for the schedule's own delay.
       start_step: of the sync.
       frozen: of `TrainState`.
     """
@@ -200,9 +198,9 @@ def merge_arguments(
 
 
 def make_gap(spec: SyncSpec, name: str) -> Callable:
-    """Make `gap(params [R, ...], outer fragments) -> [K]`, measured now.
+    """Make `gap(params [R, ...], outer fragments) -> [K]`, see `core.sync.gap`.
 
-    See `core.sync.gap`; at the price of a reduction of K scalars.
+    It costs a reduction of K scalars over regions.
 
     Args:
       spec: of the run.
@@ -221,13 +219,13 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
 
 
 def region_drift(params: PyTree) -> jax.Array:
-    """Tell how far regions are apart: RMS distance to their mean over its length.
+    """Return the RMS distance of regions to their mean, relative to its norm.
 
     Args:
       params: of the regions, leaves `[R, ...]`.
 
     Returns:
-      Float32 scalar, 0 where all are equal.
+      Float32 scalar, 0 if all are equal.
     """
 
     def squares(x):
@@ -241,7 +239,7 @@ def region_drift(params: PyTree) -> jax.Array:
 
 
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Make what remembers what the merge of a fragment will leave out, not yet jitted.
+    """Make the function that feeds back what a fragment's merge drops, not yet jitted.
 
     Args:
       spec: of the run.
@@ -249,8 +247,8 @@ def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
 
     Returns:
       `remember(params, staged, state) -> state`: `params` of the regions before the
-      merge, the copy from when the sync started, and the regions' compressors' state
-      `[R, ...]`.
+      merge, `staged` their copy at the start of the sync, and the regions' compressor
+      states, leaves `[R, ...]`.
     """
     share = spec.sync.merge.feedback_weight
 
@@ -265,7 +263,7 @@ def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
 
 
 def jit_remember(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Compile `make_remember` as a program of its own, which donates the state."""
+    """Compile `make_remember` as its own program, which donates the state."""
     part = spec.outer_shapes[fragment_id]
     return jax.jit(
         make_remember(spec, fragment_id),

@@ -1,4 +1,4 @@
-"""What is read of the regions without changing them: means, drift, finiteness."""
+"""Metrics of the regions: means, drift, finiteness."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RegionMetrics:
     """
 
     def __init__(self, mesh: Mesh):
-        """Compile nothing; each program lives as long as this object."""
+        """Compile nothing."""
         mean = functools.partial(
             mean_over_regions, in_flat_buffer=wants_flat_buffer(mesh)
         )
@@ -41,7 +41,7 @@ class RegionMetrics:
             region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P())
         )
         self.mean_state = make_mean(mesh)
-        # Small enough for every process to have, whoever's regions they are.
+        # Small: replicated to every process.
         everywhere = NamedSharding(mesh, P())
         self.are_finite = jax.jit(step.are_finite, out_shardings=everywhere)
         self.drift = jax.jit(merge.region_drift, out_shardings=everywhere)

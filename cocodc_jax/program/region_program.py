@@ -1,7 +1,7 @@
-"""One method around one loss: inner steps, and the syncs that are due after them.
+"""Train one loss with one method: inner steps, and the syncs that are due after them.
 
-`RegionProgram` holds what is compiled; the run itself is the `TrainState` that goes
-in and comes out. Nothing here waits for a device.
+`RegionProgram` holds the compiled functions; the run itself is the `TrainState` that
+goes in and comes out. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ NOTHING, AUTO = Supplies(), Transport()
 
 
 class Output(NamedTuple):
-    """What `RegionProgram.advance` did, still on its devices.
+    """Results of `RegionProgram.advance`, still on their devices.
 
     Attributes:
-      losses: float32, or wider where the loss is, `[T, R]`.
+      losses: float32, or wider if the loss is, `[T, R]`.
       aux: the loss function's aux, each `[T, R]`.
       syncs: the syncs that were applied after the last step.
-      bytes_sent: bytes one region had sent by the end of each step, its events
-        included.
+      bytes_sent: bytes one region had sent by the end of each step, including events.
     """
 
     losses: jax.Array
@@ -60,12 +59,12 @@ class Output(NamedTuple):
 class RegionProgram:
     """Compiled programs of one method for one model on one mesh.
 
-    Example: see `running.run`. Everything mutable is in the `TrainState` that goes in
-    and comes out; region arrays are donated, so an old state must not be used again.
+    Example: see `train.run_steps`. All mutable state is in the `TrainState` that goes
+    in and comes out. Region arrays are donated: do not use an old state again.
 
     Attributes:
-      param_shapes: of one region's parameters, and how they lie.
-      trained: bools like them, None where all are trained.
+      param_shapes: shapes and shardings of one region's parameters.
+      trained: bools like them, None if all are trained.
     """
 
     def __init__(
@@ -89,44 +88,33 @@ class RegionProgram:
         """Prepare the programs; nothing is compiled before the first call.
 
         Args:
-          loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict
-            of scalars. With a `model_state` it is `(params, model_state, batch, key)
-            -> (loss, (aux, new_model_state))`.
-          optimizer: the inner optimizer, the same for every region. One that takes
-            `value=` is given the region's loss, or the mean of all regions' where they
-            exchange something at every step. A step is one of its updates: under
-            `optax.MultiSteps(inner, k)` one of the k that make up one of `inner`'s, and
-            the method's interval, delay and slots must be multiples of k.
-          method: from `cocodc_jax.methods`, or the name of one, for its defaults.
+          loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict of
+            scalars. With a `model_state`, `(params, model_state, batch, key) -> (loss,
+            (aux, new_model_state))`.
+          optimizer: inner optimizer of every region. One that takes `value=` receives
+            the region's loss, or the mean loss if regions exchange something at every
+            step.
+          method: from `cocodc_jax.methods`, or the name of one, with its defaults.
           params: one region's parameters, or their shapes.
-          regions: M, or how fast each of them is.
-          mesh: the inner mesh; by default as many regions side by side as devices
-            allow.
-          fragments: how to cut the parameters; by default as the method says.
-          param_specs: for each parameter, a `PartitionSpec` over the mesh's axes
-            inside a region (Flax Linen: `nn.get_partition_spec(params)`); replicated
-            by default.
+          regions: M, or the speed of each region.
+          mesh: inner mesh; by default as many regions in parallel as devices allow.
+          fragments: how to cut the parameters; by default as the method does.
+          param_specs: tree of `PartitionSpec`s over the mesh axes inside a region (Flax
+            Linen: `nn.get_partition_spec(params)`); by default replicated.
           supplies: what only the user knows, for merges that need it.
           transport: how messages cross regions.
-          model_state: what the model has that is not trained, such as BatchNorm's
-            statistics, and whether regions average it.
+          model_state: non-trained state, such as BatchNorm statistics, and whether
+            regions average it.
           local_regions: how a device computes several regions: "batched", "in_turn", or
-            "auto", which is batched where that is faster; see `LocalRegions.of`.
-          optimizer_memory: "host" keeps the inner optimizer's state in the memory of
-            the devices' hosts; see `devices/optimizer_place.py`.
-          trainable: which parameters are trained: a bool for each, or for all below a
-            node of their tree; a predicate on their paths, parts joined by "/"; or
-            "optimizer", those that it changes (`optax.set_to_zero()` changes none). The
-            others have one copy for all regions, no gradient, and are not sent. None
-            is all. `param_specs` are of all; `fragments` are cut of a tree with None
-            for what is not trained.
+            "auto", the faster of both; see `LocalRegions.of`.
+          optimizer_memory: "device", or "host" to keep the inner optimizer's state in
+            host memory; see `sharding/optimizer_memory.py`.
+          trainable: which parameters are trained: a tree of bools (or a prefix), a
+            predicate on paths, "optimizer" for those that it updates, or None for all.
 
         Raises:
-          ValueError: for an argument of another kind, or an unknown `local_regions`;
-            for a `trainable` that trains nothing, or freezes nothing by name;
-            if the mesh does not divide the regions, the parameters do not cut into the
-            method's fragments, the merge needs what is not given, or the method cannot
-            be had with these regions or this transport.
+          ValueError: for an argument of the wrong type or value, or arguments that do
+            not fit together.
         """
         given = checked(
             loss_fn,
@@ -153,23 +141,23 @@ class RegionProgram:
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
-        """Bytes one region sends at every inner step, besides syncs."""
+        """Bytes one region sends at every inner step, without syncs."""
         if self.method.per_step is None or self.num_regions == 1:
             return 0
         of_state = self.model_state.averaged_bytes if self.model_state else 0
         return self.method.per_step.num_bytes(self._first.shapes[0]) + of_state
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
-        """Make the state before the first step: all regions and the outer model alike.
+        """Make the initial state; all regions and the outer model are equal.
 
         Args:
           params: one region's parameters.
           key: PRNG key of the implementation that was JAX's default when the program
-            was made; each region gets its own from it.
+            was made; each region derives its own.
 
         Raises:
           ValueError: if `params` has other shapes than the program's, or `key` is not
-            one key, or of another implementation.
+            one key of that implementation.
         """
         checks.check_like(params, self.param_shapes)
         everywhere = NamedSharding(self.mesh, P())
@@ -181,12 +169,12 @@ class RegionProgram:
     def begin(
         self, params: PyTree, key_data: jax.Array, schedule: Any = None
     ) -> TrainState:
-        """Make a first state of what lies on the mesh already; see `init`.
+        """Make an initial state of arrays that are on the mesh; see `init`.
 
         Args:
           params: one region's parameters.
-          key_data: of the key.
-          schedule: the schedule's state; None is that before the first step.
+          key_data: data of the key.
+          schedule: the schedule's state; None for the initial one.
         """
         params, frozen = split(params, self.trained)
         region, sync = self._first.make(params, key_data), None
@@ -198,8 +186,8 @@ class RegionProgram:
         """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
 
         Args:
-          schedule: the schedule's state then, which tells what is in flight; None is
-            that before the first step, without anything in flight.
+          schedule: the schedule's state, which lists what is in flight; None for the
+            initial one, with nothing in flight.
 
         Returns:
           A `TrainState` of `jax.ShapeDtypeStruct`s.
@@ -217,7 +205,8 @@ class RegionProgram:
     def list_programs(self, batches: PyTree) -> list[LoweredProgram]:
         """List the programs of the inner mesh that a run compiles; compiles nothing.
 
-        The mesh may be of devices that are not there (`jax.experimental.topologies`).
+        The mesh may be of devices that do not exist here
+        (`jax.experimental.topologies`).
 
         Args:
           batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
@@ -248,14 +237,14 @@ class RegionProgram:
 
     @property
     def length_bucket(self) -> int | None:
-        """The inner steps that one program has room for, whatever their number.
+        """The number of steps that batches are padded to a multiple of.
 
-        None where every number of steps is a program of its own.
+        None if every number of steps has a program of its own.
         """
         return self._batches.length_bucket
 
     def steps_to_event(self, state: TrainState) -> int | None:
-        """Return the inner steps until the next event; None where there are none."""
+        """Return the inner steps until the next event; None if there are no events."""
         if self.method.sync is None or state.sync is None:
             return None
         return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
@@ -263,8 +252,8 @@ class RegionProgram:
     def put_batches(self, batches: PyTree) -> PyTree:
         """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
 
-        With several processes each gives the rows of its own regions, whole, also
-        those that it shares with other processes.
+        With several processes, each passes the full rows of its own regions, including
+        regions that it shares with other processes.
         """
         return self._batches.put(batches)
 
@@ -275,20 +264,20 @@ class RegionProgram:
         times: Times = (0.0, 0.0),
         on_steps: Callable[[int, jax.Array], None] = lambda step, losses: None,
     ) -> tuple[TrainState, Output]:
-        """Run T inner steps, then the events of the step they lead to.
+        """Run T inner steps, then the events that are due after them.
 
         Args:
           state: donated.
           batches: leaves `[T, R, B, ...]`, on the mesh or on the host; T at most
             `steps_to_event(state)`.
-          times: seconds of an inner step and of a sync as this process has measured
-            them, 0 for not yet; for schedules that go by them.
-          on_steps: takes the step that the inner steps lead to, and their losses, as
-            soon as they are handed out: the events may wait for other jobs.
+          times: measured seconds of an inner step and of a sync, 0 if not yet known;
+            for measured schedules.
+          on_steps: called with the step after the inner steps and their losses as soon
+            as they are dispatched; the events may wait for other jobs.
 
         Raises:
-          ValueError: if T leads past the next event, `batches` does not have the
-            regions along its second axis, or `state` was donated before.
+          ValueError: if T leads past the next event, the second axis of `batches` is
+            not the regions, or `state` was donated before.
         """
         checks.check_alive(state)
         num_steps = self._batches.num_steps(batches)
@@ -320,12 +309,7 @@ class RegionProgram:
     def _inner_steps(
         self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
     ) -> tuple[TrainState, tuple, dict]:
-        """Run inner steps, with what leaves before them where that is one program.
-
-        Returns:
-          The state after them but for its step, `(losses, aux)` `[room, R]`, and what a
-          segment merged.
-        """
+        """Run inner steps, including the starts that share their program."""
         participating = None
         if not self.regions.are_even:
             room = len(jax.tree.leaves(batches)[0])
@@ -342,14 +326,15 @@ class RegionProgram:
         return dataclasses.replace(state, region=region), outputs, {}
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
-        """Go on from a state of another program of the same model.
+        """Continue from the state of another program of the same model.
 
-        It may have another number of regions, mesh, schedule, method or optimizer. What
-        fits is kept, what does not is told by name; see `runtime.adopt` for the rules.
+        It may have another number of regions, mesh, schedule, method or optimizer.
+        State that fits is kept, the rest is reported by name; see `warm_start` for the
+        rules.
 
         Args:
           state: donated.
-          of: the program that `state` is of.
+          of: the program that `state` belongs to.
 
         Returns:
           This program's state, what was kept and what was lost.
@@ -362,7 +347,7 @@ class RegionProgram:
         return adopt(self, state, of)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
-        """Apply all that is in flight now; see `Executor.land`.
+        """Apply all fragments in flight now; see `Executor.land`.
 
         Returns:
           The state after it, and what could not be applied.
@@ -371,10 +356,9 @@ class RegionProgram:
         return self._syncs.land(state) if self._syncs else (state, ())
 
     def synchronize(self, state: TrainState) -> TrainState:
-        """Tell the schedule of every update applied; waits for what it needs.
+        """Pass all observations to the schedule, waiting for devices.
 
-        Of a state like that, all can be saved: what was to leave with the inner steps
-        that follow has left.
+        Call it before a checkpoint: starts that wait for the next inner steps are sent.
         """
         checks.check_alive(state)
         if self._syncs is None or state.sync is None:
@@ -382,15 +366,15 @@ class RegionProgram:
         return self._syncs.synchronize(state)
 
     def finite_regions(self, state: TrainState) -> jax.Array:
-        """Tell whether all parameters of a region are finite, bool `[R]`."""
+        """Return whether all parameters of each region are finite, bool `[R]`."""
         checks.check_alive(state)
         return self._read.are_finite(state.region.params)
 
     def restore_regions(self, state: TrainState, bad: np.ndarray) -> TrainState:
-        """Have the regions `bad`, bool `[R]`, begin anew from the outer parameters.
+        """Restart the regions `bad`, bool `[R]`, from the outer parameters.
 
         Raises:
-          ValueError: if the method leaves nobody out of its means (`exclude_above`).
+          ValueError: if the method has no robust mean (`exclude_above`).
         """
         if self._syncs is None or state.sync is None or not self.method.can_restore:
             raise ValueError(
@@ -402,29 +386,32 @@ class RegionProgram:
         return dataclasses.replace(state, region=region, sync=sync)
 
     def mean_params(self, state: TrainState) -> PyTree:
-        """Return the mean of the regions' parameters: what methods are judged by."""
+        """Return the mean of the regions' parameters, for evaluations."""
         checks.check_alive(state)
         return joined(self._read.mean(state.region.params), state.frozen)
 
     def mean_model_state(self, state: TrainState) -> PyTree:
-        """Return the model's state for an evaluation, `()` where it has none.
+        """Return the model's state for an evaluation, `()` if it has none.
 
-        Floating-point leaves are the means over regions, others the first region's.
+        Floating-point leaves are means over regions, others the first region's.
         """
         checks.check_alive(state)
         return self._read.mean_state(state.region.model_state)
 
     def region_drift(self, state: TrainState) -> jax.Array:
-        """Return how far the regions are apart, see `merge.region_drift`."""
+        """Return how far apart the regions are, see `merge.region_drift`."""
         checks.check_alive(state)
         return self._read.drift(state.region.params)
 
     def are_equal(self, params: PyTree, others: PyTree) -> bool:
-        """Tell whether two trees of one region's parameters are; waits for them."""
+        """Return whether two trees of one region's parameters are equal.
+
+        Waits for them.
+        """
         return bool(self._read.are_equal(params, others))
 
     def outer_params(self, state: TrainState) -> PyTree:
-        """Return the outer parameters, on the mesh; means where regions have theirs."""
+        """Return the outer parameters on the mesh; the mean if they are regional."""
         checks.check_alive(state)
         if self._syncs is None:
             return self.mean_params(state)
@@ -432,26 +419,26 @@ class RegionProgram:
         return joined(outer, state.frozen)
 
     def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
-        """Return a copy of the regions' fragment as it is now, `[R, ...]`."""
+        """Return a copy of the regions' current fragment, `[R, ...]`."""
         assert self._syncs is not None
         return self._syncs.copy(state.region, fragment_id)
 
     def compressors_of(self, state: TrainState, rank: int) -> PyTree:
-        """Return what regions remember of messages, fitted to those of another rank.
+        """Return the regions' compressor states, resized to messages of another rank.
 
         Args:
-          state: at whose schedule's rank they are.
-          rank: see `messages.Ranked`; 0 where the schedule sets none.
+          state: whose schedule has their current rank.
+          rank: see `messages.Ranked`; 0 if the schedule sets none.
         """
         assert self._syncs is not None
         assert state.sync is not None
         return self._syncs.compressors_of(state.sync, rank)
 
     def outer_bytes(self, state: TrainState) -> int:
-        """Count the bytes a method keeps besides the regions' own training.
+        """Return the bytes of state that a method adds to local training.
 
-        Outer parameters and optimizer, fragments in flight, compressors: of all regions
-        together, each array counted once.
+        Outer parameters and optimizer states, fragments in flight, and compressors, of
+        all regions together; each array is counted once.
         """
         kept = (state.sync.arrays if state.sync else (), state.region.per_step)
         return sum(x.nbytes for x in jax.tree.leaves(kept))

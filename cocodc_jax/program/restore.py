@@ -1,11 +1,10 @@
-"""A region that sent nonsense begins anew, from the outer parameters.
+"""Restart a region that sent a bad update from the outer parameters.
 
-All of it that its nonsense may have reached is replaced: parameters, the inner
-optimizer's state, the model's, what its compressor has not sent yet, the outer
-parameters that it last took, and its copies of fragments in flight, which are then
-those of a region that made no progress. Its key and, in the inner optimizer, the counts
-that learning rate schedules go by stay, so that it goes on at the learning rate of the
-others.
+All state that the bad update may have reached is replaced: parameters, the inner
+optimizer's and the model's state, the compressor's residual, the outer parameters that
+the region last received, and its copies of fragments in flight, which become those of a
+region without progress. Its key stays, and so do the counts of learning rate schedules,
+so that it continues at the learning rate of the other regions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PyTree = Any
 
 
 class Restore:
-    """The compiled programs that restore regions, one for each set of flights."""
+    """Compiled programs that restore regions, one per set of fragments in flight."""
 
     def __init__(
         self,
@@ -41,13 +40,7 @@ class Restore:
         outer: SharedOuterModel,
         optimizer: optax.GradientTransformation,
     ):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          outer: the outer model.
-          optimizer: the inner optimizer.
-        """
+        """Compile nothing."""
         self._spec, self._outer, self._optimizer = spec, outer, optimizer
         self._programs: dict[Any, Callable] = {}
         self._mark = jax.jit(lambda verdict, bad: verdict | jnp.where(bad, RESTORED, 0))
@@ -55,23 +48,14 @@ class Restore:
     def __call__(
         self, region: RegionState, sync: SyncState, bad: np.ndarray
     ) -> tuple[RegionState, SyncState]:
-        """Have some regions begin anew.
-
-        Args:
-          region: of all regions.
-          sync: with all that is in flight.
-          bad: bool `[R]`, which.
-
-        Returns:
-          Both, with nothing of theirs left in them.
-        """
+        """Restart the regions `bad`."""
         copies = {
             (*sync_id, name): flight.kept[name]
             for sync_id, flight in sync.in_flight.items()
             for name in REGIONAL_COPIES
             if name in flight.kept
         }
-        # By the fragment; when it left makes no difference.
+        # By fragment; its start step makes no difference.
         order = sorted(copies)
         of_fragments = [(sync_id[0], copies[sync_id]) for sync_id in order]
         found = (region, sync.compressors, sync.stale_params)
@@ -104,11 +88,11 @@ class Restore:
     def _marked(
         self, flight: InFlight, sync_id: tuple, copies: dict, bad: np.ndarray
     ) -> InFlight:
-        """Return a flight with the new copies; its regions are restored but once."""
+        """Return a flight with the new copies, marked so that it restores only once."""
         for name in REGIONAL_COPIES:
             if (*sync_id, name) in copies:
                 flight = flight.with_kept(name, copies[*sync_id, name])
-        if VERDICT not in flight.kept:  # It comes with the mean, from other jobs.
+        if VERDICT not in flight.kept:  # Arrives with the mean of other jobs.
             return flight
         return flight.with_kept(VERDICT, self._mark(flight.kept[VERDICT], bad))
 
@@ -126,13 +110,13 @@ def make_restore(
       spec: of the run.
       model: the outer model.
       optimizer: the inner optimizer.
-      which: the fragments that there are copies of.
-      rank: of the messages, where the schedule sets one.
+      which: fragments that have copies in flight.
+      rank: of the messages, if the schedule sets one.
 
     Returns:
       `restore(region, compressors, stale_params, copies, outer, bad) -> (region,
-      compressors, stale_params, copies)`: `outer` the fragments that regions are given,
-      `bad` bool `[R]`.
+      compressors, stale_params, copies)`: `outer` are the fragments that regions
+      receive, `bad` is bool `[R]`.
     """
     fragments, message = spec.fragments, spec.sync.message
 
@@ -171,7 +155,7 @@ def make_restore(
 
 
 def _from_init(spec: SyncSpec, bad: jax.Array, model_state: PyTree) -> PyTree:
-    """Return the models' states, of the regions `bad` as before the first step."""
+    """Return the models' states, reinitialized in the regions `bad`."""
     if spec.model_state is None:
         return model_state
     first = jax.tree.map(

@@ -1,36 +1,35 @@
-"""Inner steps with the ends of syncs around them, as one compiled program.
+"""Inner steps with the syncs around them, as one compiled program.
 
-A `Segment` says what one program holds:
+A `Segment` says what one program contains:
 
-    before    encode, send                  of each fragment that starts at step s
+    before    encode, send                  each fragment that starts at step s
     steps     inner steps s .. s + T
-    after     decode, outer step, merge     of one that started at s and is due at s + T
+    after     decode, outer step, merge     one that started at s and is due at s + T
 
-Most have steps alone: what starts or is finished then is a program of its own. Where
-regions share a fabric (slices of a TPU, GPUs) programs follow one another on a device,
-and a message sent by its own program is waited for. In one program with the scan of
-inner steps the compiler begins the crossing before the scan and ends it after, so that
-the message crosses while the device computes (`overlap`; tests read it off compiled
-programs).
+Most segments contain steps only, and starts and finishes are separate programs. Where
+regions share a fabric (slices of a TPU, GPUs), a device runs programs one after
+another, so a message with its own program blocks the steps. In one program with the
+scan of inner steps, the compiler begins the collective before the scan and ends it
+after, so that the message travels while the device computes (`overlap`; tests check it
+in compiled programs).
 
-What has crossed is tied to the losses by a barrier, and nothing else is: without it the
-compiler decodes a compressed message at once and waits for it, and a barrier over more
-would serialize the steps.
+A barrier ties the received message to the losses, and ties nothing else. Without it the
+compiler decodes a compressed message at once and waits for it. A barrier over more
+values would serialize the steps.
 
 **What overlaps.** A start waits for the segment that follows it; nothing comes between.
-With tau at most the H / K steps between two starts, T is tau: one segment from a start
+If tau is at most the H / K steps between two starts, T is tau: one segment from a start
 to its merge. With a longer tau a segment ends at the next event of another fragment,
-and its mean is in flight until its own step. Likewise where an evaluation or a
-checkpoint cuts the steps, and where regions may be left out of a mean, as they are
-checked before the merge. At a checkpoint exactly at a start, the fragment is sent by
-its own program, so that what is saved is the same. Never hidden are messages that
-arrive at the step at which they leave, those a whole round late (they leave before a
-merge at the same step), and those of methods whose regions come one by one, whose
-message rank follows the updates, or which average the inner optimizer's moments.
+and its mean stays in flight until it is due. The same happens where an evaluation or a
+checkpoint cuts the steps, and with robust means, which are checked before the merge. At
+a checkpoint exactly at a start, the fragment is sent by its own program, so that the
+saved state is the same. Never hidden are messages without a delay, those a full round
+late (they leave before a merge at the same step), and those of methods with
+asynchronous regions, adaptive message rank, or averaged inner moments.
 
-**How many programs.** One a fragment, times the lengths T that occur: of a schedule
-with regular starts one (two where tau is longer than H / K, as there is no merge in the
-first round), and one more for each way in which evaluations and checkpoints cut it.
+**How many programs.** One per fragment, times the lengths T that occur: with regular
+starts one (two if tau is longer than H / K, as the first round has no merge), and one
+more for each way in which evaluations and checkpoints cut it.
 """
 
 from __future__ import annotations
@@ -59,20 +58,20 @@ from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
 
 PyTree = Any
-# The norm of a mean (float32 scalar), and the metrics of its merge (each `[R]`).
+# Norm of a mean (float32 scalar), and metrics of its merge (each `[R]`).
 Merged = tuple[jax.Array, dict[str, jax.Array]]
 
-# How many collectives may be on their way at once on a GPU; XLA's own is 1. Those of a
-# loop's body all count: one between regions spans it only if the limit is above them.
+# Limit of concurrent collectives on a GPU; XLA's default is 1. All collectives in a
+# loop body count: one between regions overlaps the loop only if the limit exceeds them.
 _GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 256}
 
 
 class Segment(NamedTuple):
-    """What one program holds besides its inner steps; static.
+    """What one program contains besides its inner steps; static.
 
     Attributes:
-      before: fragment and rank of each message that leaves before them.
-      after: the fragment of `before` that is merged after them; None is none.
+      before: fragment and rank of each message that is sent before them.
+      after: the fragment of `before` that is merged after them, or None.
     """
 
     before: tuple[tuple[int, int], ...] = ()
@@ -82,7 +81,7 @@ class Segment(NamedTuple):
 def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | None]:
     """Return the segment that leads to `step`, and the `FINISH` that ends it, if any.
 
-    That is what happens first at `step`, of a sync that leaves in this segment.
+    That is the first event at `step`, if its sync starts in this segment.
     """
     leaving = tuple((event.fragment_id, event.rank) for event in sync.leaving)
     due = {
@@ -103,18 +102,18 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
 
     Args:
       place: of the outer state.
-      steps: the inner steps, of `step.make_steps`.
-      segment: what it holds.
+      steps: the inner steps, of `inner_step.make_steps`.
+      segment: what it contains.
 
     Returns:
       `run(region, batches, participating, starts, outer, told) -> (region, (losses,
-      aux), sent, outer, merged)`. `starts` has for each of `before` what
+      aux), sent, outer, merged)`. `starts` has for each of `before`: what
       `OuterPlace.broadcast` takes (None for `after`, whose `outer` it is), the
-      compressors' states, the weights `[R]` and the start step. `sent` has what is in
-      flight (less of `after`) and the compressors' states. `outer` is outer fragment
-      and optimizer state of `after`; `told` the frozen parameters, and learning rate
-      and start step for its merge; `merged` a `Merged`. The last two results are None
-      without `after`.
+      compressor states, the weights `[R]` and the start step. `sent` has the fragments
+      in flight (without `after`) and the compressor states. `outer` is the outer
+      fragment and optimizer state of `after`; `told` the frozen parameters, and the
+      learning rate and start step of its merge; `merged` a `Merged`. The last two
+      results are None without `after`.
     """
     spec = place.spec
     crossings = [make_crossing(spec, k, rank) for k, rank in segment.before]
@@ -133,7 +132,7 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
                 )
             )
         region, (losses, aux) = steps(region, batches, participating, None, told[0])
-        # What is made of a message comes after the steps: its crossing spans them.
+        # A received message is used after the steps, so its collective spans them.
         crossed = [each for _, each, _ in left]
         crossed, losses = jax.lax.optimization_barrier((crossed, losses))
         sent, merged = [], None
@@ -158,7 +157,7 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
 
 
 def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
-    """Make outer step and merge of a fragment in one program of the mesh.
+    """Make outer step and merge of a fragment as one program of the mesh.
 
     Returns:
       `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
@@ -200,12 +199,12 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
 
 
 class InnerSteps(NamedTuple):
-    """The inner steps that segments hold.
+    """The inner steps of segments.
 
     Attributes:
-      run: of `step.make_steps`, not jitted.
+      run: of `inner_step.make_steps`, not jitted.
       region: shardings of the `RegionState`.
-      losses: sharding of what `[T, R]` they give.
+      losses: sharding of the losses `[T, R]`.
     """
 
     run: Callable
@@ -213,13 +212,13 @@ class InnerSteps(NamedTuple):
     losses: NamedSharding
 
     def compiled(self) -> Callable:
-        """Compile the steps by themselves; see `step.make_steps`."""
+        """Compile the steps alone; see `inner_step.make_steps`."""
         where = self.region, self.losses
         return jax.jit(self.run, donate_argnums=0, out_shardings=where)
 
 
 class Segments:
-    """The compiled programs of segments whose starts cross beside the steps."""
+    """Compiled programs of segments whose messages overlap with the inner steps."""
 
     def __init__(
         self,
@@ -228,21 +227,14 @@ class Segments:
         weights_of: Callable[[Event], jax.Array],
         steps: InnerSteps,
     ):
-        """Compile nothing yet.
-
-        Args:
-          spec: of the run.
-          outer: the outer model.
-          weights_of: places the regions' weights in a mean, `[R]`.
-          steps: the inner steps.
-        """
+        """Compile nothing."""
         self._spec, self._outer, self._steps = spec, outer, steps
         self._weights_of = weights_of
         self._programs: dict[Segment, Callable] = {}
 
     @staticmethod
     def can_wait(spec: SyncSpec) -> bool:
-        """Tell whether starts may wait for the segment that follows them."""
+        """Return whether starts may wait for the segment that follows them."""
         sync = spec.sync
         return spec.overlap and not (
             sync.schedule.is_by_region
@@ -265,15 +257,15 @@ class Segments:
 
         Args:
           region: donated.
-          sync: with what leaves; the outer state of what arrives is donated.
+          sync: with the starts; the outer state of the arriving fragment is donated.
           batches: `[T, R, ...]`, of the inner steps.
-          participating: as of the inner steps.
-          step: that the segment leads to.
+          participating: as for the inner steps.
+          step: step after the segment.
           frozen: of `TrainState`.
 
         Returns:
-          The regions and the state after it, losses and aux of the inner steps, and
-          what was merged, by its sync; that is in flight until its event comes up.
+          The regions and the sync state after it, losses and aux of the inner steps,
+          and what was merged, by sync; that stays in flight until its event comes up.
         """
         segment, finish = plan(self._spec, sync, step)
         if segment not in self._programs:
@@ -315,15 +307,15 @@ class Segments:
         """List the first segment of each fragment, cut by events alone.
 
         Args:
-          region: abstract, as the others are.
+          region: abstract, like the other arguments.
           sync: before the first step.
           batches: of any number of inner steps, `[T, R, ...]`.
-          participating: as of the inner steps.
+          participating: as for the inner steps.
           num_bytes: that one region sends for a sync.
           frozen: of `TrainState`.
 
         Returns:
-          By the fragment the program, and whether it finishes what it starts.
+          By fragment, the program and whether it finishes what it starts.
         """
         found = {}
         for event, num_steps, finish in first_starts(self._spec.sync.schedule):
@@ -367,7 +359,7 @@ class Segments:
         )
 
     def _told(self, finish: Event | None, step: int, frozen: PyTree) -> tuple:
-        """Return the last argument of a segment, None for what no merge asks for."""
+        """Return the last argument of a segment, None for what no merge needs."""
         if finish is None:
             return frozen, None, None
         rule, rate = self._spec.sync.merge.needs, self._spec.supplies.rate
@@ -408,6 +400,6 @@ class Segments:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Of the compiler, by platform."""
+        """Compiler options of the platform."""
         platform = self._spec.mesh.devices.flat[0].platform
         return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}

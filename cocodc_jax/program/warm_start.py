@@ -1,26 +1,26 @@
-"""A running state of one program as the state of another.
+"""Convert a running state of one program to the state of another.
 
-The other program may have another number of regions, another mesh, schedule, method or
-inner optimizer; the model is the same. What fits is kept, what does not is told by name
+The other program may have another number of regions, mesh, schedule, method or inner
+optimizer; the model is the same. State that fits is kept, the rest is reported by name
 (`Adopted`). The rules:
 
-- The step and the bytes sent are kept, and so are the outer parameters, which are the
-  mean of the regions' where the one before had none.
-- What is each region's own (parameters, inner optimizer, keys, the model's state, what
-  is remembered of messages) stays each region's own where there are as many as before.
-  Otherwise every region begins at the mean over all of them, of counters the largest:
-  what they did since their last sync is in it, and goes with the next message. Keys are
-  then drawn anew from the first region's, and the entries of messages that
-  each region owns (`sync.masked`) are dealt anew.
-- An optimizer's state is kept if it has the same structure; else the new optimizer's
-  begins, but learning rates that follow a schedule go on at the step.
-- The outer optimizer's state is kept if it has the same structure, cut anew where
-  fragments are others.
-- The schedule stays where it is if it is the same, and so does what is in flight, if
-  that is of the same shapes. Otherwise what is in flight is applied at once, as if it
-  had arrived, by the program that sent it; where merges lack something then (the last
-  batch), it is dropped: the regions still have their own progress. A new schedule
-  begins after the step.
+- The step and the bytes sent are kept. So are the outer parameters; if the old program
+  had none, they are the mean of the regions'.
+- Regional state (parameters, inner optimizer, keys, model state, compressor state) is
+  kept per region if the number of regions is the same. Otherwise every region starts
+  from the mean over all of them, and from the maximum of counters. Progress since their
+  last sync is in that mean, and is sent with the next message. Keys are then derived
+  from the first region's, and the entries of messages that each region owns
+  (`sync.masked`) are assigned anew.
+- An optimizer's state is kept if it has the same structure. Otherwise the new optimizer
+  is initialized, but its learning rate schedules continue at the step.
+- The outer optimizer's state is kept if it has the same structure, and is cut anew if
+  the fragments differ.
+- An equal schedule keeps its state, and what is in flight stays in flight if it has the
+  same shapes. Otherwise what is in flight is applied at once, as if it had arrived, by
+  the program that sent it. If merges then lack something (the last batch), it is
+  dropped: the regions still have their own progress. A new schedule starts after the
+  step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ PyTree = Any
 
 
 class Adopted(NamedTuple):
-    """What a program has made of another one's state.
+    """The state that a program made from another program's.
 
     Attributes:
-      state: of the program that adopts.
-      kept: what went over, and how, by name.
-      lost: what did not, and why, by name.
+      state: of the new program.
+      kept: what was kept, and how, by name.
+      lost: what was lost, and why, by name.
     """
 
     state: TrainState
@@ -64,7 +64,7 @@ class Adopted(NamedTuple):
 
 
 class Program(Protocol):
-    """What is asked of a `RegionProgram`."""
+    """The part of `RegionProgram` that is used here."""
 
     regions: Regions
     method: Method
@@ -75,11 +75,11 @@ class Program(Protocol):
     trained: PyTree
 
     def synchronize(self, state: TrainState) -> TrainState:
-        """Tell the schedule of every update applied."""
+        """Pass all observations to the schedule."""
         ...
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
-        """Apply all that is in flight."""
+        """Apply all fragments in flight."""
         ...
 
     def outer_params(self, state: TrainState) -> PyTree:
@@ -91,23 +91,23 @@ class Program(Protocol):
         ...
 
     def begin(self, params: PyTree, key_data: PyTree, schedule: Any) -> TrainState:
-        """Make a first state of parameters on the mesh."""
+        """Make an initial state of parameters on the mesh."""
         ...
 
 
 def adopt(program: Program, state: TrainState, of: Program) -> Adopted:
-    """Make `program`'s state of a running one of another program.
+    """Convert a running state of another program to `program`'s.
 
     Args:
-      program: that adopts.
+      program: the new program.
       state: donated.
-      of: the program that `state` is of, of the same model.
+      of: the program that `state` belongs to, of the same model.
     """
     return _Adoption(program, of).run(state)
 
 
 class _Adoption:
-    """One adoption: both programs, and what there is to tell."""
+    """One conversion: both programs, and what to report."""
 
     def __init__(self, program: Program, of: Program):
         self._new, self._old = program, of
@@ -150,7 +150,7 @@ class _Adoption:
         return Adopted(adopted, self._kept, self._lost)
 
     def _flies_on(self, state: TrainState) -> bool:
-        """Tell whether what is in flight can stay so, in the same schedule."""
+        """Return whether fragments in flight can stay so, in an equal schedule."""
         if state.sync is None or not self._is_same_schedule():
             return False
         like = self._new.abstract(state.sync.schedule).sync
@@ -160,7 +160,7 @@ class _Adoption:
             self._num == self._was
             and self._is_same_cut()
             and difference(now.in_flight, like.in_flight) is None
-            # Messages of a rank go with what is remembered of that rank.
+            # Compressor states have the rank of their messages.
             and not (
                 now.schedule.rank and difference(now.compressors, like.compressors)
             )
@@ -191,7 +191,7 @@ class _Adoption:
         return self._old.synchronize(state)
 
     def _schedule(self, state: TrainState, flies: bool) -> Any:
-        """Return the new schedule's state, None where there is none."""
+        """Return the new schedule's state, None if it has none."""
         schedule = self._new.method.schedule
         if schedule is None:
             return None
@@ -204,7 +204,7 @@ class _Adoption:
         return schedule.begin_at(state.step)
 
     def _new_key(self, state: TrainState) -> jax.Array:
-        """Draw a key for regions that have none."""
+        """Derive a key for regions that have none."""
         everywhere = NamedSharding(self._old.mesh, P())
         first = jax.jit(lambda x: x[0], out_shardings=everywhere)(state.region.key)
         key = jax.random.fold_in(
@@ -241,14 +241,7 @@ class _Adoption:
         fresh: PyTree,
         of_regions: Callable = lambda tree: tree,
     ) -> PyTree:
-        """Return `old`, leaves `[R, ...]`, for the new regions, where it fits.
-
-        Args:
-          name: what is told of it.
-          old: of the regions before.
-          fresh: of the new ones.
-          of_regions: makes of what is the same for all what is each region's own.
-        """
+        """Return `old`, leaves `[R, ...]`, for the new regions, if it fits."""
         if not jax.tree.leaves(old) or name in self._lost:
             return fresh
         why = difference(old, fresh, lead=1)
@@ -349,7 +342,7 @@ class _Adoption:
         ):
             self._lost["outer optimizer"] = why or "the model is cut otherwise"
             return fresh.opt_states
-        if len(self._old.shardings.channels) > 1:  # One program joins them.
+        if len(self._old.shardings.channels) > 1:  # Joined in one program.
             states = transfer.move(states, self._old.shardings.channels[0].host)
         states = transfer.out_of_host_memory(states)
         cut = recut(states, self._old.fragments, self._new.fragments)
@@ -363,7 +356,7 @@ class _Adoption:
 
 
 def _named(in_flight: tuple[Pending, ...]) -> str:
-    """Name what is in flight; messages of zero have no name."""
+    """Name what is in flight; zero messages have no name."""
     return ", ".join(
         f"fragment {p.fragment_id} of step {p.start_step}"
         for p in in_flight
@@ -372,5 +365,5 @@ def _named(in_flight: tuple[Pending, ...]) -> str:
 
 
 def _spread(x: jax.Array, ndim: int, num_regions: int) -> jax.Array:
-    """Give every region `x`, where there is an axis of regions."""
+    """Broadcast `x` to every region, if there is a region axis."""
     return x if x.ndim == ndim else for_all_regions(x, num_regions)

@@ -30,13 +30,7 @@ class Watch:
     """
 
     def __init__(self, writer: MetricsWriter, bar: RunProgress, earlier_s: float):
-        """Begins at what earlier parts of the run took.
-
-        Args:
-          writer: of the timing file.
-          bar: of this process.
-          earlier_s: seconds of the parts before.
-        """
+        """Begins at what earlier parts of the run took."""
         self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
         self._stall_s = 0.0
         self.seconds = earlier_s

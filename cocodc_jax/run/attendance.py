@@ -41,14 +41,7 @@ class Attendance:
         folder: pathlib.Path,
         digests: bool,
     ):
-        """Write to the region's own folder.
-
-        Args:
-          program: of the region.
-          link: to the others.
-          folder: of the region.
-          digests: whether to write digests of outer fragments.
-        """
+        """Write to the region's own folder."""
         assert isinstance(program.exchange, BetweenJobs)
         self._program, self._exchange, self._link = program, program.exchange, link
         self._folder, self._digests = folder, digests

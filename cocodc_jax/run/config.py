@@ -49,11 +49,7 @@ class TrainConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
-        """Check what sections say of one another.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check what sections say of one another."""
         if self.optimizer.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="

@@ -33,13 +33,7 @@ class FaultWatch:
     """
 
     def __init__(self, folder: pathlib.Path, on_fault: str, least_s: float):
-        """Begin with nothing known.
-
-        Args:
-          folder: of the region.
-          on_fault: "warn", "exclude" regions that are named, or "route" around links.
-          least_s: seconds by which lateness is measured at least, see `robust_z`.
-        """
+        """Begin with nothing known."""
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
         self._messages = Messages(least=least_s)
         self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")

@@ -58,11 +58,7 @@ class Jobs:
     outer_digests: bool = False
 
     def __post_init__(self):
-        """Check the times.
-
-        Raises:
-          ValueError: naming the flag, its value and what would be right.
-        """
+        """Check the times."""
         for name in ("beat_s", "grace_s", "start_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")

@@ -41,12 +41,7 @@ class MethodConfig:
     where_taken: Mapping[str, Any] | Pairs = ()
 
     def __post_init__(self):
-        """Build the method once, so that its own checks run.
-
-        Raises:
-          ValueError: for an unknown method, an argument that it does not take, or a
-            number that is not finite or that it refuses.
-        """
+        """Build the method once, so that its own checks run."""
         for name in ("arguments", WHERE_TAKEN):
             object.__setattr__(self, name, _pairs(getattr(self, name)))
         check_taken(self.given, [self.method])

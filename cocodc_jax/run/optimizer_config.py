@@ -65,11 +65,7 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.1
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers."""
         if self.inner_optimizer not in ("", *OPTIMIZERS):
             raise ValueError(
                 f"inner_optimizer={self.inner_optimizer!r} is unknown; use one of "

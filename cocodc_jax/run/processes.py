@@ -55,11 +55,7 @@ class Processes:
     heartbeat_timeout_s: int = 30
 
     def __post_init__(self):
-        """Check what can be checked alone.
-
-        Raises:
-          ValueError: naming the flag, its value and what would be right.
-        """
+        """Check what can be checked alone."""
         for name in ("start_timeout_s", "heartbeat_timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

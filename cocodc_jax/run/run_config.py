@@ -122,11 +122,7 @@ class RunConfig:
     max_rollbacks: int = 0
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers."""
         for name in (
             "steps",
             "regions",

@@ -179,17 +179,7 @@ class Session:
         began_s: float,
         rollbacks: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Train from where the run is; see `train`.
-
-        Args:
-          saved: the run's checkpoints.
-          stream: where training is to go on in it.
-          begun: state, sums and positions.
-          attendance: of this region, if each is a job of its own.
-          console: of the progress bar.
-          began_s: when this process began to train, by the wall.
-          rollbacks: those done so far.
-        """
+        """Train from where the run is; see `train`."""
         run, (state, progress, position) = self.config.run, begun
         if jax.process_index() == 0:
             go_on(self.config, self.workdir, state.step)

@@ -146,17 +146,7 @@ def taking_part(
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
-    """Say where this region begins if not all are there, and whether it may.
-
-    Args:
-      place: of the region.
-      view: who takes part.
-      own_step: of its own checkpoint, 0 for none.
-      reached: the last step that it is known to have come to.
-
-    Raises:
-      ResumeError: if it was further and has no checkpoint: the others may have ended.
-    """
+    """Say where this region begins if not all are there, and whether it may."""
     missing = [r for r in range(place.num_regions) if r not in view.seats]
     if not missing:
         return
@@ -202,11 +192,7 @@ def _go_on(
     make_params: Callable[[], tuple[Any, jax.Array]],
     carried: joining.Carried | None,
 ) -> TrainState:
-    """Return the state made of a copy, with the data where that is, or further.
-
-    Raises:
-      ResumeError: if this region was further than the copy is.
-    """
+    """Return the state made of a copy, with the data where that is, or further."""
     if own_step > copy.step and carried is None:
         raise ResumeError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "

@@ -189,11 +189,7 @@ def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
 
 
 def _table(path: pathlib.Path) -> dict[str, Any]:
-    """Return what a timeline.json holds.
-
-    Raises:
-      ValueError: if it is damaged, naming it.
-    """
+    """Return what a timeline.json holds."""
     table = read_table(path)
     if not all(isinstance(table.get(name), list) for name in ("marks", "syncs")):
         raise ValueError(f"{path} is damaged: it holds no marks and syncs")

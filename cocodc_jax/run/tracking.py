@@ -33,11 +33,7 @@ class Tracking:
     wandb_mode: str = ""
 
     def __post_init__(self):
-        """Check the words.
-
-        Raises:
-          ValueError: naming the flag, its value and what would be right.
-        """
+        """Check the words."""
         if self.wandb_mode not in ("", *MODES):
             raise ValueError(
                 f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"

@@ -1,4 +1,4 @@
-"""Where arrays of a run are placed: meshes, sharding rules, transfers."""
+"""Placement of a run's arrays: meshes, sharding rules, transfers."""
 
 from cocodc_jax._lazy import attach, modules_of
 

@@ -1,4 +1,4 @@
-"""Meshes in context: the caller's around our calls, ours around the user's model."""
+"""Context meshes: hide the caller's from our code, and ours from the user's model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def no_ambient_mesh() -> contextlib.AbstractContextManager:
     """Return a context without the mesh that a caller set (`jax.set_mesh`)."""
     try:
         return jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
-    except ValueError:  # Inside of a trace, whose mesh must stay.
+    except ValueError:  # Inside a trace, whose mesh must stay.
         return contextlib.nullcontext()
 
 
 def in_own_context(function: Callable) -> Callable:
-    """Have a function that is no generator run as where no mesh is set."""
+    """Decorate a function (not a generator) to run as if no mesh were set."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def in_own_context(function: Callable) -> Callable:
 
 
 def methods_in_own_context(cls: Class) -> Class:
-    """Have the public methods of a class, and its `__init__`, run `in_own_context`."""
+    """Decorate a class to run `__init__` and public methods `in_own_context`."""
     for name, value in list(vars(cls).items()):
         is_public = not name.startswith("_") or name == "__init__"
         if is_public and inspect.isfunction(value):
@@ -43,11 +43,11 @@ def methods_in_own_context(cls: Class) -> Class:
 
 
 def trace_without_mesh_if_needed(function: Callable) -> Callable:
-    """Have a user's function traced once more without our mesh where it fails under it.
+    """Decorate a user's function to be traced without our mesh if it fails under it.
 
-    Flax Linen constrains boxed parameters where a mesh is in context, also by axes that
-    this one lacks, and in shapes that `nn.DenseGeneral` only makes later. What can be
-    traced under the mesh is, so that it may name the axes inside a region.
+    Flax Linen constrains boxed parameters when a mesh is in context, also by axes that
+    this mesh lacks, and in shapes that `nn.DenseGeneral` makes only later. A function
+    that can be traced under the mesh is, so that it can name the axes inside a region.
     """
 
     @functools.wraps(function)

@@ -1,11 +1,10 @@
-"""Host memory that programs on the CPU are given again, not anew.
+"""Keep freed host memory in the process, so that CPU programs reuse it.
 
-XLA's CPU backend allocates a program's temporaries at every call and frees them after
-it. glibc takes pieces so large from the kernel and hands them back, so that each call
+XLA's CPU backend allocates a program's temporaries at every call and frees them
+afterwards. glibc maps such large blocks and returns them to the kernel, so each call
 touches new pages, which the kernel must find and clear: a third of a second for every
-scan of a small transformer in four regions, whatever its length. Kept by the process,
-the pages of the call before serve the next. The price is memory that stays with the
-process, about three times what it had, since pieces of many sizes come and go.
+scan of a small transformer in four regions. Pages that the process keeps serve the next
+call. The price is about three times the memory, since blocks of many sizes come and go.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import os
 
 # glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-_KEPT_BYTES = 2**31 - 1  # An int's largest; what is free at the end beyond goes back.
+_KEPT_BYTES = 2**31 - 1  # INT_MAX; glibc returns a larger free tail.
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep the memory that it frees; call before JAX starts.
+    """Keep memory that this process frees; call before JAX starts.
 
-    Only the first arena can hold pieces of any size, and a thread stays with the arena
-    that it began with: so there is one for all threads that begin after this.
+    Only glibc's first arena can hold blocks of any size, and a thread stays with the
+    arena that it started in. So all threads that start after this call share one arena.
 
     Returns:
-      Whether the C library does so: glibc, unless the environment tells it what to do
+      Whether the C library does so: glibc, unless the environment configures it
       (`GLIBC_TUNABLES`, `MALLOC_...`).
     """
     if any(x == "GLIBC_TUNABLES" or x.startswith("MALLOC_") for x in os.environ):

@@ -1,4 +1,4 @@
-"""The regions that one device holds, and how a function of one is mapped over them."""
+"""The regions on one device, and how a function of one region is mapped over them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PyTree = Any
 
 HOW_MAPPED = ("auto", "batched", "in_turn")
 
-# Parameters of one region up to which a CPU computes its regions as one batch.
+# Largest model, in parameters, whose regions a CPU computes as one batch.
 _MAX_BATCHED_PARAMS = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalRegions:
-    """The regions that one shard of the mesh's region axis holds.
+    """The regions in one shard of the mesh's region axis.
 
     Attributes:
       size: how many.
@@ -42,11 +42,11 @@ class LocalRegions:
         how: str = "auto",
         num_params: int | None = None,
     ) -> LocalRegions:
-        """Tell how `num_regions` regions lie on `mesh`, and how they are mapped over.
+        """Return how `num_regions` regions are placed on `mesh` and mapped over.
 
-        In turn, every step takes each array of a region out of those of all and puts it
-        back, by a small program each; but only one region's activations exist at a
-        time. In a batch there are fewer and larger kernels. On one core steps of four
+        In turn, every step slices each array of a region out of those of all and puts
+        it back, by a small program each; but only one region's activations exist at a
+        time. In a batch there are fewer and larger kernels. On one core, steps of four
         regions took 0.75 to 0.98 of the time in a batch at 50,000 parameters, and 0.87
         at 840,000.
 
@@ -54,14 +54,14 @@ class LocalRegions:
           mesh: the inner mesh.
           num_regions: M.
           how: "batched", all at once; "in_turn"; or "auto": batched on accelerators,
-            and on a CPU where each region is one device's and its model small.
+            and on a CPU if each region is on one device and its model is small.
           num_params: of one region; None is many.
 
         Raises:
           ValueError: for another `how`.
         """
         check_how(how)
-        # Inside a region of several devices the compiler lays out its products.
+        # With several devices per region the compiler lays out matrix products.
         is_whole = mesh.size == mesh.shape[REGION]
         is_small = num_params is not None and num_params <= _MAX_BATCHED_PARAMS
         one_by_one = how == "in_turn"
@@ -103,12 +103,12 @@ class LocalRegions:
         return mapped
 
     def map_products(self, fn: Callable) -> Callable:
-        """Map a gradient, whose matrix products are most of a step.
+        """Map a gradient, whose matrix products dominate a step.
 
-        As `map` does, but on a CPU over batches of one region. XLA moves the operands
-        of a batched product to where they are read in order. Of plain ones it leaves
-        those of the backward pass transposed as they are, and its CPU kernels then take
-        longer: a tenth of a small transformer's step.
+        Like `map`, but on a CPU over batches of one region. XLA transposes the operands
+        of a batched product so that they are read in order. It leaves operands of plain
+        products in the backward pass transposed, which its CPU kernels read more
+        slowly: a tenth of a small transformer's step.
         """
         if not self.in_batches_of_one:
             return self.map(fn)
@@ -118,24 +118,24 @@ class LocalRegions:
 
 
 def check_how(how: str) -> None:
-    """Refuse what is none of `HOW_MAPPED`.
+    """Refuse a value that is not in `HOW_MAPPED`.
 
     Raises:
-      ValueError: naming it, and what would be right.
+      ValueError: naming it and the values that work.
     """
     if how not in HOW_MAPPED:
         raise ValueError(f"local_regions={how!r} is unknown; use one of {HOW_MAPPED}")
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
-    """Give every region the same: leaves `[R, ...]`."""
+    """Broadcast values to all regions: leaves `[R, ...]`."""
     return jax.tree.map(
         lambda x: jnp.broadcast_to(x[None], (num_regions, *x.shape)), tree
     )
 
 
 def where_participating(participating: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Take `new` for the regions that participate, bool `[R]`, `old` for the others."""
+    """Select `new` for the regions that participate, bool `[R]`, else `old`."""
 
     def choose(x, y):
         return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

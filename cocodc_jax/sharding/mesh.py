@@ -1,12 +1,13 @@
-"""Devices: the inner mesh of regions.
+"""The inner mesh of regions, and its devices.
 
 The inner mesh has the axes `(region, stage, data, sequence, model)`. Programs are
-manual over `region` alone; data and tensor parallelism inside a region stay with the
-compiler, or with the loss function (`models/divided.py`, and `models/pipeline.py` for
-the stages of a pipeline), and shares of a sequence with that alone.
-With fewer devices than regions each shard of the region axis holds a block of
-regions. With several processes each holds whole regions, or each region is several
-whole processes.
+manual over `region` only. Data and tensor parallelism inside a region are left to the
+compiler, or to the loss function (`models/divided.py`, and `models/pipeline.py` for
+pipeline stages); sequence parallelism is always the loss function's.
+
+With fewer devices than regions, each shard of the region axis holds a block of regions.
+With several processes, each holds full regions, or each region spans several full
+processes.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ INSIDE = (STAGE, DATA, SEQUENCE, MODEL)
 
 
 def use_cpu_devices(num_devices: int) -> None:
-    """Ask for virtual CPU devices: call before the first JAX computation.
+    """Request virtual CPU devices: call before the first JAX computation.
 
-    One device a region and one for the outer state is the fast layout on a CPU: the
-    same regions mapped over a single device are about 1.6 times slower. The process
-    keeps memory that it frees from then on, see `host_memory`.
+    One device per region and one for the outer state is the fast layout on a CPU: the
+    same regions mapped over a single device are about 1.6 times slower. From then on
+    the process keeps memory that it frees, see `host_memory`.
 
     Args:
-      num_devices: how many virtual devices the CPU shall show.
+      num_devices: number of virtual CPU devices.
 
     Raises:
-      RuntimeError: if JAX has started with another number, saying what to do.
+      RuntimeError: if JAX has already started with another number.
     """
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -71,15 +72,15 @@ def make_mesh(
       num_regions: regions to train, M.
       data: devices along each region's data axis.
       model: devices along each region's model axis.
-      devices: `jax.Device`s to build from, in this order. By default all of them; of
-        several processes the first ones of each, equally many, so that each has
-        regions of its own and may keep a device for the outer state.
-      stage: devices along each region's stage axis, a pipeline's stages.
+      devices: `jax.Device`s to use, in this order. By default all of them; of several
+        processes the first ones of each, equally many, so that each has its own regions
+        and can keep a device for the outer state.
+      stage: devices along each region's stage axis (pipeline stages).
       sequence: devices along each region's sequence axis, which share positions.
 
     Returns:
       A mesh of shape `(d, stage, data, sequence, model)`, d the largest divisor of
-      `num_regions` for which there are devices. It takes the first devices.
+      `num_regions` for which there are devices. It uses the first devices.
 
     Raises:
       ValueError: if a size is below 1, one region does not fit the devices, or several
@@ -106,22 +107,12 @@ def make_mesh(
 
 
 def _divisors(num: int) -> list[int]:
-    """List the divisors of `num`, the largest first."""
+    """List the divisors of `num`, largest first."""
     return [d for d in range(num, 0, -1) if num % d == 0]
 
 
 def _shared_devices(num_regions: int, inside: int) -> list[Any]:
-    """List the devices of the longest region axis that processes share evenly.
-
-    Each holds whole shards of it, or each shard is so many whole processes.
-
-    Args:
-      num_regions: regions to train, M.
-      inside: devices of a shard of the region axis.
-
-    Raises:
-      ValueError: if there is none.
-    """
+    """List the devices of the longest region axis that processes share evenly."""
     of_process = collections.Counter(d.process_index for d in jax.devices())
     num, least = len(of_process), min(of_process.values())
     for length in _divisors(num_regions):
@@ -139,9 +130,9 @@ def _shared_devices(num_regions: int, inside: int) -> list[Any]:
 
 
 def inner_devices(per_process: int) -> list[Any]:
-    """List the first devices of every process, which leaves CPU processes one outside.
+    """List the first devices of every process, leaving CPU processes a spare one.
 
-    Those of a process stand together, whatever their ids, so that neighbours share a
+    Devices of a process are adjacent, whatever their ids, so that neighbours share a
     region before processes do.
 
     Args:
@@ -152,27 +143,27 @@ def inner_devices(per_process: int) -> list[Any]:
 
 
 def _index_in_process(device: Any) -> int:
-    """Tell where `device` stands among those of its process and kind."""
+    """Return the index of `device` among those of its process and kind."""
     alike = [d for d in jax.devices() if d.process_index == device.process_index]
     return alike.index(device)
 
 
 def is_cpu(mesh: Mesh) -> bool:
-    """Tell whether the devices are CPUs."""
+    """Return whether the devices are CPUs."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def is_one_cpu(mesh: Mesh) -> bool:
-    """Tell whether all regions are computed by one CPU device."""
+    """Return whether one CPU device computes all regions."""
     return mesh.size == 1 and is_cpu(mesh)
 
 
 def wants_flat_buffer(mesh: Mesh) -> bool:
-    """Tell whether what crosses regions should be one flat buffer.
+    """Return whether messages should cross regions as one flat buffer.
 
-    Between processes of CPU devices gloo takes one array after another, and each waits
-    for the network's delay. Elsewhere the compiler does better by itself, and where a
-    region's arrays lie in parts over its devices, packing would move them.
+    Between CPU processes gloo sends one array after another, and each waits for the
+    network's delay. Elsewhere the compiler schedules better by itself; and if a
+    region's arrays are sharded over its devices, packing would move them.
     """
     is_whole = mesh.size == mesh.shape[REGION]
     return jax.process_count() > 1 and is_cpu(mesh) and is_whole

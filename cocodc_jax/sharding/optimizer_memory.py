@@ -1,13 +1,13 @@
-"""Where the inner optimizer's state lies: beside the parameters, or with the host.
+"""Placement of the inner optimizer's state: on the device, or in host memory.
 
 Of P parameters of 4 bytes Adam keeps 8 P bytes that a step needs once, at its end. In
-the memory of the accelerators' hosts ("pinned") they take none of the accelerators',
-where activations are what fills it; each inner step takes in what a device has of them
-and puts it back, 16 bytes a parameter over the link to the host, beside the products
-where the compiler finds room. What is no array like a parameter stays on the devices.
+the pinned memory of the accelerators' hosts they leave accelerator memory for
+activations. Each inner step loads a device's share and stores it back: 16 bytes per
+parameter over the host link, concurrently with matrix products if the compiler finds
+room. Leaves that are not shaped like a parameter stay on the devices.
 
-In a window (`program/segment.py`) a TPU's compiler (libtpu 0.0.42) then takes the last
-step out of the scan, and has a message arrive before that.
+In a segment with syncs (`program/segment.py`) a TPU's compiler (libtpu 0.0.42) then
+peels the last step off the scan, and makes a message arrive before that step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MEMORIES = ("device", "host")
 
 
 def check_memory(memory: str) -> None:
-    """Refuse what is none of `MEMORIES`.
+    """Refuse a value that is not in `MEMORIES`.
 
     Raises:
-      ValueError: naming it, and what would be right.
+      ValueError: naming it and the values that work.
     """
     if memory not in MEMORIES:
         raise ValueError(
@@ -39,16 +39,16 @@ def check_memory(memory: str) -> None:
 
 
 def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
-    """Return the kind of memory that JAX knows `memory` by; None is the devices' own.
+    """Return JAX's memory kind for `memory`; None is the devices' default.
 
     Args:
       memory: "device" or "host".
       mesh: the inner mesh.
-      method: whose syncs may take the state too.
+      method: whose syncs may use the state too.
 
     Raises:
-      ValueError: if there is no such memory, or the method has another use for the
-        state than inner steps and merges.
+      ValueError: if there is no such memory, or the method uses the state outside inner
+        steps and merges.
     """
     check_memory(memory)
     if memory == "device":
@@ -71,7 +71,7 @@ def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
 
 
 def load(opt_state: PyTree, lies: PyTree) -> PyTree:
-    """Take what lies with the host onto the devices, in a program of the mesh.
+    """Load state from host memory to the devices, in a program of the mesh.
 
     Args:
       opt_state: arrays.
@@ -81,7 +81,7 @@ def load(opt_state: PyTree, lies: PyTree) -> PyTree:
 
 
 def offload(opt_state: PyTree, lies: PyTree) -> PyTree:
-    """Undo `load`."""
+    """Invert `load`."""
     return _moved(opt_state, lies, jax.memory.Space.Host)
 
 

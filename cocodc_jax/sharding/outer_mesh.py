@@ -1,17 +1,19 @@
-"""Devices that keep the outer state: one copy in each process, or in each region.
+"""Devices of the outer state: one copy in each process, or in each region.
 
-It lives on a host device that no region computes on: the process's own CPU where
-regions are on accelerators, a spare virtual device where regions are on the CPU. Where
-all regions share one CPU device and messages are averaged there, it lies beside them:
-nothing is left to run meanwhile, and moving arrays took more time than the outer step.
-With several processes these devices form the *outer mesh*, over which messages can
-cross while the inner mesh computes. Its axes are `(process, stage, data, sequence,
-model)`: where a region is several processes, each holds a block of the region's devices
-and stands where that block does, so that what lies over the axes inside a region lies
-over its processes alike. Each has its devices' share of the region's message. A device
-runs one program after another. So that several messages can cross at once there may be
-several outer meshes of the same shape, the *channels*: another spare device of every
-process each, with connections of its own.
+The outer state is on a host device that no region computes on: the process's own CPU if
+regions are on accelerators, a spare virtual device if regions are on the CPU. If all
+regions share one CPU device and messages are averaged there, the outer state is on that
+device too: nothing runs concurrently, and moving arrays would take more time than the
+outer step.
+
+With several processes these devices form the *outer mesh*, over which messages cross
+while the inner mesh computes. Its axes are `(process, stage, data, sequence, model)`.
+If a region has several processes, each holds a block of the region's devices and has
+that block's position in the outer mesh. So an array that is sharded over the axes
+inside a region is sharded over its processes in the same way, and each process handles
+its devices' share of the message. A device runs one program after another. For several
+messages in flight at once there can be several outer meshes of the same shape, the
+*channels*: each has another spare device of every process, with its own connections.
 """
 
 from __future__ import annotations
@@ -37,13 +39,12 @@ PROCESS = "process"
 
 
 def outer_device(mesh: Mesh, process: int | None = None, channel: int = 0) -> Any:
-    """Find the device that keeps the outer state: a CPU outside of `mesh` if any.
+    """Return the device of the outer state: a CPU device outside `mesh`, if any.
 
     Args:
       mesh: the inner mesh.
       process: whose; None is this one.
-      channel: of which of the outer meshes; `check_channels` tells whether there are as
-        many.
+      channel: index of the outer mesh; `check_channels` checks that there are as many.
     """
     process = jax.process_index() if process is None else process
     spare = _spare_devices(mesh, process)
@@ -56,7 +57,7 @@ def _spare_devices(mesh: Mesh, process: int) -> list[Any]:
     used = set(mesh.devices.flat)
     try:
         cpus = jax.devices("cpu")
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out.
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU.
         return []
     return [d for d in cpus if d.process_index == process and d not in used]
 
@@ -78,16 +79,16 @@ def check_channels(mesh: Mesh, outer_channels: int) -> None:
 
 
 def outer_sharding(mesh: Mesh, channel: int = 0) -> Sharding:
-    """Tell where outer state lies: whole on the outer device of every process."""
+    """Return the sharding that replicates to every process's outer device."""
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh, channel=channel))
     return NamedSharding(outer_mesh(mesh, channel), PartitionSpec())
 
 
 def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
-    """Tell where messages `[R, n]` lie to cross: with their regions' processes.
+    """Return the sharding of messages `[R, n]` on the outer mesh.
 
-    The processes of a region have equal shares of its columns.
+    Rows are on their regions' processes, which share the columns equally.
     """
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh, channel=channel))
@@ -97,15 +98,15 @@ def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
 def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
     """Make a mesh of the outer devices of all processes, in the order of their regions.
 
-    Where the processes of a region hold no blocks of its devices, see `process_grid`,
-    they stand along the data axis.
+    If the processes of a region do not hold blocks of its devices, see `process_grid`,
+    they are placed along the data axis.
 
     Args:
       mesh: the inner mesh.
-      channel: which of the outer meshes.
+      channel: index of the outer mesh.
 
     Raises:
-      ValueError: if processes neither hold whole regions nor make up whole ones.
+      ValueError: if processes neither hold full regions nor make up full ones.
     """
     shards = [_processes(shard) for shard in mesh.devices]
     processes = _processes(mesh.devices)
@@ -126,15 +127,14 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
 
 
 def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
-    """Tell how many processes of a region stand along each of the axes inside it.
+    """Return how many processes of a region there are along each axis inside it.
 
     Args:
-      mesh: the inner mesh, whose regions lie in one process or in several alike.
+      mesh: the inner mesh.
 
     Returns:
-      A number for each of `INSIDE`, 1 where regions are one process; None where
-      processes do not hold equally many devices that stand together in the mesh's order
-      and make up a block of it.
+      A number for each of `INSIDE`, 1 if each region is one process; None if processes
+      do not hold equally many adjacent devices that form a block.
     """
     sizes = mesh.devices.shape[1:]
     num = len(_processes(mesh.devices[0]))
@@ -144,7 +144,7 @@ def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
         if rest or ids != list(np.repeat(_processes(shard), each)):
             return None
     grid = []
-    for size in reversed(sizes):  # The last axes are of one process first.
+    for size in reversed(sizes):  # The last axes stay within a process.
         own = math.gcd(each, size)
         each //= own
         grid.append(size // own)
@@ -156,17 +156,17 @@ def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
 def over_processes(
     axes: Sequence[tuple[str, ...]], mesh: Mesh, outer: Mesh
 ) -> tuple[tuple[str, ...], ...]:
-    """Tell which axes divide an array over the processes of a region.
+    """Return which axes shard an array over the processes of a region.
 
     Args:
-      axes: those that divide it over the region's devices, for each dimension, the
-        major one first.
+      axes: axes that shard it over the region's devices, for each dimension, major
+        first.
       mesh: the inner mesh.
       outer: the outer mesh, as `process_grid` has it.
 
     Returns:
-      For each dimension those of its axes along which there are several processes; none
-      of them where the blocks of a process are no neighbours.
+      For each dimension those of its axes that span several processes; none if the
+      blocks of a process are not adjacent.
     """
 
     def kept(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -183,5 +183,5 @@ def over_processes(
 
 
 def _processes(devices: np.ndarray) -> list[int]:
-    """List of which processes `devices` are, in their order."""
+    """List the processes of `devices`, in their order."""
     return list(dict.fromkeys(d.process_index for d in devices.flat))

@@ -1,15 +1,14 @@
-"""Programs over the shards of the mesh's region axis, and what crosses them.
+"""Programs over the shards of the mesh's region axis, and their collectives.
 
-A program is manual over the region axis alone. What it says to be the same on all
-shards has to come out of a collective over them: `check_vma` sees to that.
+A program is manual over the region axis only. A value declared to be replicated must
+come out of a collective: `check_vma` checks it.
 
-With a single shard there is nothing to cross, and no collective may be left where the
-inside of the region is divided: XLA, as JAX 0.10.2 has it, drops a manual axis of
-length 1 from the shardings, takes an all-reduce over it for one in an automatic program
-and refuses it ("hlo->sharding().IsManualSubgroup()"), and makes the operand of an
-all-gather whole on every device first. So the functions here then hand on what they
-are given; it stays typed as the shard's own, and `region_shard_map` takes it out of the
-program as such.
+With a single shard no collective may remain if a region has several devices. XLA (with
+JAX 0.10.2) drops a manual axis of length 1 from the shardings, then treats an
+all-reduce over it as automatic and fails ("hlo->sharding().IsManualSubgroup()"), and
+replicates the operand of an all-gather on every device first. So with one shard these
+functions return their arguments, which stay typed as varying, and `region_shard_map`
+returns them as such.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ def region_shard_map(
     """Map `fn` over the shards of the region axis, of any length.
 
     Args:
-      fn: what each shard computes, of its own part of the arguments.
+      fn: function of a shard's part of the arguments.
       mesh: the inner mesh.
-      in_specs: as `jax.shard_map`'s.
-      out_specs: likewise; a spec names the region axis or is `P()`, for what is the
-        same on all shards.
+      in_specs: as for `jax.shard_map`.
+      out_specs: likewise; a spec names the region axis, or is `P()` for a value that is
+        replicated over shards.
     """
 
     def mapped(fn: Callable, out_specs: PyTree) -> Callable:
@@ -59,24 +58,24 @@ def region_shard_map(
             tree,
         )
 
-    # Shared results leave with the one shard in front, and lose it outside.
+    # Replicated results get an axis of one shard, which is dropped outside.
     own_specs = for_shared(lambda _: P(REGION), out_specs)
     own = mapped(lambda *args: for_shared(lambda x: x[None], fn(*args)), own_specs)
     return lambda *args: for_shared(lambda x: x[0], own(*args))
 
 
 def psum_over_regions(tree: PyTree) -> PyTree:
-    """Sum leaves that each shard has over the shards, inside `region_shard_map`."""
+    """Sum leaves over the shards, inside `region_shard_map`."""
     return jax.lax.psum(tree, REGION) if _are_several() else tree
 
 
 def pmean_over_regions(tree: PyTree) -> PyTree:
-    """Average leaves that each shard has over the shards, as `psum_over_regions`."""
+    """Average leaves over the shards, inside `region_shard_map`."""
     return jax.lax.pmean(tree, REGION) if _are_several() else tree
 
 
 def as_varying(tree: PyTree) -> PyTree:
-    """Type a sum or mean over the shards as each one's own, to go on with there."""
+    """Cast a sum or mean over the shards to varying."""
     return jax.lax.pcast(tree, REGION, to="varying") if _are_several() else tree
 
 

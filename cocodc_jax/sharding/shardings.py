@@ -1,4 +1,4 @@
-"""Where every array of a run lies."""
+"""Shardings of all arrays of a run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ByPath = dict[str, NamedSharding]
 
 
 class Channel(NamedTuple):
-    """One outer mesh.
+    """Shardings on one outer mesh.
 
     Attributes:
-      host: of what its devices keep, one copy in each process.
+      host: of state on its devices, one copy in each process.
       rows: of messages on its devices, regions over processes, and columns over the
         processes of a region.
     """
@@ -45,14 +45,14 @@ class Shardings:
 
     Attributes:
       mesh: the inner mesh.
-      region: of a `RegionState` (and in its shape), regions over the region axis.
-      params: of one set of parameters on the mesh, the same for all regions.
-      fragments: of each fragment on the mesh, the same for all regions.
+      region: a tree of a `RegionState`'s shardings, regions over the region axis.
+      params: of one set of parameters on the mesh, replicated over regions.
+      fragments: of each fragment on the mesh, replicated over regions.
       staged: of each fragment with its region axis.
-      channels: the outer meshes; fragments are dealt to them in turn.
-      is_near: whether outer state lies on the one device that regions compute on.
-      divides_host: whether the processes of a region divide the outer state among them,
-        as their devices divide the parameters.
+      channels: the outer meshes; fragments are assigned to them in turn.
+      is_near: whether outer state is on the one device that regions compute on.
+      divides_host: whether the processes of a region shard the outer state, as their
+        devices shard the parameters.
     """
 
     mesh: Mesh
@@ -77,21 +77,19 @@ class Shardings:
         divides_host: bool = False,
         optimizer_memory: str | None = None,
     ) -> Shardings:
-        """Derive everything from how one region's parameters are laid out.
+        """Derive all shardings from those of one region's parameters.
 
         Args:
           mesh: the inner mesh.
           fragments: the cut of the parameters.
-          optimizer: the inner optimizer; what its state keeps for each parameter
-            lies as that parameter does.
+          optimizer: the inner optimizer; its state is sharded like the parameters.
           shapes: shapes of one region's parameters.
           specs: for each parameter a `PartitionSpec` over the axes inside a region.
-          outer_channels: how many outer meshes.
-          is_near: keep outer state on the mesh, of one device, as fragments lie there.
-          divides_host: have the processes of a region divide outer state, where it has
-            several.
-          optimizer_memory: kind of the devices' memories in which what is like a
-            parameter lies in the inner optimizer's state; None is their own.
+          outer_channels: number of outer meshes.
+          is_near: keep outer state on the mesh, of one device, sharded like fragments.
+          divides_host: shard outer state over the processes of a region.
+          optimizer_memory: memory kind of the inner optimizer's state, for leaves
+            shaped like a parameter; None is the devices' default.
 
         Raises:
           ValueError: if there are too few devices for them.
@@ -110,7 +108,7 @@ class Shardings:
         def like_param(leaf, param, sharding):
             if isinstance(leaf, optax.MaskedNode):
                 return leaf
-            # Factored moments have another shape than their parameter.
+            # Factored moments have other shapes than their parameters.
             if leaf.shape != param.shape:
                 return regional(mesh)
             if optimizer_memory is None:
@@ -148,18 +146,18 @@ class Shardings:
         )
 
     def channel(self, fragment_id: int) -> Channel:
-        """Tell where a fragment's outer state is, and where its messages cross."""
+        """Return the outer mesh of a fragment's outer state and messages."""
         return self.channels[fragment_id % len(self.channels)]
 
     def on_host(
         self, fragment_id: int, tree: PyTree, channel: int | None = None
     ) -> PyTree:
-        """Keep `tree` on the fragment's outer device, of each process its part.
+        """Return the shardings of `tree` on the fragment's outer devices.
 
         Args:
           fragment_id: which.
-          tree: arrays, or their shapes; what is like the fragment is divided where
-            processes divide outer state.
+          tree: arrays, or their shapes; leaves shaped like the fragment are sharded if
+            processes shard the outer state.
           channel: another than the fragment's own.
         """
         if self.is_near:
@@ -175,7 +173,7 @@ class Shardings:
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def params_on_host(self) -> PyTree:
-        """Lay one set of parameters over the outer devices of the first channel."""
+        """Return shardings of one set of parameters on the first channel."""
         host = self.channels[0].host
         if not self.divides_host:
             return jax.tree.map(lambda _: host, self.params)
@@ -184,17 +182,10 @@ class Shardings:
     def _divided_host(
         self, host: Sharding, inside: NamedSharding, shape: tuple[int, ...] = ()
     ) -> Sharding:
-        """Divide over processes what lies `inside` regions.
-
-        Args:
-          host: whole on the outer devices.
-          inside: over the devices of a region.
-          shape: of the array; a free side that divides is divided over the axes that
-            do not divide the array otherwise.
-        """
+        """Shard over processes what is sharded `inside` regions."""
         assert isinstance(host, NamedSharding)
         axes = spec_axes(inside.spec)
-        if len(shape) < len(axes) and shape:  # Factored: no copy of its parameter.
+        if len(shape) < len(axes) and shape:  # Factored: not shaped like its parameter.
             return host
         outer = cast(Mesh, host.mesh)
         kept = list(over_processes(axes, self.mesh, outer))
@@ -211,26 +202,26 @@ class Shardings:
         return NamedSharding(outer, P(*(each or None for each in kept)))
 
     def of_regions(self, fragment_id: int, tree: PyTree) -> PyTree:
-        """Lay out leaves `[R, ...]`: what is like the fragment lies as it does."""
+        """Return shardings of leaves `[R, ...]`; those like the fragment follow it."""
         return _like(self.staged[fragment_id], regional(self.mesh), tree)
 
     def of_all(self, fragment_id: int, tree: PyTree) -> PyTree:
-        """Lay out leaves that are the same for all regions, as `of_regions`."""
+        """Return shardings of leaves replicated over regions, as `of_regions`."""
         default = NamedSharding(self.mesh, P())
         return _like(self.fragments[fragment_id], default, tree)
 
     def divided(
         self, fragment_id: int, tree: PyTree, memory_kind: str | None = None
     ) -> PyTree:
-        """Divide outer state over the devices of each region (ZeRO, stage 1).
+        """Shard outer state over the devices of each region (ZeRO, stage 1).
 
-        A leaf that is like a leaf slice of the fragment lies as that does, and is
-        divided over the data axis too where one of its free axes is a multiple of it.
+        A leaf shaped like a leaf slice of the fragment is sharded like it, and over the
+        data axis too if the size of a free axis is a multiple of it.
 
         Args:
-          fragment_id: of which fragment.
+          fragment_id: which fragment.
           tree: arrays, or their shapes.
-          memory_kind: of the devices, where such a leaf lies; None is their own.
+          memory_kind: of such a leaf; None is the devices' default.
         """
         size = self.mesh.shape[DATA]
 
@@ -254,7 +245,7 @@ class Shardings:
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-    """Give shapes their shardings, as a checkpoint is restored to."""
+    """Add shardings to shapes, for restoring a checkpoint."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         shapes,
@@ -263,7 +254,7 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
-    """How a leaf slice lies inside a region: as its leaf, if its layers divide."""
+    """Return the spec of a leaf slice: its leaf's, if its layers divide."""
     spec = listed[part.leaf]
     if part.rows is None or not spec or spec[0] is None:
         return spec
@@ -273,13 +264,13 @@ def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
 def _like(shardings: ByPath, default: NamedSharding, tree: PyTree) -> PyTree:
     def sharding(path, x):
         found = _named(shardings, path)
-        # Of another rank: a factor or a code of it, not a copy of it.
+        # Another rank: a factor or an encoding of the leaf.
         return found if found and len(found.spec) <= x.ndim else default
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def _named(shardings: ByPath, path: Any) -> Any:
-    """Return the sharding of what a leaf's path ends with, None if it is no copy."""
+    """Return the sharding by the end of a leaf's path, None if there is none."""
     key = getattr(path[-1], "key", None) if path else None
     return shardings.get(key) if isinstance(key, str) else None

@@ -1,8 +1,7 @@
-"""Moving an array between devices shard by shard, each process its own devices' parts.
+"""Move an array between devices shard by shard; each process moves its own shards.
 
-A device that takes a part of an array cuts it out of a shard that its process has, or
-joins it from several of them, itself: nothing is whole anywhere that was not, or shall
-not be.
+A device cuts its new shard out of a shard that its process holds, or joins it from
+several of them. No device materializes the full array.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-# For each dimension where a part begins, and where it ends.
+# Start and end of a part in each dimension.
 Box = tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=4096)
 def are_at_hand(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
-    """Tell whether every process has the parts that its devices shall have.
+    """Return whether every process holds the shards that its devices will need.
 
     Args:
-      source: where an array lies.
-      target: where it shall lie.
-      shape: of it.
+      source: current sharding of an array.
+      target: new sharding.
+      shape: of the array.
     """
     there: dict[int, set[Box]] = {}
     for device, index in source.devices_indices_map(shape).items():
@@ -38,7 +37,7 @@ def are_at_hand(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> b
 
 
 def moved(x: jax.Array, target: Sharding) -> jax.Array:
-    """Move an array of which all that is needed is at hand; waits for nothing."""
+    """Move an array whose needed shards are addressable; waits for nothing."""
     shape, source = x.shape, {}
     for shard in x.addressable_shards:
         source.setdefault(_box(shard.index, shape), shard.data)
@@ -54,7 +53,7 @@ def moved(x: jax.Array, target: Sharding) -> jax.Array:
 
 
 def _made(box: Box, source: dict[Box, jax.Array], where: Sharding) -> jax.Array:
-    """Cut or join a part on the device that shall have it."""
+    """Cut or join a part on its new device."""
     for other, data in source.items():
         if _is_inside(box, other):
             return jax.device_put(_cut(data, box, other), where)
@@ -89,7 +88,7 @@ def _cut(x: jax.Array, box: Box, of: Box) -> jax.Array:
 def _is_covered(box: Box, there: set[Box]) -> bool:
     if any(_is_inside(box, other) for other in there):
         return True
-    # Shards of one array are the same or apart.
+    # Shards of one array are equal or disjoint.
     return sum(_size(x) for x in there if _is_inside(x, box)) == _size(box)
 
 

@@ -1,11 +1,11 @@
-"""Moving values between devices, in one process or in several.
+"""Move values between devices, in one process or in several.
 
-With several processes an array may lie on devices of all of them, and JAX moves
-nothing between two such arrays' devices. But every process has what it needs at hand:
-a value that is the same for all regions is whole on each process's own devices, and a
-regional value's rows are where the regions are. So each process moves its own, shard by
-shard (`shards.py`), and what results is declared to be one array again. Nothing here
-waits, or crosses regions.
+With several processes an array may be sharded over devices of all of them, and JAX
+cannot move such an array to other devices. But each process can address what it needs:
+a value that is equal in all regions is replicated on each process's devices, and a
+regional value's rows are with their regions. So each process moves its own shards
+(`shards.py`), and the results are declared to be one global array. Nothing here waits,
+or communicates between regions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.sharding import shards
 
 PyTree = Any
-# The memory of an accelerator's host that the accelerator reaches by itself.
+# Host memory that an accelerator accesses directly.
 PINNED = "pinned_host"
 
 
 def put(tree: PyTree, shardings: Any) -> PyTree:
-    """Place host values, the same in every process, where `shardings` say.
+    """Place host values, equal in every process, by `shardings`.
 
     Args:
       tree: arrays, or anything NumPy takes.
@@ -49,9 +49,9 @@ def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.
     """Place host values of which every process has its own regions' rows.
 
     Args:
-      x: this process's rows along `axis`, in order, whole; the processes of one region
-        have the same.
-      sharding: rows over shards, of which each has equally many; the rest in any way.
+      x: this process's full rows along `axis`, in order; the processes of one region
+        pass the same.
+      sharding: rows over shards, of which each has equally many; other axes in any way.
       num_rows: of all processes.
       axis: the region axis.
     """
@@ -69,14 +69,14 @@ def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.
 
 
 def move(tree: PyTree, shardings: Any) -> PyTree:
-    """Move device arrays that are the same for all regions to other devices.
+    """Move device arrays that are equal in all regions to other devices.
 
-    All at once, as every call costs as much as ten arrays do. What lies there already
-    is handed on as it is, and not copied.
+    All leaves move in one call, as a call costs as much as ten arrays. Arrays that are
+    already there are returned without a copy.
 
     Args:
-      tree: arrays of which every process has what its devices shall have, or which can
-        be made whole on all devices first.
+      tree: arrays whose new shards are addressable in every process, or which can be
+        replicated on all devices first.
       shardings: one for all leaves, or a tree of them.
     """
     leaves, treedef = jax.tree.flatten(tree)
@@ -100,11 +100,11 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
 
 
 def declare(tree: PyTree, sharding: Sharding) -> PyTree:
-    """Declare what every process has alike on a device of its own to be one array.
+    """Make one global array of equal arrays, one on a device of every process.
 
     Args:
       tree: arrays of one device.
-      sharding: whole on such a device of every process.
+      sharding: replicated on such a device of every process.
     """
     if sharding.is_fully_addressable:
         return tree
@@ -114,14 +114,14 @@ def declare(tree: PyTree, sharding: Sharding) -> PyTree:
 
 
 def whole(x: jax.Array) -> np.ndarray:
-    """Read an array; all processes that hold a part of it have to."""
+    """Read a full array; all processes that hold a part of it must call this."""
     return np.asarray(x if x.is_fully_addressable else _replicated(x))
 
 
 def out_of_host_memory(tree: PyTree) -> PyTree:
-    """Take arrays that lie in the memory of accelerators' hosts onto the accelerators.
+    """Load arrays from host memory to the accelerators.
 
-    Each device takes what its host keeps for it; other arrays stay where they are.
+    Each device loads its own shard; other arrays stay where they are.
     """
 
     def one(x):
@@ -133,15 +133,15 @@ def out_of_host_memory(tree: PyTree) -> PyTree:
 
 
 def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
-    """Move regional arrays `[R, ...]` to one device a process, rows side by side.
+    """Move regional arrays `[R, ...]` to one device per process, rows concatenated.
 
     Args:
-      tree: arrays with their leading axis over regions, whole inside each region; or
-        `[R, n]` with columns over the devices of a region, of which each process moves
-        its own devices' from these one by one.
-      sharding: of the result: all rows on a device; or of arrays `[R, n]` the rows over
-        one device of each process, in the order of the processes, and where a region
-        has several an equal share of the columns on each, the last ones padded.
+      tree: arrays with regions on their leading axis, replicated inside each region; or
+        `[R, n]` with columns sharded over the devices of a region, of which each
+        process moves its own devices' columns.
+      sharding: of the result: all rows on one device; or for arrays `[R, n]`, the rows
+        over one device of each process, in the order of the processes, and if a region
+        has several processes an equal share of the columns on each, padded at the end.
     """
 
     def one(x):
@@ -165,10 +165,10 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
 
 
 def local_rows(x: jax.Array, axis: int = 0) -> np.ndarray:
-    """Read what this process holds of an array over regions; waits for it.
+    """Read this process's rows of an array over regions; waits for it.
 
     Args:
-      x: whole inside each region.
+      x: replicated inside each region.
       axis: the region axis.
     """
     if x.is_fully_addressable:
@@ -177,7 +177,7 @@ def local_rows(x: jax.Array, axis: int = 0) -> np.ndarray:
 
 
 def first_local_row(x: jax.Array, axis: int = 0) -> int:
-    """Find the first region that this process holds of such an array."""
+    """Return the index of this process's first region in such an array."""
     if x.is_fully_addressable:
         return 0
     return min(_starts(x, axis))
@@ -198,12 +198,12 @@ def _start(shard: Any, axis: int) -> int:
 
 
 def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
-    """Which part of an array each device of this process has."""
+    """Return which part of an array each device of this process has."""
     return dict(sharding.addressable_devices_indices_map(shape))
 
 
 def _num_shares(sharding: Sharding) -> int:
-    """Into how many parts `sharding` divides the columns of an array `[R, n]`."""
+    """Return how many parts `sharding` cuts the columns of an array `[R, n]` into."""
     assert isinstance(sharding, NamedSharding)
     over = sharding.spec[1] if len(sharding.spec) > 1 else ()
     return math.prod(sharding.mesh.shape[axis] for axis in over or ())
@@ -216,7 +216,7 @@ def _has_divided_columns(x: jax.Array) -> bool:
 
 
 def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
-    """Columns of `[r, n]` from `first` on, with zeros after the last, `[r, width]`."""
+    """Return columns of `[r, n]` from `first` on, zero-padded to `[r, width]`."""
     if first == 0 and width == x.shape[1]:
         return x
     part = x[:, first : first + width]
@@ -232,7 +232,7 @@ def _replicated(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _replicate(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """One program for every mesh: a new one each time would compile at every sync."""
+    """Cache the program by sharding: a new one would compile at every sync."""
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 

@@ -1,11 +1,12 @@
-"""What is exchanged and when, as values that know no device.
+"""What regions exchange and when, as values independent of devices.
 
 - `Method`: `Sync` (a schedule, a message, an outer optimizer, a merge) or `PerStep`.
-- `schedules`: when fragments leave and are applied; `events_at`: the loop around.
-- `merge`: what a region does with what arrives; `NEEDS`: what parts may need to know.
-- `cut`, `Fragments`: how parameters are cut into fragments.
+- `schedules`: when fragments start and are applied; `events_at` iterates over events.
+- `merge`: how a region applies what arrives; `NEEDS`: information that parts can ask
+  for.
+- `cut`, `Fragments`: the partition of parameters into fragments.
 
-Names are imported when they are first asked for.
+Names are imported lazily.
 """
 
 from __future__ import annotations

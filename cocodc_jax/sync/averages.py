@@ -1,16 +1,16 @@
-"""What of the regions' pseudo-gradients is averaged: they, or what is made of them.
+"""What is averaged over regions: pseudo-gradients, or a function of them.
 
-However messages cross, what arrives is a weighted mean over regions. A method whose
-rule is another one says what the mean is of:
+Whatever the exchange, the result is a weighted mean over regions. A method with another
+rule says what is averaged:
 
     arrived = after(sum_m w_m before(Delta_m))                 Delta old minus new
 
 - `Average`: the pseudo-gradients themselves.
-- `RadialDirectional`: lengths and directions of each tensor apart.
-- `SharedMask`: entries drawn at random, the same in every region.
+- `RadialDirectional`: lengths and directions of each tensor separately.
+- `SharedMask`: randomly drawn entries, the same in every region.
 
-`before` is of one region's fragment, a flat dict from path to array, and what it gives
-is what is sent, or encoded to be sent; `after` is the same everywhere.
+`before` is of one region's fragment, a flat dict from path to array; its result is
+sent, or encoded and sent. `after` has the same result in every region.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Average:
 
     @property
     def draws(self) -> bool:
-        """Whether it is made of a key of the sync, the same in every region."""
+        """Whether it depends on a key of the sync, equal in every region."""
         return False
 
     @property
     def is_linear(self) -> bool:
-        """Whether a pseudo-gradient times a number counts as many times."""
+        """Whether scaling a pseudo-gradient scales its contribution."""
         return True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
-        """Return what the mean is taken of.
+        """Return the value to average.
 
         Args:
           part: one region's pseudo-gradient of a fragment.
@@ -56,30 +56,30 @@ class Average:
         return part
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
-        """Return the pseudo-gradient that the outer optimizer is given.
+        """Return the outer optimizer's pseudo-gradient.
 
         Args:
-          mean: of what `before` gave.
+          mean: of `before`'s results.
           like: shapes of the fragment.
-          key: as of `before`.
+          key: as for `before`.
         """
         del like, key
         return mean
 
     def check_compressor(self, compressor: Compressor) -> None:
-        """Go with any compressor of what `before` gives."""
+        """Accept any compressor of `before`'s results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RadialDirectional(Average):
-    """The mean length times the direction of the mean direction, tensor by tensor.
+    """The mean length times the direction of the mean direction, per tensor.
 
         before: (||Delta||, Delta / ||Delta||)
         after:  mean length * unit(mean direction)
 
-    Where regions disagree, a mean of pseudo-gradients is short; this keeps its length.
-    Of a scanned stack each layer is a tensor. Directions that cancel give 0. A length
-    is sent along with each tensor, in its dtype.
+    If regions disagree, a mean of pseudo-gradients is short; this keeps its length.
+    Each layer of a scanned stack is a tensor. Directions that cancel give 0. A length
+    is sent with each tensor, in its dtype.
 
     Source: Decoupled DiLoCo, arXiv 2604.21428, from a published summary.
 
@@ -91,7 +91,7 @@ class RadialDirectional(Average):
 
     @property
     def is_linear(self) -> bool:
-        """Whether a pseudo-gradient times a number counts as many times: no."""
+        """Whether scaling a pseudo-gradient scales its contribution: no."""
         return False
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
@@ -121,11 +121,11 @@ class RadialDirectional(Average):
 class SharedMask(Average):
     """A share of the entries of each tensor, drawn anew for every sync.
 
-    The draw is the same in every region, so that positions need not be sent; entries
-    that are not drawn arrive as 0.
+    The draw is equal in every region, so positions are not sent; entries that are not
+    drawn arrive as 0.
 
-    Source: LOSCAR-SGD, arXiv 2605.20866, from a published summary. There the entries
-    are of the whole model, here as large a share of each tensor.
+    Source: LOSCAR-SGD, arXiv 2605.20866, from a published summary. There entries are
+    drawn from the full model, here the same share of each tensor.
 
     Attributes:
       density: share of a tensor's entries, in (0, 1]; at least one entry.
@@ -136,16 +136,12 @@ class SharedMask(Average):
     seed: int = 0
 
     def __post_init__(self):
-        """Check the density.
-
-        Raises:
-          ValueError: if it is out of range.
-        """
+        """Validate the density."""
         check_share("mask_density", self.density)
 
     @property
     def draws(self) -> bool:
-        """Whether it is made of a key of the sync: yes."""
+        """Whether it depends on a key of the sync: yes."""
         return True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
@@ -154,7 +150,7 @@ class SharedMask(Average):
         return {path: x.reshape(-1)[drawn[path]] for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
-        """Return them in their places, among zeros; see `Average.after`."""
+        """Scatter the entries into zeros; see `Average.after`."""
         drawn = self.indices(like, key)
         return {
             path: jnp.zeros(math.prod(like[path].shape), x.dtype)
@@ -165,7 +161,7 @@ class SharedMask(Average):
         }
 
     def mask(self, like: PyTree, key: jax.Array | None) -> dict[str, jax.Array]:
-        """Tell which entries of a fragment are drawn, bool in its shapes."""
+        """Return which entries of a fragment are drawn, bool in its shapes."""
         ones = {
             path: jnp.ones(drawn.size, bool)
             for path, drawn in self.indices(like, key).items()
@@ -175,7 +171,7 @@ class SharedMask(Average):
     def indices(self, like: PyTree, key: jax.Array | None) -> dict[str, jax.Array]:
         """Draw `max(1, round(density * size))` flat positions of each tensor.
 
-        Of the n-th path in the order of the alphabet those of the smallest of its
+        Of the n-th path in alphabetical order, the positions of the smallest values of
         `bits(fold_in(key, 65537 * seed + n), size)`.
         """
         assert key is not None
@@ -188,7 +184,7 @@ class SharedMask(Average):
         return drawn
 
     def check_compressor(self, compressor: Compressor) -> None:
-        """Refuse one that remembers what was where.
+        """Refuse a compressor with state, since positions change.
 
         Raises:
           ValueError: if it keeps a state.
@@ -201,13 +197,13 @@ class SharedMask(Average):
 
 
 def sync_key(fragment_id: int, start_step: int | jax.Array) -> jax.Array:
-    """Return the PRNG key of a sync, the same in every region and after a restart."""
+    """Return the PRNG key of a sync, equal in every region and after a restart."""
     words = jnp.stack([jnp.uint32(fragment_id), jnp.asarray(start_step, jnp.uint32)])
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _length(path: str, x: jax.Array) -> jax.Array:
-    """Return the length of a tensor, of each layer of a stack, axes kept."""
+    """Return the length of a tensor, or of each layer of a stack, keeping axes."""
     axes = tuple(range(int(is_stacked(path)), x.ndim))
     return jnp.sqrt(jnp.sum(jnp.square(x), axes, keepdims=True))
 

@@ -1,18 +1,18 @@
-"""Cut a parameter tree into K fragments: which numbers travel together.
+"""Cut a parameter tree into K fragments, which are synchronized separately.
 
-A fragment is a set of *units*, and a unit is what is never cut: one transformer
-block, or one of the other entries beside a stack of blocks (embedding, final norm,
-head). Blocks may be separate subtrees (`blocks/0/...`, `layer_0/...`) or stacked along
-a leading axis, as a scanned model keeps them; a fragment of a stacked leaf is a set of
-its rows. `stacks.py` says which leaves are of blocks, whatever their names and depth.
+A fragment is a set of *units*, which are never cut: one transformer block, or one of
+the other entries next to a stack of blocks (embedding, final norm, head). Blocks may be
+separate subtrees (`blocks/0/...`, `layer_0/...`) or stacked along a leading axis, as in
+a scanned model; a fragment of a stacked leaf is a set of its rows. `stacks.py` finds
+the leaves of blocks, whatever their names and depth.
 
-Units go to fragments
+Units are assigned to fragments
 
 - *strided*: unit i to fragment i mod K (Streaming DiLoCo's default),
 - *sequential*: consecutive units together,
 - *balanced*: largest unit first, each to the fragment with the fewest bytes so far,
-- *balanced_tensors*: the same of single tensors (of one block each, where blocks are
-  stacked), so that fragments are of nearly equal size and may be more than blocks.
+- *balanced_tensors*: the same with single tensors (of one block each, if blocks are
+  stacked), so that fragments have nearly equal sizes and can outnumber blocks.
 
 Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and the
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
@@ -35,7 +35,7 @@ from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors")
 
-# Where the units stand in the network, which their sorted names do not tell.
+# Order of the units in the network, which differs from that of their names.
 UNIT_ORDER = ("embed", BLOCKS, "norm", "head")
 
 PyTree = Any
@@ -47,21 +47,20 @@ def cut(
     strategy: str = "strided",
     blocks: str | None = None,
 ) -> Fragments:
-    """Cut `params` into fragments of whole units.
+    """Cut `params` into fragments of full units.
 
     Args:
       params: tree of arrays or `jax.ShapeDtypeStruct`s (shapes are enough).
-      num_fragments: K, at least 1 and at most the number of blocks, where they are
-        called so or `blocks` is given; else of units (of tensors for
-        "balanced_tensors").
+      num_fragments: K, at least 1 and at most the number of blocks, if they have that
+        name or `blocks` is given; else of units (of tensors for "balanced_tensors").
       strategy: one of `STRATEGIES`.
       blocks: name of the path part below which blocks are, either numbered or stacked
-        along the leading axis, or what the names of numbered ones share (`layer` of
+        along the leading axis, or the common prefix of numbered names (`layer` of
         `layer_0`, `layer_1`); None finds them, see `stacks`.
 
     Raises:
-      ValueError: for an unknown strategy, a `num_fragments` below 1 or above the
-        number of blocks, stacked leaves of unequal length, or nothing called `blocks`.
+      ValueError: for an unknown strategy, a `num_fragments` below 1 or above the number
+        of blocks, stacked leaves of unequal length, or no path part `blocks`.
 
     >>> layer = {"w": jnp.zeros((2, 2))}
     >>> params = {"params": {f"layer_{i}": layer for i in range(4)}}
@@ -99,7 +98,7 @@ def cut(
 
 
 def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
-    """Cut `params` by regular expression, one fragment a pattern.
+    """Cut `params` by regular expressions, one fragment per pattern.
 
     A leaf belongs to the first pattern that `re.search` finds in its path.
 
@@ -144,7 +143,7 @@ def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None
 
 
 def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
-    """List the units in network order; sorted names alone would put blocks first."""
+    """List the units in network order, not in the order of their names."""
     leaves = distinct_leaves(params)
     places = stacks.find(leaves, blocks)
     name_of = _namer([path for path, _ in leaves], places)
@@ -176,11 +175,11 @@ def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
 
 
 def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str], str]:
-    """Return what names the unit of a leaf that is of no block.
+    """Return a function that names the unit of a leaf outside of blocks.
 
-    That is an entry beside layers, or beside what they are in; without any, one of the
-    first entries of which there are several. So a tree in a dict of its own,
-    `{"params": ...}`, is cut as the tree itself.
+    That is an entry next to layers, or next to their parents; without layers, one of
+    the first entries of which there are several. So `{"params": ...}` is cut like its
+    content.
     """
     split = [tuple(path.split("/")) for path in paths]
     above = {
@@ -224,7 +223,7 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
         return [i % num_fragments for i in range(len(sizes))]
     if strategy == "sequential":
         return [i * num_fragments // len(sizes) for i in range(len(sizes))]
-    # Longest-processing-time rule: within 4/3 of the best possible largest fragment.
+    # Longest-processing-time rule: within 4/3 of the optimal largest fragment.
     owner, load = [0] * len(sizes), [0] * num_fragments
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner[i] = load.index(min(load))
@@ -233,7 +232,7 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
 
 
 def _merge_rows(slices: Any) -> tuple[LeafSlice, ...]:
-    """Join the rows that one fragment holds of the same stacked leaf."""
+    """Join one fragment's rows of the same stacked leaf."""
     by_leaf: dict[int, LeafSlice] = {}
     for part in slices:
         held = by_leaf.get(part.leaf)

@@ -1,6 +1,6 @@
-"""Low-rank factors that are summed on their way: PowerSGD's own order.
+"""Low-rank factors that are all-reduced, as PowerSGD does.
 
-A message is two all-reduces, the second of what the first has brought, see
+A message is two all-reduces, the second of which depends on the first, see
 `transforms.power_sgd`. `messages.Ranked` sends each region's own factors instead.
 """
 
@@ -24,29 +24,25 @@ class SummedFactors(Message):
     """Both factors of a mean pseudo-gradient, with error feedback.
 
     Attributes:
-      first: the rank, or the first where a schedule sets it.
-      follows_rank: whether one does.
+      first: the rank, or the initial rank if a schedule sets it.
+      follows_rank: whether a schedule sets it.
     """
 
     first: int
     follows_rank: bool = False
 
     def __post_init__(self):
-        """Check the rank.
-
-        Raises:
-          ValueError: if it is not positive.
-        """
+        """Validate the rank."""
         check_positive("rank", self.first)
 
     @property
     def only_in_program(self) -> str | None:
-        """Why it can cross regions in a compiled program only."""
+        """Why it must cross regions inside a compiled program."""
         return "its second factors are made of the sum of all regions' first"
 
     @property
     def only_weighted(self) -> str:
-        """Why its mean can be a weighted one only: nobody has one region's message."""
+        """Why its mean must be a weighted one: there are no separate messages."""
         return "its factors are summed on their way"
 
     @property
@@ -55,7 +51,7 @@ class SummedFactors(Message):
         return self.follows_rank
 
     def compressed(self, compressor: Compressor) -> Message:
-        """Refuse.
+        """Refuse: the factors are already compressed.
 
         Raises:
           ValueError: always.
@@ -63,19 +59,19 @@ class SummedFactors(Message):
         raise ValueError("its factors are summed as they are; pass sum_factors=False")
 
     def init(self, part: PyTree, rank: int = 0) -> power_sgd.PowerSgdState:
-        """Return what one region remembers before its first message."""
+        """Return one region's initial state."""
         return power_sgd.init(part, rank or self.first)
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
-        """Forget what was not sent; the right factors are everybody's."""
+        """Reset the residual; the right factors are equal in all regions."""
         return fresh._replace(right=state.right)
 
     def resize(self, state: PyTree, tree: PyTree, rank: int) -> PyTree:
-        """Make of a state of any rank one of `rank`, for a `tree` of these shapes."""
+        """Resize a state of any rank to `rank`, for a `tree` of these shapes."""
         return power_sgd.resize(state, tree, rank)
 
     def encoded(self, part: PyTree, rank: int = 0) -> PyTree:
-        """Return the shapes of what one region gives to the two sums."""
+        """Return the shapes of what one region adds to the two sums."""
 
         def both(part):
             state = self.init(part, rank)

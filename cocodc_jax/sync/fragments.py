@@ -1,9 +1,9 @@
-"""Fragments of a parameter tree: taken out of it, changed, put back.
+"""Fragments of a parameter tree: take them out, and put them back.
 
-A fragment is a set of whole leaves, and of rows of leaves that stack several blocks
-along a leading axis, as a scanned model keeps them. It travels as a flat dict from path
-to array, so that anything written for trees (Optax, compressors) works on it. Which
-leaves and rows go together is decided in `cutting.py`.
+A fragment is a set of full leaves, and of rows of leaves that stack several blocks
+along a leading axis, as in a scanned model. It is a flat dict from path to array, so
+that anything written for trees (Optax, compressors) works on it. `cutting.py` decides
+which leaves and rows go together.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Fragment = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class LeafSlice:
-    """One leaf's share of a fragment.
+    """One leaf's part of a fragment.
 
     Attributes:
       path: the leaf's path, parts joined by "/".
-      leaf: the leaf's position in `jax.tree.leaves` order.
+      leaf: the leaf's index in `jax.tree.leaves` order.
       rows: indices along the leaf's leading (layer) axis, or None for all of it.
-      num_params: how many numbers it holds.
-      num_bytes: how many bytes they take in the leaf's dtype.
+      num_params: number of parameters.
+      num_bytes: their bytes in the leaf's dtype.
     """
 
     path: str
@@ -71,12 +71,12 @@ class Fragments:
 
         Args:
           tree: a tree of the structure that was cut (parameters, or an optimizer's
-            second moment), each leaf with `lead` further axes in front.
+            second moment), each leaf with `lead` leading axes.
           fragment_id: which fragment, 0 to K - 1.
-          lead: number of leading axes (1 where leaves carry a region axis).
+          lead: number of leading axes (1 if leaves have a region axis).
 
         Returns:
-          Flat dict from path to array; stacked leaves keep their layer axis. Whole
+          Flat dict from path to array; stacked leaves keep their layer axis. Full
           leaves are the tree's own arrays.
         """
         leaves = self.treedef.flatten_up_to(tree)
@@ -90,12 +90,12 @@ class Fragments:
     ) -> PyTree:
         """Return `tree` with one fragment replaced.
 
-        Under jit with `tree` donated the rows are written in place.
+        Under jit with `tree` donated, rows are written in place.
 
         Args:
           tree: as for `take`.
           fragment_id: which fragment.
-          value: what `take` returned, changed.
+          value: a fragment, as from `take`.
           lead: number of leading axes.
         """
         leaves = self.treedef.flatten_up_to(tree)
@@ -106,10 +106,10 @@ class Fragments:
         return self.treedef.unflatten(leaves)
 
     def only(self, tree: PyTree, fragment_id: int) -> PyTree:
-        """Return `tree` with None for every leaf that holds nothing of a fragment.
+        """Return `tree` with None for every leaf that has no part of a fragment.
 
-        `take` and `put` of that fragment work on it. A program that is given no more
-        has no more to take in, and to hand on.
+        `take` and `put` of that fragment work on it. A program with fewer arguments has
+        less to pass through.
 
         Args:
           tree: as for `take`.
@@ -122,7 +122,7 @@ class Fragments:
         )
 
     def over(self, tree: PyTree, changed: PyTree) -> PyTree:
-        """Return `tree` with the leaves that `changed` has, see `only`."""
+        """Return `tree` with the leaves of `changed`, see `only`."""
         leaves = self.treedef.flatten_up_to(tree)
         others = self.treedef.flatten_up_to(changed)
         return self.treedef.unflatten(
@@ -133,7 +133,7 @@ class Fragments:
         )
 
     def join(self, fragments: Sequence[Fragment]) -> PyTree:
-        """Assemble the whole tree from all of its fragments."""
+        """Assemble the full tree from all of its fragments."""
         shares: dict[int, list[tuple[LeafSlice, jax.Array]]] = {}
         for slices, fragment in zip(self.slices, fragments, strict=True):
             for part in slices:
@@ -144,12 +144,12 @@ class Fragments:
 
 
 def check_partition(fragments: Fragments, params: PyTree) -> None:
-    """Refuse fragments that were cut of another tree, or are no partition of it.
+    """Refuse fragments of another tree, or that are no partition of this one.
 
-    Rows that no fragment has would never be averaged, and nothing would say so.
+    Rows in no fragment would silently never be averaged.
 
     Args:
-      fragments: given by the user.
+      fragments: the user's.
       params: arrays or shapes.
 
     Raises:
@@ -186,7 +186,7 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
 
 
 def is_stacked(path: str) -> bool:
-    """Tell whether a leaf holds several blocks, one behind the other.
+    """Return whether a leaf stacks several blocks.
 
     >>> is_stacked("blocks/mlp/up"), is_stacked("blocks/3/mlp/up"), is_stacked("head")
     (True, False, False)
@@ -196,7 +196,7 @@ def is_stacked(path: str) -> bool:
 
 
 def _stride(rows: tuple[int, ...]) -> int | None:
-    """Return the common distance of `rows`, or None if they have none."""
+    """Return the common distance of `rows`, or None."""
     steps = {b - a for a, b in zip(rows, rows[1:], strict=False)} or {1}
     return steps.pop() if len(steps) == 1 else None
 
@@ -218,7 +218,7 @@ def _put_rows(
     value = value.astype(x.dtype)
     if _stride(rows) == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
-    # One in-place row write each: a strided `.at[].set` lowers to a scatter.
+    # One in-place write per row: a strided `.at[].set` lowers to a scatter.
     for i, row in enumerate(rows):
         one = jax.lax.slice_in_dim(value, i, i + 1, axis=axis)
         x = jax.lax.dynamic_update_slice_in_dim(x, one, row, axis)

@@ -1,4 +1,4 @@
-"""A message of which each region sends entries of its own, besides a common core."""
+"""A message with a core that all regions share, and entries that one region owns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class MaskedCore(Message):
-    """A core of everything, and what it leaves of the entries a region owns.
+    """A core of everything, and the residual of the entries that a region owns.
 
     Attributes:
       core: compressor of the core.
       density: share of the entries that a region owns.
-      seed: of which these are, the same on every region.
-      num_regions: M, which `bind` sets.
+      seed: of the owned entries, equal in every region.
+      num_regions: M, set by `bind`.
     """
 
     core: Compressor
@@ -33,12 +33,12 @@ class MaskedCore(Message):
 
     @property
     def is_numbered(self) -> bool:
-        """Whether a region must know its number: its entries go by it."""
+        """Whether a region needs its index: it selects its entries."""
         return True
 
     @property
     def only_weighted(self) -> str:
-        """Why its mean can be a weighted one only: entries have owners."""
+        """Why its mean must be a weighted one: entries have owners."""
         return "a region's message does not have every entry"
 
     def compressor(self, rank: int = 0) -> Compressor:
@@ -51,14 +51,14 @@ class MaskedCore(Message):
         return dataclasses.replace(self, core=compressor)
 
     def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
-        """Return the mean of cores over all, of entries over those that own them."""
+        """Return the mean of cores over all, of entries over their owners."""
         messages = weigh_owned(messages, weights, self.core, self.density)
         return super().combine(messages, weights, rank)
 
     def bind(self, num_regions: int) -> Message:
-        """Return the message of one of so many regions."""
+        """Return the message for this number of regions."""
         return dataclasses.replace(self, num_regions=num_regions)
 
     def of_regions(self, state: PyTree) -> PyTree:
-        """Return the regions' compressor states, each with its number."""
+        """Return the regions' compressor states, each with its index."""
         return state._replace(region=jnp.arange(self.num_regions, dtype=jnp.int32))

@@ -1,10 +1,10 @@
-"""What a region does with a fragment that arrives: replace, mix or compensate.
+"""How a region applies a fragment that arrives: replace, mix or compensate.
 
-With theta^g the new outer value, theta^m the region's own at the step of arrival,
-`staged` its own when the sync started, tau steps before:
+With theta^g the new outer value, theta^m the local one at arrival, and `staged` the
+local one when the sync started, tau steps before:
 
 - replace (DiLoCo, arXiv 2311.08105): theta^m <- theta^g
-- keep (ADMM): theta^m stays what it is
+- keep (ADMM): theta^m is unchanged
 - mix (Streaming DiLoCo, arXiv 2501.18512, section 2.3):
   theta^m <- alpha theta^m + (1 - alpha) theta^g
 - compensate (CoCoDC, arXiv 2504.17672, section 3.1):
@@ -12,15 +12,14 @@ With theta^g the new outer value, theta^m the region's own at the step of arriva
   theta^m <- theta^g - tau g~
 - replay (LOSCAR-SGD, arXiv 2605.20866): theta^m <- theta^g + (theta^m - staged)
 - curvature mix (ours, from the same Taylor view): the replay, less a weight for each
-  parameter times theta^g - staged, high where the inner Adam's nu is high
+  parameter times theta^g - staged, large where the inner Adam's nu is large
 
 Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
-taken off. With no Hessian term, compensating is the *replay* of
-the region's own progress. `where_drawn` has a rule for the entries that were sent only;
-`remembering` has the next message tell what a rule drops of the progress.
+subtracted. Without a Hessian term, compensation is the *replay* of the local progress.
+`where_drawn` merges only the entries that were sent; `remembering` feeds the progress
+that a rule drops back into the next message.
 
-Each rule is a pure function of one region's fragment; the runtime maps it over
-regions.
+Each rule is a pure function of one region's fragment; programs map it over regions.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """A merge rule and what it needs.
+    """A merge rule and its needs.
 
     Attributes:
       name: for records and error messages.
-      apply: `apply(local, staged, outer, *, delay_steps, **extra)` gives the merged
+      apply: `apply(local, staged, outer, *, delay_steps, **extra)` returns the merged
         fragment and a dict of float32 scalars. All three are fragments of one region
         (flat dicts of arrays); `staged` is None unless "staged" is needed.
       needs: names of the extra arguments, see `sync.needs`.
@@ -61,12 +60,12 @@ class Merge:
     feedback_weight: float = 0.0
 
 
-# What `compensate` gives to its transform by itself.
+# Arguments that `compensate` always passes to its transform.
 _GIVEN = frozenset({"stale_params", "delay_steps"})
 
 
 def replace() -> Merge:
-    """Take the outer fragment and forget the region's own: theta^m <- theta^g."""
+    """Take the outer fragment and drop the local one: theta^m <- theta^g."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         del staged, delay_steps, extra
@@ -76,7 +75,7 @@ def replace() -> Merge:
 
 
 def keep() -> Merge:
-    """Leave the region its own fragment: what arrived bends its later steps instead."""
+    """Keep the local fragment: the outer model corrects later inner steps instead."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         del staged, outer, delay_steps, extra
@@ -89,8 +88,8 @@ def mix(alpha: float) -> Merge:
     """Mix: theta^m <- alpha theta^m + (1 - alpha) theta^g.
 
     Args:
-      alpha: weight on *local*, in [0, 1]: 1 never synchronises, 0 throws away what
-        was learned during the overlap.
+      alpha: weight on *local*, in [0, 1]: 1 never synchronizes, 0 drops what was
+        learned during the overlap.
 
     Raises:
       ValueError: if `alpha` is outside [0, 1].
@@ -113,22 +112,21 @@ def compensate(
     """Compensate for the delay: theta^m <- theta^g - tau g~.
 
     Args:
-      transform: takes g (old minus new, parameter units per step) to g~; usually
-        `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its
-        `update` is given `params=theta^g` and `stale_params=staged`. If its state
-        holds one `correction_ratio`, that becomes a metric; of several (two chained,
-        or `optax.multi_transform`) none does. It starts afresh at every merge, so
-        that a schedule in it stays at its first value.
+      transform: maps g (old minus new, parameter units per step) to g~; usually
+        `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its `update`
+        receives `params=theta^g` and `stale_params=staged`. If its state holds exactly
+        one `correction_ratio`, that becomes a metric. It is initialized at every merge,
+        so a schedule in it stays at its first value.
       needs: the extra arguments that `transform` takes, see `sync.needs`.
 
     Raises:
-      ValueError: if `transform` is none.
+      ValueError: if `transform` is not a gradient transformation.
     """
     check_transform("transform", transform, "delay_compensation(NAME)")
     transform = optax.with_extra_args_support(transform)
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        if isinstance(delay_steps, int) and delay_steps == 0:  # Nothing to keep.
+        if isinstance(delay_steps, int) and delay_steps == 0:  # No local progress.
             return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
         g = jax.tree.map(
             lambda s, x: (s - x) / delay_steps,
@@ -167,9 +165,9 @@ def replay() -> Merge:
 
 
 def remembering(rule: Merge, kept: float) -> Merge:
-    """Have the next message tell what the merge drops of a region's progress.
+    """Feed the progress that a merge drops back into the region's next message.
 
-    Error feedback of the merge, see `runtime/merge_feedback.py`.
+    Error feedback of the merge, see `core.sync.remember`.
 
     Args:
       rule: which keeps a fixed share of the progress during the delay.
@@ -190,7 +188,7 @@ def remembering(rule: Merge, kept: float) -> Merge:
 
 
 def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
-    """Merge the entries that were sent by `rule`; leave the others as they are.
+    """Merge the entries that were sent by `rule`; leave the others unchanged.
 
     Args:
       rule: of the entries drawn.
@@ -207,15 +205,15 @@ def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
 
 
 def curvature_mix(mean_weight: float | jax.Array) -> Merge:
-    """Mix at the staged point, most where the inner Adam's nu is high.
+    """Mix at the staged point, most where the inner Adam's nu is large.
 
     theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
-    from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1
-    keeps the local fragment. The correction's length over that of the progress is the
-    metric `correction_ratio`.
+    from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1 keeps
+    the local fragment. The metric `correction_ratio` is the length of the correction
+    relative to the progress.
 
     Args:
-      mean_weight: mean of w over each tensor before its cut at 1, in [0, 1].
+      mean_weight: mean of w over each tensor before it is clipped at 1, in [0, 1].
 
     Raises:
       ValueError: if `mean_weight` is a number outside [0, 1].
@@ -240,5 +238,5 @@ def curvature_mix(mean_weight: float | jax.Array) -> Merge:
 
 
 def _widen_like(tree: PyTree, outer: PyTree) -> PyTree:
-    """Return regional leaves in the outer dtype, so that a merge is rounded once."""
+    """Cast regional leaves to the outer dtype, so that a merge rounds once."""
     return jax.tree.map(lambda x, o: x.astype(o.dtype), tree, outer)

@@ -1,16 +1,15 @@
-"""What regions send of a fragment: as it is, compressed, of a rank, or by rings.
+"""How regions send a fragment: uncompressed, compressed, low-rank, or by rings.
 
-A message is a value. It tells how its parts are encoded and what of them is taken
-together, gives its own size in bytes, and says itself why it cannot be compressed any
-further or crosses regions in a compiled program only. How it crosses is no matter of
-its own: that is the runtime's route.
+A message is a value. It says how its parts are encoded and averaged, and how many bytes
+it has. It also says why it cannot be compressed further, or must cross regions inside a
+compiled program. How it is sent is up to the exchange.
 
-- `AsIs`: pseudo-gradients, summed on their way.
+- `AsIs`: uncompressed pseudo-gradients, all-reduced.
 - `Compressed`: encoded arrays, gathered from all regions and decoded on arrival; the
-  mean is over all regions, or entry by entry over those that sent the entry.
+  mean is over all regions, or per entry over those that sent the entry.
 - `Ranked`: the same, of a rank that the schedule sets for each message.
 - `ByRings` (`rings.py`): summed by several rings at once.
-- `MaskedCore` (`masked.py`): a core, and entries of each region's own.
+- `MaskedCore` (`masked.py`): a core, and entries that one region owns.
 - `SummedFactors` (`factors.py`): low-rank factors, summed one after the other.
 """
 
@@ -40,22 +39,22 @@ MEANS = ("senders", "all")
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """How a pseudo-gradient is sent; `AsIs` and its relatives.
+    """How a pseudo-gradient is sent; base class of the messages.
 
     Attributes:
-      average: what of it the mean over regions is taken of; that is what is sent.
+      average: the function of pseudo-gradients that is sent and averaged.
     """
 
     average: Average = dataclasses.field(default=Average(), kw_only=True)
 
     @property
     def only_in_program(self) -> str | None:
-        """Why it can cross regions in a compiled program only; None if it need not."""
+        """Why it must cross regions inside a compiled program; None if it need not."""
         return None
 
     @property
     def only_weighted(self) -> str | None:
-        """Why its mean can be a weighted one only, see `sync.robust`; None if not."""
+        """Why its mean must be a weighted one, see `sync.robust`; None otherwise."""
         return None
 
     @property
@@ -65,7 +64,7 @@ class Message:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether a region must know its number among those that it is bound to."""
+        """Whether a region needs its index."""
         return False
 
     def clipped(self) -> Message | None:
@@ -73,7 +72,7 @@ class Message:
         return None
 
     def compressor(self, rank: int = 0) -> Compressor | None:
-        """Return the compressor of messages of `rank`; None sends them as they are."""
+        """Return the compressor of messages of `rank`; None if uncompressed."""
         del rank
         return None
 
@@ -81,7 +80,7 @@ class Message:
         """Return the message that `compressor` makes in place of this one's.
 
         Raises:
-          ValueError: saying why there can be none.
+          ValueError: saying why it cannot be compressed.
         """
         self.average.check_compressor(compressor)
         return Compressed(compressor, average=self.average)
@@ -102,13 +101,13 @@ class Message:
         Args:
           part: shapes of the fragment.
           num_regions: M.
-          rank: of the message, where the schedule sets one.
+          rank: of the message, if the schedule sets one.
         """
         del num_regions
         return message_bytes(self.encoded(part, rank))
 
     def init(self, part: PyTree, rank: int = 0) -> PyTree:
-        """Return what one region's compressor remembers before its first message."""
+        """Return one region's initial compressor state."""
         compressor = self.compressor(rank)
         if compressor is None:
             return ()
@@ -116,36 +115,36 @@ class Message:
         return compressor.init(self.average.before(part, key))
 
     def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
-        """Return the mean of what gathered messages say; for encoded ones only.
+        """Return the mean of gathered, encoded messages.
 
         Args:
           messages: of all regions, leaves `[M, ...]`.
           weights: `[M]`, of sum 1; 0 is a region that did not take part.
-          rank: of the messages, where the schedule sets one.
+          rank: of the messages, if the schedule sets one.
         """
         compressor = self.compressor(rank)
         assert compressor is not None
         return weighted_sum_of_decoded(messages, weights, compressor)
 
     def bind(self, num_regions: int) -> Message:
-        """Return the message of one of so many regions."""
+        """Return the message for this number of regions."""
         del num_regions
         return self
 
     def of_regions(self, state: PyTree) -> PyTree:
-        """Return the regions' first compressor states.
+        """Return the regions' initial compressor states.
 
         Args:
-          state: what `init` gave, the same for all, leaves `[R, ...]`.
+          state: result of `init`, equal in all regions, leaves `[R, ...]`.
         """
         return state
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
-        """Return what compressors remember of regions that begin anew, `[R, ...]`.
+        """Return compressor states of regions that restart, `[R, ...]`.
 
         Args:
-          state: of the regions as they are.
-          fresh: before the first message.
+          state: current states.
+          fresh: initial states.
         """
         del state
         return fresh
@@ -153,7 +152,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Message):
-    """Pseudo-gradients as they are; only their sum is wanted."""
+    """Uncompressed pseudo-gradients; only their sum is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +161,11 @@ class Compressed(Message):
 
     Attributes:
       by: the compressor.
-      mean_over: whom an entry is averaged over: "all", where one that a region did not
-        send counts as zero, or "senders", the regions whose messages have it. Messages
-        that do not tell which entries they carry, have all.
-      clip: whether each tensor of a message is cut to the median of the norms that the
-        regions' messages have of it; of sparse messages only.
+      mean_over: regions that an entry is averaged over: "all", where an entry that a
+        region did not send counts as zero, or "senders", the regions whose messages
+        have it. Messages that do not say which entries they have, have all.
+      clip: whether each tensor of a message is clipped to the median norm that it has
+        in the regions' messages; of sparse messages only.
     """
 
     by: Compressor
@@ -193,7 +192,7 @@ class Compressed(Message):
 
     @property
     def only_weighted(self) -> str | None:
-        """Why its mean can be a weighted one only; None if not."""
+        """Why its mean must be a weighted one; None if it need not."""
         if self.by.is_sparse:
             return "a region's message does not have every entry"
         return None
@@ -224,12 +223,12 @@ class Compressed(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked(Message):
-    """Encoded pseudo-gradients whose compressors differ in their rank alone.
+    """Encoded pseudo-gradients whose compressors differ in their rank only.
 
     Attributes:
       of: `of(rank) -> Compressor`.
-      resize: `resize(state, tree, rank) -> state`: of a state of `of(any rank)` one of
-        `of(rank)`, for a `tree` of these shapes.
+      resize: `resize(state, tree, rank) -> state`: resizes a state of any rank to
+        `of(rank)`'s, for a `tree` of these shapes.
       first: the rank before the schedule has set one.
     """
 
@@ -247,7 +246,7 @@ class Ranked(Message):
         return self.of(rank or self.first)
 
     def compressed(self, compressor: Compressor) -> Message:
-        """Refuse.
+        """Refuse: the schedule sets the rank.
 
         Raises:
           ValueError: always.
@@ -259,7 +258,7 @@ class Ranked(Message):
 
 
 def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:
-    """Return the mean over the leading axis of what `[M, ...]` messages decode to.
+    """Return the mean over the leading axis of decoded `[M, ...]` messages.
 
     Summed in at least float32, one message at a time: M decoded trees would take M
     times the memory.
@@ -272,7 +271,7 @@ def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:
 def weighted_sum_of_decoded(
     messages: PyTree, weights: jax.Array, compressor: Compressor
 ) -> PyTree:
-    """Return the sum of what messages decode to, with weights `[M]`."""
+    """Return the sum of decoded messages, with weights `[M]`."""
 
     def decoded(i):
         message = compressor.decode(jax.tree.map(lambda x: x[i], messages))

@@ -1,10 +1,10 @@
-"""A method: how regions are kept together, as a value.
+"""A method, a way to train in several regions, as a value.
 
 A method is a composition of parts and never a subclass. Regions exchange a message at
-every step (`per_step`), or now and then fragments of their parameters (`sync`), or
+every step (`per_step`), or fragments of their parameters from time to time (`sync`), or
 nothing. A `Sync` is a schedule (when), a message (what is sent), an outer optimizer
-(what is made of it) and a merge (what a region does with it). A part that does nothing
-is left at its default. What does not go together is refused by the part that knows why.
+(which applies the mean) and a merge (how a region applies the result). Parts default to
+doing nothing. A part refuses others that it cannot be combined with.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ WEIGHTS = ("equal", "tokens")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sync:
-    """An exchange of parameters, now and then.
+    """An exchange of parameters from time to time.
 
     Attributes:
       schedule: when fragments start and are applied.
-      outer: what is made of the mean pseudo-gradient (old minus new).
-      merge: what a region does with an arriving fragment.
+      outer: applies the mean pseudo-gradient (old minus new).
+      merge: how a region applies an arriving fragment.
       message: what a region sends.
-      weigh: weights of the regions in a mean; None weighs them alike.
-      fragment_strategy: how units are dealt to fragments, see `fragments.cut`.
-      moments: how often the inner optimizer's moments are averaged too; None leaves
-        them to the regions.
-      robust: whom a mean leaves out; None has every region count as it is.
+      weigh: weights of the regions in a mean; None is equal weights.
+      fragment_strategy: how units are assigned to fragments, see `cutting.cut`.
+      moments: how often the inner optimizer's moments are averaged too; None is never.
+      robust: which regions a mean leaves out; None is a plain weighted mean.
     """
 
     schedule: Schedule
@@ -52,11 +51,7 @@ class Sync:
     robust: Robust | None = None
 
     def __post_init__(self):
-        """Have the parts refuse one another.
-
-        Raises:
-          ValueError: for a part of another kind; saying what does not go together.
-        """
+        """Validate the combination of parts."""
         for name, kind, made_by in (
             ("schedule", Schedule, "schedules.staggered(...)"),
             ("outer", Outer, "nesterov(...), or SharedOuter(an Optax optimizer)"),
@@ -82,7 +77,7 @@ class Sync:
 
     @property
     def only_in_program(self) -> str | None:
-        """Why messages can cross in a compiled program only; None if they need not."""
+        """Why messages must cross inside a compiled program; None if they need not."""
         alone = "a region that comes alone is answered at once"
         return (
             self.outer.only_in_program
@@ -92,11 +87,11 @@ class Sync:
 
     @property
     def copies(self) -> frozenset[str]:
-        """What is kept of a fragment in flight, see `sync.needs`."""
+        """Names of the copies kept of a fragment in flight, see `sync.needs`."""
         return needs.copies(self.merge.needs | self.outer.needs)
 
     def bind(self, regions: Regions) -> Sync:
-        """Return the sync for these regions, whose clocks its schedule may go by.
+        """Return the sync for these regions, whose speeds its schedule may use.
 
         Raises:
           ValueError: naming what does not fit.
@@ -112,9 +107,9 @@ class Inner:
     """What a method expects of the inner optimizer.
 
     Attributes:
-      optimizer: name of the inner optimizer that belongs to it.
-      steps_by_sign: whether what the optimizer is given is a sign, whose length says
-        nothing; its learning rate is then another one.
+      optimizer: name of the method's inner optimizer.
+      steps_by_sign: whether the optimizer receives a sign instead of a gradient, which
+        needs another learning rate.
     """
 
     optimizer: str = "adamw"
@@ -129,9 +124,9 @@ class Method:
       name: as in `methods.METHODS`.
       sync: how parameters are exchanged; None if they never are.
       per_step: what regions exchange at every step; None is nothing.
-      inner: the inner optimizer that belongs to it.
-      num_regions: how many regions it is for; None is any number.
-      min_regions: how many it needs at least.
+      inner: the method's inner optimizer.
+      num_regions: number of regions it is for; None is any number.
+      min_regions: minimum number of regions.
     """
 
     name: str
@@ -143,7 +138,7 @@ class Method:
 
     @property
     def can_restore(self) -> bool:
-        """Whether regions that send nonsense begin anew from the outer parameters."""
+        """Whether regions with bad updates restart from the outer parameters."""
         return self.sync is not None and self.sync.robust is not None
 
     @property
@@ -153,12 +148,12 @@ class Method:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of its syncs, if it has any."""
+        """The schedule of its syncs, if any."""
         return self.sync and self.sync.schedule
 
     @property
     def needs(self) -> frozenset[str]:
-        """All that its parts need to know, see `sync.needs`."""
+        """All needs of its parts, see `sync.needs`."""
         if self.sync is None:
             return frozenset()
         parts = (self.sync.merge, self.sync.outer, self.sync.schedule)
@@ -168,7 +163,7 @@ class Method:
         """Return the same method with its messages compressed.
 
         Raises:
-          ValueError: if it sends nothing, or what it sends is small already.
+          ValueError: if it sends nothing, or its messages are already small.
         """
         try:
             if self.num_regions == 1:
@@ -187,13 +182,13 @@ class Method:
             ) from None
 
     def placed(self, outer_placement: str) -> Method:
-        """Return the same method with its outer state elsewhere.
+        """Return the same method with its outer state placed elsewhere.
 
         Args:
           outer_placement: see `outer.SharedOuter`.
 
         Raises:
-          ValueError: if it has no one outer model, or no such place is known.
+          ValueError: if it has no shared outer model, or the placement is unknown.
         """
         if self.sync is None and outer_placement == "host":
             return self
@@ -214,11 +209,11 @@ class Method:
         """Return the same method with regions weighted in a mean.
 
         Args:
-          region_weights: "tokens" weighs a region by what it trained on since the sync
-            before, "equal" weighs all alike, None leaves it to the method.
+          region_weights: "tokens" weights a region by its tokens since the last sync,
+            "equal" weights all equally, None is the method's default.
 
         Raises:
-          ValueError: for another name, or a method that has no mean of parameters.
+          ValueError: for another name, or a method without a mean of parameters.
         """
         if region_weights is None:
             return self
@@ -241,16 +236,16 @@ class Method:
             ) from None
 
     def guarded(self, exclude_above: float | None, robust_mean: str | None) -> Method:
-        """Return the same method with nonsense left out of its means.
+        """Return the same method with bad updates left out of its means.
 
         Args:
-          exclude_above: see `robust.Robust`; None leaves nobody out, but with a
+          exclude_above: see `robust.Robust`; None leaves out no region, or with a
             `robust_mean` those whose messages are not finite.
           robust_mean: "clip" or "trim:b", see `robust.Robust.of`; None is a weighted
             mean.
 
         Raises:
-          ValueError: for other values, or a method that can have none of it.
+          ValueError: for other values, or a method that does not support it.
         """
         if exclude_above is None and robust_mean is None:
             return self
@@ -265,7 +260,7 @@ class Method:
                 message = clipped
                 robust = dataclasses.replace(robust, mean="weighted")
             if robust.mean == "trim" and message.compressor() is None:
-                if message.only_weighted is None:  # Gathered, and not summed.
+                if message.only_weighted is None:  # Gathered, not all-reduced.
                     message = message.compressed(identity())
             return self.with_sync(robust=robust, message=message)
         except ValueError as why:
@@ -275,10 +270,10 @@ class Method:
             ) from None
 
     def bind(self, regions: Regions) -> Method:
-        """Return the method for these regions, whose clocks its schedule may go by.
+        """Return the method for these regions, whose speeds its schedule may use.
 
         Raises:
-          ValueError: naming the flag, its value and what would be right.
+          ValueError: naming the flag, its value and a value that works.
         """
         if self.num_regions not in (None, regions.num):
             raise ValueError(

@@ -1,24 +1,21 @@
-"""State of a model that is not trained: running statistics, counters, caches.
+"""Model state that is not trained: running statistics, counters, caches.
 
-A loss function with such a state is given it and returns what it has become, for one
-region:
+A loss function with such a state takes it and returns its new value, for one region:
 
     loss_fn(params, model_state, batch, key) -> (loss, (aux, new_model_state))
 
-Every region has its own, which every inner step replaces. One rule says where regions
-bring theirs together, if they do (`ModelState.average`): the floating-point leaves
-become their plain mean over all regions
+Every region has its own, which every inner step replaces. With `ModelState.average` the
+floating-point leaves become their plain mean over all regions
 
-- after every inner step, where the method exchanges something at every step;
-- else after the events of every step at which a sync was applied, as they are then, in
-  a round of its own that the regions wait for (statistics are small);
-- never, where the method exchanges nothing.
+- after every inner step, if the method exchanges something at every step;
+- else after the events of every step at which a sync was applied, in a separate
+  collective that the regions wait for (statistics are small);
+- never, if the method exchanges nothing.
 
-Where regions may be left out of a mean (`sync.robust`), those whose state or parameters
-are not finite are left out of this one too, and are given that of the others. If nobody
-is left each keeps its own.
+With a robust mean (`sync.robust`), regions whose state or parameters are not finite are
+left out of this mean too, and receive it. If none is left, each keeps its own.
 
-All other leaves (counters, flags) are each region's own.
+All other leaves (counters, flags) stay regional.
 """
 
 from __future__ import annotations
@@ -41,17 +38,17 @@ from cocodc_jax.transforms.numerics import wide_dtype
 PyTree = Any
 # `(params, model_state, batch, key) -> (loss, (aux, new_model_state))`.
 StatefulLossFn = Callable[[PyTree, PyTree, PyTree, jax.Array], tuple[jax.Array, Any]]
-# That, or a `LossFn` where the model has no state.
+# That, or a `LossFn` if the model has no state.
 AnyLossFn = Callable[..., tuple[jax.Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelState:
-    """What a model has besides its parameters, see the module.
+    """State of a model besides its parameters, see the module.
 
     Attributes:
-      init: one region's state before the first step, a tree of arrays.
-      average: whether floating-point leaves are averaged over the regions where their
+      init: one region's initial state, a tree of arrays.
+      average: whether floating-point leaves are averaged over the regions when their
         parameters are; else each region keeps its own, and only `mean_model_state`
         averages them.
     """
@@ -60,11 +57,7 @@ class ModelState:
     average: bool = True
 
     def __post_init__(self):
-        """Check the leaves.
-
-        Raises:
-          ValueError: for a leaf that is no array, or a PRNG key.
-        """
+        """Validate the leaves."""
         for path, leaf in named_leaves(self.init):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise ValueError(
@@ -79,12 +72,12 @@ class ModelState:
 
     @property
     def averaged_bytes(self) -> int:
-        """Bytes one of several regions sends when they are averaged once."""
+        """Bytes that one of several regions sends to average them once."""
         leaves = [x for x in jax.tree.leaves(self.init) if self.average and is_float(x)]
         return sum(math.prod(x.shape) * wide_dtype(x.dtype).itemsize for x in leaves)
 
     def check(self, method: Method) -> None:
-        """Refuse to average where regions are never all together.
+        """Refuse averaging for methods whose regions never sync together.
 
         Raises:
           ValueError: naming the method.
@@ -104,12 +97,12 @@ class ModelState:
 
 
 def is_float(leaf: Any) -> bool:
-    """Tell whether a leaf of a model's state has a mean."""
+    """Return whether a leaf of a model's state can be averaged."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossFn:
-    """Return a loss with a model's state in and out, `()` where there is none.
+    """Return a loss that takes and returns a model state, `()` if there is none.
 
     Args:
       loss_fn: with a state if there is a `model_state`, else `(params, batch, key) ->
@@ -128,14 +121,14 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
 
 
 def _two(found: Any, form: str) -> tuple[Any, Any]:
-    """Return what a loss function returned, if it has the form."""
+    """Return a loss function's result, if it has the form."""
     if not (isinstance(found, tuple) and len(found) == 2):
         raise ValueError(f"loss_fn must return {form}, but it returned {found!r}")
     return found
 
 
 def _checked(loss_fn: AnyLossFn, params, state, batch, key):
-    # Made anew in this trace, for those whose leaves remember theirs (Flax NNX).
+    # Rebuilt in this trace: Flax NNX leaves remember theirs.
     state = jax.tree.map(lambda x: x, state)
     form = "(loss, (aux, new_model_state))"
     loss, rest = _two(loss_fn(params, state, batch, key), form)
@@ -155,7 +148,7 @@ def _checked(loss_fn: AnyLossFn, params, state, batch, key):
                 f"the one it was given: its leaf {path!r} is {made.get(path)}, but was "
                 f"{given.get(path)}"
             )
-    # The same leaves may come in another container, such as a dict for a FrozenDict.
+    # The container may differ, such as a dict for a FrozenDict.
     new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(rest[1]))
     return loss, (rest[0], new)
 
@@ -163,7 +156,7 @@ def _checked(loss_fn: AnyLossFn, params, state, batch, key):
 def at_state(
     loss_fn: AnyLossFn, supplies: Supplies, state: PyTree
 ) -> tuple[LossFn, Supplies]:
-    """Return a loss, and what the user supplies, at one state of the model.
+    """Bind a loss, and the user's inputs, to one state of the model.
 
     Args:
       loss_fn: with a state.
@@ -172,7 +165,7 @@ def at_state(
 
     Returns:
       `(params, batch, key) -> (loss, aux)`, and supplies with `(params, batch) ->
-      outputs`: what merges are written for.
+      outputs`, the signatures that merges use.
     """
 
     def loss(params, batch, key):

@@ -1,11 +1,10 @@
-"""The inner optimizer's moments, averaged over regions more rarely than parameters.
+"""Average the inner optimizer's moments over regions, less often than parameters.
 
-Adam's state is a region's own in most methods. DES-LOC (arXiv 2505.22549) averages it
-too, each part at a rhythm of its own: of every so many syncs one carries the first
-moments, and one of more the second, since what changes slowly need not be told often.
-They are found by their type, `optax.ScaleByAdamState`, wherever they are in the state
-of the optimizer; where `mu` is several momenta (`transforms.mt_adam`) all are first
-moments.
+In most methods Adam's state stays regional. DES-LOC (arXiv 2505.22549) averages it too,
+the first and second moments at different intervals of syncs, as the second moments
+change slowly. The moments are found by their type, `optax.ScaleByAdamState`, anywhere
+in the optimizer's state. If `mu` is several momenta (`transforms.mt_adam`), all of them
+are first moments.
 """
 
 from __future__ import annotations
@@ -25,19 +24,15 @@ class Moments:
     """How often the moments are averaged.
 
     Attributes:
-      first: every so many syncs the first ones; 0 is never.
-      second: likewise the second.
+      first: interval of the first moments, in syncs; 0 is never.
+      second: interval of the second moments.
     """
 
     first: int
     second: int
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: if one is negative.
-        """
+        """Validate the numbers."""
         if min(self.first, self.second) < 0:
             raise ValueError(
                 f"sync_moments={self.first},{self.second} must be numbers of syncs, 0 "
@@ -46,10 +41,10 @@ class Moments:
 
     @classmethod
     def parse(cls, text: str) -> Moments | None:
-        """Read "3,6"; "0,0" and nothing are None.
+        """Parse "3,6"; "0,0" and the empty text are None.
 
         Raises:
-          ValueError: if it is no such text.
+          ValueError: if it is not of that form.
         """
         if not text:
             return None
@@ -63,7 +58,7 @@ class Moments:
         return found if found.first or found.second else None
 
     def due(self, sync: int) -> tuple[str, ...]:
-        """Return the moments that go with a sync.
+        """Return the moments that are sent with a sync.
 
         Args:
           sync: its number, from 1.
@@ -75,10 +70,10 @@ class Moments:
         return tuple(name for name, n in every.items() if n and sync % n == 0)
 
     def check(self, schedule: Any) -> None:
-        """Refuse a schedule in which moments have no place.
+        """Refuse a schedule in which moments cannot be averaged.
 
         Raises:
-          ValueError: if the model is not synchronised whole, blocking, by all.
+          ValueError: unless all regions synchronize the full model, without a delay.
         """
         is_whole = schedule.num_fragments == 1 and schedule.delay_steps == 0
         if not is_whole or schedule.is_by_region or schedule.is_measured:
@@ -89,12 +84,12 @@ class Moments:
 
 
 def take(opt_state: PyTree, names: tuple[str, ...]) -> list[dict[str, PyTree]]:
-    """Return the moments of each of Adam's states in an optimizer's, by name."""
+    """Return the moments, by name, of each Adam state in an optimizer state."""
     return [{n: getattr(adam, n) for n in names} for adam in _adams(opt_state)]
 
 
 def put(opt_state: PyTree, moments: list[dict[str, PyTree]]) -> PyTree:
-    """Return the state with these in place of those that `take` gave."""
+    """Return the state with the moments replaced, in the form of `take`."""
     new = iter(moments)
     return jax.tree.map(
         lambda x: x._replace(**next(new)) if _is_adam(x) else x,

@@ -1,15 +1,14 @@
-"""What the parts of a method may need to know, by name: one table, `NEEDS`.
+"""Information that parts of a method can ask for by name: one table, `NEEDS`.
 
-A merge rule, a curvature, an outer optimizer and a schedule each say by name what they
-need, in a frozenset called `needs`, and get it under that name:
+A merge rule, a curvature, an outer optimizer and a schedule each name what they need in
+a frozenset called `needs`, and receive it under that name:
 
-- a merge (and the curvature in it) as extra arguments of its `apply`;
-- an outer optimizer as extra arguments of its `update`;
-- a schedule by `observe`: of updates that were applied, or measured on demand.
+- a merge (and its curvature) as extra arguments of `apply`;
+- an outer optimizer as extra arguments of `update`;
+- a schedule by `observe`: of applied updates, or measured on demand.
 
-A new need is an entry of the table, and nothing else. What an entry says is pure; the
-runtime keeps the copies, hands the arrays to the program of a merge, and tells the
-schedule what was seen.
+A new need is only an entry of the table. Entries are pure; the executor keeps the
+copies, passes the arrays to a merge's program, and passes observations to the schedule.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ PyTree = Any
 Fragment = dict[str, jax.Array]
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
-# Copies that can be kept of a fragment while it is in flight.
+# Copies of a fragment that can be kept while it is in flight.
 STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
-# The length of a mean, which schedules go by.
+# Norm of a mean, used by schedules.
 NORM = "norm"
-# Those that are of the regions' own.
+# The regional ones.
 REGIONAL_COPIES = (STAGED, HALFWAY)
-# What a schedule may ask of all regions' parameters at once.
+# Reductions over all regions' parameters that a schedule can ask for.
 MEASURED_NOW = frozenset({"drift", "distance"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Supplies:
-    """What only the user knows, and some merges need; see `RegionProgram`.
+    """The user's inputs that some merges need; see `RegionProgram`.
 
     Attributes:
       learning_rate: of the inner optimizer, a constant or a schedule of the step.
-      second_moment: takes the regional inner optimizer state, every leaf `[R, ...]`, to
+      second_moment: maps the regional inner optimizer state, every leaf `[R, ...]`, to
         a tree like the parameters; see `adam_second_moment`.
       outputs: the loss in two parts, `model(params, batch) -> outputs` and
         `loss(outputs, batch) -> scalar`. With a `ModelState` the model is
@@ -63,22 +62,22 @@ class Supplies:
 
 
 class MergeContext(NamedTuple):
-    """What one region has at hand when a fragment arrives; no leaf has a region axis.
+    """One region's values when a fragment arrives; no leaf has a region axis.
 
     Attributes:
-      local: its own fragment now.
+      local: its local fragment now.
       outer: the outer fragment.
-      kept: copies by name: `STAGED` as the sync started, `HALFWAY` `delay_steps // 2`
-        steps later; None where nobody needs them.
+      kept: copies by name: `STAGED` from the start of the sync, `HALFWAY`
+        `delay_steps // 2` steps later; None if not needed.
       delay_steps: tau, an int or an int32 scalar.
-      regional: what `Need.of_regions` gave, by need.
+      regional: results of `Need.of_regions`, by need.
       learning_rate: float32 scalar, or None.
-      batch: the last one trained on, or None.
+      batch: the last batch, or None.
       key: PRNG key, or None.
       whole: puts a fragment into the region's parameters.
       loss_fn: `(params, batch, key) -> (loss, aux)`.
       supplies: of the user.
-      sync_key: PRNG key of the sync, the same in every region, or None.
+      sync_key: PRNG key of the sync, equal in every region, or None.
     """
 
     local: Fragment
@@ -97,19 +96,19 @@ class MergeContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """One thing that may be needed.
+    """One entry of the table.
 
     Attributes:
       about: what it is.
       keeps: copies that must be kept of a fragment in flight.
       given_by: field of `Supplies` that it comes from, and how to fill it.
-      wants_batch: whether it is made of the last batch; it then gets a key too.
-      wants_key: whether it is made of a PRNG key.
-      of_regions: `(optimizer state, supplies) -> tree` like the parameters, both with
-        regions in front; the fragment of it is `MergeContext.regional`.
-      of_region: what a merge is given, made of `MergeContext`; None where a merge has
-        it without asking.
-      of_mean: what is seen of an applied mean pseudo-gradient, made where that lies.
+      wants_batch: whether it uses the last batch; it then gets a key too.
+      wants_key: whether it uses a PRNG key.
+      of_regions: `(optimizer state, supplies) -> tree` like the parameters, both with a
+        leading region axis; its fragment is in `MergeContext.regional`.
+      of_region: computes a merge's argument from `MergeContext`; None if a merge always
+        receives it.
+      of_mean: computed from an applied mean pseudo-gradient, on its devices.
     """
 
     about: str
@@ -123,10 +122,10 @@ class Need:
 
 
 def effective_rank(tree: PyTree) -> jax.Array:
-    """Count the singular values of a tensor that matter, averaged over all parameters.
+    """Return the mean effective rank of tensors, weighted by their parameters.
 
-    A tensor counts as often as it has parameters: stacked norms, which no factors make
-    smaller, hardly do. See `low_rank.effective_rank` for one. The weights are ours.
+    By this weight stacked norms, which no factors make smaller, hardly count. See
+    `low_rank.effective_rank` for a single tensor. The weights are ours.
 
     Args:
       tree: a mean pseudo-gradient.
@@ -136,7 +135,7 @@ def effective_rank(tree: PyTree) -> jax.Array:
     """
     leaves = named_leaves(tree)
     total = sum(x.size for _, x in leaves)
-    # By its path, which tells a stack of layers from a tensor.
+    # The path distinguishes a stack of layers from a tensor.
     each = [x.size / total * low_rank.effective_rank({path: x}) for path, x in leaves]
     return jnp.sum(jnp.stack(each))
 
@@ -144,7 +143,7 @@ def effective_rank(tree: PyTree) -> jax.Array:
 def later_gradient(
     staged: PyTree, midway: PyTree, local: PyTree, delay_steps: int
 ) -> PyTree:
-    """Return what a region saw in the two halves of the overlap, for `secant`.
+    """Return a region's gradient extrapolated from the two halves, for `secant`.
 
     Args:
       staged: the fragment when its sync started.
@@ -153,8 +152,8 @@ def later_gradient(
       delay_steps: tau, at least 2.
 
     Returns:
-      The per-step pseudo-gradient of the whole overlap plus its change from the first
-      half to the second. `secant` takes the whole overlap's away again.
+      The per-step pseudo-gradient of the full overlap plus its change from the first
+      half to the second. `secant` subtracts that of the full overlap again.
     """
     first, rest = delay_steps // 2, delay_steps - delay_steps // 2
 
@@ -285,10 +284,10 @@ def check_known(needs: Iterable[str], who: str) -> None:
 
     Args:
       needs: names.
-      who: whose they are, for the message.
+      who: owner of the needs, for the message.
 
     Raises:
-      ValueError: naming them and what is known.
+      ValueError: naming them and the known ones.
     """
     unknown = sorted(set(needs) - set(NEEDS))
     if unknown:
@@ -299,12 +298,12 @@ def check_known(needs: Iterable[str], who: str) -> None:
 
 
 def check(needs: Iterable[str], supplies: Supplies, who: str) -> None:
-    """Refuse needs that nobody can satisfy.
+    """Refuse needs that the user's inputs do not satisfy.
 
     Args:
       needs: names.
       supplies: of the user.
-      who: whose they are, for the message.
+      who: owner of the needs, for the message.
 
     Raises:
       ValueError: naming the need and what to pass.
@@ -317,29 +316,29 @@ def check(needs: Iterable[str], supplies: Supplies, who: str) -> None:
 
 
 def copies(needs: Iterable[str]) -> frozenset[str]:
-    """Return the copies that `needs` have kept of a fragment in flight."""
+    """Return the copies that `needs` require of a fragment in flight."""
     return frozenset(copy for name in needs for copy in NEEDS[name].keeps)
 
 
 def wants_batch(needs: Iterable[str]) -> bool:
-    """Tell whether the last batch is needed."""
+    """Return whether the last batch is needed."""
     return any(NEEDS[name].wants_batch for name in needs)
 
 
 def wants_state(needs: Iterable[str]) -> bool:
-    """Tell whether the inner optimizer's state is needed."""
+    """Return whether the inner optimizer's state is needed."""
     return any(NEEDS[name].of_regions for name in needs)
 
 
 def wants_key(needs: Iterable[str]) -> bool:
-    """Tell whether a key is needed."""
+    """Return whether a key is needed."""
     return any(NEEDS[name].wants_batch or NEEDS[name].wants_key for name in needs)
 
 
 def regional(
     needs: Iterable[str], opt_state: PyTree, supplies: Supplies
 ) -> dict[str, PyTree]:
-    """Return what is made of all regions at once, like the parameters, by need."""
+    """Return the trees computed from all regions, like the parameters, by need."""
     makers = {name: NEEDS[name].of_regions for name in sorted(needs)}
     return {name: make(opt_state, supplies) for name, make in makers.items() if make}
 
@@ -351,6 +350,6 @@ def arguments(needs: Iterable[str], seen: MergeContext) -> dict[str, Any]:
 
 
 def of_mean(needs: Iterable[str], mean: Fragment) -> dict[str, jax.Array]:
-    """Return what is seen of a mean pseudo-gradient, by need."""
+    """Return observations of a mean pseudo-gradient, by need."""
     makers = {name: NEEDS[name].of_mean for name in sorted(needs)}
     return {name: make(mean) for name, make in makers.items() if make}

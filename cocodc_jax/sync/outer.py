@@ -1,19 +1,19 @@
-"""Outer optimizers: one model for all regions, or one of each region's own.
+"""Outer optimizers: one model for all regions, or one per region.
 
 With one outer model (`SharedOuter`) a region sends its pseudo-gradient only, and the
-mean of them is the gradient of an Optax optimizer. Where regions are never made equal
-(NoLoCo, decoupled momentum), or correct the mean by what they alone know (eager
-updates), outer parameters and optimizer state are *regional* (`RegionalOuter`):
+mean of them is the gradient of an Optax optimizer. If regions are never made equal
+(NoLoCo, decoupled momentum), or correct the mean by local information (eager updates),
+outer parameters and optimizer state are *regional* (`RegionalOuter`):
 
     message_m, state_m = send(params_m, state_m, local_m)
     params_m, state_m = receive(params_m, state_m, arrived_m)
 
-where `arrived_m` is the mean of what the messages of the region's group decode to.
-What a region knows so may also bend its inner steps until the next sync (ADMM):
+where `arrived_m` is the mean of the decoded messages of the region's group. Such a
+model can also correct the inner gradients until the next sync (ADMM):
 
     gradient_m = correct(gradient_m, local_m, params_m, state_m)
 
-Each is a pure function of one region's fragment; the runtime maps it over regions.
+Each is a pure function of one region's fragment; programs map it over regions.
 Pseudo-gradients are old minus new, everywhere.
 """
 
@@ -42,14 +42,14 @@ class SharedOuter:
     """An outer optimizer of parameters that all regions share.
 
     Attributes:
-      optimizer: takes the mean pseudo-gradient as its gradient; one independent state a
-        fragment.
-      placement: "host" keeps its state in host memory, "divided" divides it over the
+      optimizer: takes the mean pseudo-gradient as its gradient; one independent state
+        per fragment.
+      placement: "host" keeps its state in host memory, "divided" shards it over the
         devices of each region, as ZeRO does; see `exchange/outer_placement.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
-      start: `start(params, opt_state) -> params`, the point that regions are given, go
-        on from, and measure their pseudo-gradients from; None gives them the outer
-        parameters themselves.
+      start: `start(params, opt_state) -> params`, the point that regions receive,
+        continue from, and measure their pseudo-gradients from; None is the outer
+        parameters.
     """
 
     optimizer: optax.GradientTransformation
@@ -58,11 +58,7 @@ class SharedOuter:
     start: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def __post_init__(self):
-        """Check the placement.
-
-        Raises:
-          ValueError: if it is none of `PLACEMENTS`.
-        """
+        """Validate the placement."""
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"outer_placement={self.placement!r} is unknown; use one of "
@@ -71,17 +67,17 @@ class SharedOuter:
 
     @property
     def only_in_program(self) -> str | None:
-        """Why messages can cross in a compiled program only; None if they need not."""
+        """Why messages must cross inside a compiled program; None if they need not."""
         if self.placement == "divided":
             return "its outer state is divided over the inner mesh"
         return None
 
     def placed(self, placement: str) -> SharedOuter:
-        """Return the same with its state elsewhere."""
+        """Return the same with its state placed elsewhere."""
         return dataclasses.replace(self, placement=placement)
 
     def check(self, sync: Any) -> None:
-        """Go with any schedule, message and weights."""
+        """Accept any schedule, message and weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +88,18 @@ class RegionalOuter:
       name: for records and error messages.
       init: `init(params, compressor) -> state` of one region's fragment.
       send: `send(params, state, local, compressor, key) -> (message, state)`: `params`
-        the region's outer fragment, `local` its own; pseudo-gradients are old minus
-        new, `params - local`. The message is what `compressor.encode` gives.
+        is the region's outer fragment, `local` its local one; pseudo-gradients are old
+        minus new, `params - local`. The message is the result of `compressor.encode`.
       receive: `receive(params, state, arrived, num_regions) -> (params, state)`.
-      group: whose messages a region gets the mean of: "all", "pairs" (itself and a
-        partner, drawn anew for every sync) or "ring" (the region before it and the
-        one after it, without its own).
-      seed: of the draw of pairs, the same on every region.
-      correct: `correct(gradient, local, params, state, num_regions) -> gradient`, of
-        every inner step; `params` and `state` are as the last sync left them. None
-        leaves gradients as they are.
-      has_feedback: whether what a compressor loses is told later by itself.
+      group: regions whose messages are averaged: "all", "pairs" (itself and a partner,
+        drawn anew for every sync) or "ring" (the previous and the next region, without
+        its own).
+      seed: of the draw of pairs, equal in every region.
+      correct: `correct(gradient, local, params, state, num_regions) -> gradient`, at
+        every inner step; `params` and `state` are of the last sync. None is the
+        identity.
+      has_feedback: whether what a compressor loses is sent later without error
+        feedback.
       why_uncompressed: why its messages cannot be compressed; None if they can.
     """
 
@@ -120,33 +117,29 @@ class RegionalOuter:
     only_in_program = "its outer parameters lie in the regions"
 
     def __post_init__(self):
-        """Check the group.
-
-        Raises:
-          ValueError: if it is none of `GROUPS`.
-        """
+        """Validate the group."""
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
 
     def placed(self, placement: str) -> RegionalOuter:
-        """Refuse to be anywhere else.
+        """Refuse any other placement.
 
         Raises:
-          ValueError: for any placement but "host", which stands for leaving it.
+          ValueError: for any placement but "host", the default.
         """
         if placement == "host":
             return self
         raise ValueError("it has no one outer model to divide")
 
     def check(self, sync: Any) -> None:
-        """Refuse parts that take one outer model.
+        """Refuse parts that need a shared outer model.
 
         Args:
           sync: the `method.Sync` that this is part of.
 
         Raises:
-          ValueError: if regions come alone or are weighed, or a message is summed, of
-            another average, or of a compressor that it cannot have.
+          ValueError: if regions are asynchronous or weighted, or a message is
+            all-reduced, of another average, or of an unsupported compressor.
         """
         compressor = sync.message.compressor()
         if compressor is not None and self.why_uncompressed:
@@ -195,7 +188,7 @@ def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
 def nesterov_sgd(
     outer_lr: float, outer_momentum: float
 ) -> optax.GradientTransformation:
-    """Make the optimizer of `nesterov` by itself."""
+    """Make the optimizer of `nesterov` alone."""
     check_rate("outer_lr", outer_lr)
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
@@ -207,6 +200,6 @@ def pseudo_gradient(params: PyTree, local: PyTree) -> PyTree:
 
     Args:
       params: an outer fragment.
-      local: a region's own.
+      local: a region's local fragment.
     """
     return jax.tree.map(lambda o, x: o - x.astype(o.dtype), params, local)

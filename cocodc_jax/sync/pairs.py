@@ -1,4 +1,4 @@
-"""Who exchanges with whom, where regions meet in pairs."""
+"""Pairings of regions that exchange in pairs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import numpy as np
 
 
 def matchings(num_regions: int) -> np.ndarray:
-    """List matchings of which every pair of regions is in exactly one.
+    """List matchings such that every pair of regions is in exactly one.
 
-    The schedule of a round-robin tournament: one player stands still, the others go
-    round a circle. A matching drawn evenly from it pairs a region with each other one
-    equally often. Not every matching of more than four regions is in it, which keeps
-    the number of different exchanges at M - 1 instead of (M - 1)!!.
+    These are the rounds of a round-robin tournament (circle method). A matching drawn
+    uniformly pairs a region with each other one equally often. It does not contain all
+    matchings of more than four regions, which keeps the number of different exchanges
+    at M - 1 instead of (M - 1)!!.
 
     Args:
       num_regions: M, at least 1. If it is odd, each matching leaves one region alone.
 
     Returns:
-      Partners, int64 `[N, M]`, N = M - 1 for even M, else M; a region left alone is
-      its own partner.
+      Partners, int64 `[N, M]`, N = M - 1 for even M, else M; a region left alone is its
+      own partner.
 
     Raises:
       ValueError: if `num_regions` is below 1.
@@ -30,7 +30,7 @@ def matchings(num_regions: int) -> np.ndarray:
     """
     if num_regions < 1:
         raise ValueError(f"num_regions={num_regions} must be at least 1")
-    players = num_regions + num_regions % 2  # An odd one out meets nobody.
+    players = num_regions + num_regions % 2  # A bye if odd.
     circle = players - 1
     rounds = []
     for turn in range(circle):

@@ -1,12 +1,12 @@
 """What regions exchange at every inner step, in place of their own gradient.
 
-Every region turns its gradient into a message; from all regions' messages each makes
-the same gradient and gives it to its inner optimizer. Data parallelism is the case in
-which the message is the gradient and what is made of the messages is their mean:
+Every region turns its gradient into a message. From all messages each region computes
+the same gradient for its inner optimizer. In data parallelism the message is the
+gradient, and the result is the mean:
 
     message_m, state_m = send(gradient_m, state_m);    gradient = receive(messages)
 
-Each is a pure function of one region's tree; the runtime maps `send` over regions.
+Each is a pure function of one region's tree; programs map `send` over regions.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class PerStep:
-    """One way to exchange something at every step.
+    """An exchange at every step.
 
     Attributes:
       name: for records and error messages.
       init: `init(params) -> state` of one region.
       send: `send(gradient, state, key) -> (message, state)`.
-      receive: `receive(messages) -> gradient`, every leaf of `messages` with the
-        regions in front, `[M, ...]`. None: the message is a tree like the gradient, and
-        its mean is wanted, which needs no gathering.
+      receive: `receive(messages) -> gradient`, every leaf of `messages` with a leading
+        region axis, `[M, ...]`. None: the message is a tree like the gradient, and is
+        averaged, without gathering.
       compressed_by: `compressed_by(compressor) -> PerStep`, the same with its messages
-        compressed; None where that cannot be.
-      why_uncompressed: why it cannot be, if so.
+        compressed; None if unsupported.
+      why_uncompressed: why it is unsupported, if so.
     """
 
     name: str
@@ -57,7 +57,7 @@ class PerStep:
         return self.compressed_by(compressor)
 
     def num_bytes(self, params: PyTree) -> int:
-        """Return the bytes that one region sends a step.
+        """Return the bytes that one region sends per step.
 
         Args:
           params: shapes of one region's parameters.
@@ -70,7 +70,7 @@ class PerStep:
 
 
 def mean_gradients() -> PerStep:
-    """Average the gradients as they are: data parallelism."""
+    """Average the gradients uncompressed: data parallelism."""
     return PerStep(
         "mean_gradients",
         lambda params: (),
@@ -80,7 +80,7 @@ def mean_gradients() -> PerStep:
 
 
 def compressed_gradients(compressor: Compressor) -> PerStep:
-    """Average the compressed gradients, decoded by everyone."""
+    """Average the compressed gradients, decoded in every region."""
     return PerStep(
         "compressed_gradients",
         compressor.init,

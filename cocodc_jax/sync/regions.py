@@ -1,8 +1,8 @@
-"""Regions that are not alike: some step more slowly, some on smaller batches.
+"""Regions of different speeds and batch sizes.
 
-Time is counted in *ticks*, the steps of the fastest region; wherever else steps of a
-run are counted (schedules, records, `--steps`) a tick is meant. A region whose step
-takes s ticks has done floor(t / s) steps at tick t.
+Time is counted in *ticks*, the steps of the fastest region. Everywhere else, steps of a
+run (schedules, records, `--steps`) are ticks. A region whose step takes s ticks has
+done floor(t / s) steps at tick t.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# `weigh(steps, tokens) -> weights`, each float64 [R]: what every region did since the
-# sync before, and its weight in the mean, up to a common factor.
+# `weigh(steps, tokens) -> weights`, each float64 [R]: each region's steps and tokens
+# since the last sync, and its weight in the mean, up to a common factor.
 Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """How fast each region is, and how much it takes at once.
+    """Speed and batch size of each region.
 
     Attributes:
       step_times: ticks of one inner step of each region, at least 1.
@@ -31,11 +31,7 @@ class Regions:
     batch_sizes: tuple[int, ...]
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Validate the numbers."""
         if len(self.step_times) != len(self.batch_sizes) or not self.step_times:
             raise ValueError(
                 f"step_times={self.step_times} and batch_sizes={self.batch_sizes} must "
@@ -52,7 +48,7 @@ class Regions:
 
     @classmethod
     def alike(cls, num_regions: int) -> Regions:
-        """Make regions of one speed and one batch size.
+        """Make regions of equal speed and batch size.
 
         Raises:
           ValueError: unless `num_regions` is a whole number, at least 1.
@@ -65,7 +61,7 @@ class Regions:
 
     @property
     def num(self) -> int:
-        """How many, M."""
+        """Number of regions, M."""
         return len(self.step_times)
 
     @property
@@ -74,17 +70,17 @@ class Regions:
         return max(self.step_times) == 1
 
     def steps_done(self, tick: int) -> np.ndarray:
-        """Count inner steps of each region by `tick`, int64 `[R]`."""
-        # The small number undoes the rounding of a quotient that is whole.
+        """Return the inner steps of each region by `tick`, int64 `[R]`."""
+        # The epsilon corrects the rounding of a whole quotient.
         return np.array([math.floor(tick / s + 1e-9) for s in self.step_times])
 
     def participating(self, tick: int, num_ticks: int) -> np.ndarray:
-        """Tell who finishes a step at each of the ticks after `tick`, bool `[T, R]`."""
+        """Return which regions end a step at each tick after `tick`, bool `[T, R]`."""
         done = [self.steps_done(t) for t in range(tick, tick + num_ticks + 1)]
         return np.diff(done, axis=0) > 0
 
     def sequences_done(self, tick: int) -> np.ndarray:
-        """Count sequences each region has trained on by `tick`, int64 `[R]`."""
+        """Return the sequences of each region by `tick`, int64 `[R]`."""
         return self.steps_done(tick) * np.array(self.batch_sizes)
 
     def weights(
@@ -97,16 +93,16 @@ class Regions:
         """Return weights of the regions in a mean, float64 `[R]`, of sum 1.
 
         Args:
-          since: tick of the sync before.
+          since: tick of the last sync.
           tick: now.
-          weigh: None weighs all alike.
-          participating: who is counted; None is all.
+          weigh: None is equal weights.
+          participating: regions that count; None is all.
         """
         counted = np.zeros(self.num)
         counted[list(range(self.num) if participating is None else participating)] = 1
         if weigh is not None:
             steps = self.steps_done(tick) - self.steps_done(since)
             weights = counted * weigh(steps, steps * np.array(self.batch_sizes))
-            if weights.sum() > 0:  # Otherwise nobody did a step: all alike.
+            if weights.sum() > 0:  # Else no region did a step: equal weights.
                 counted = weights
         return counted / counted.sum()

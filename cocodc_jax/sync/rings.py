@@ -1,9 +1,8 @@
-"""Several rings at once: who passes on to whom, and how much a region sends.
+"""All-reduce by several rings at once: their orders, and how much a region sends.
 
-The shards of a region axis stand in a circle; ring j passes from shard p to shard
-p + s_j (mod D). For every stride s_j that has no factor in common with D this visits
-each shard once, and different strides use different links. A stride of -s is that of s
-reversed.
+The shards of a region axis form a circle; ring j passes from shard p to shard
+p + s_j (mod D). A stride s_j that is coprime to D visits each shard once, and different
+strides use different links. A stride of -s is that of s reversed.
 
 Source: Ravnest (arXiv 2401.01728), from memory. The choice of orders is ours.
 """
@@ -29,31 +28,27 @@ class ByRings(Message):
     """A sum over regions by rings, each of which carries its share of the numbers.
 
     Attributes:
-      num: how many rings, at least 1.
+      num: number of rings, at least 1.
     """
 
     num: int = 2
 
     def __post_init__(self):
-        """Check the number.
-
-        Raises:
-          ValueError: if it is below 1.
-        """
+        """Validate the number."""
         check_count("num_rings", self.num)
 
     @property
     def only_in_program(self) -> str:
-        """Why it can cross in a compiled program only: rings lie on the inner mesh."""
+        """Why it must cross inside a compiled program: it uses the inner mesh."""
         return "its rings lie on the inner mesh"
 
     @property
     def only_weighted(self) -> str:
-        """Why its mean can be a weighted one only: nobody has one region's message."""
+        """Why its mean must be a weighted one: there are no separate messages."""
         return "its rings pass on sums"
 
     def compressed(self, compressor: Compressor) -> Message:
-        """Refuse.
+        """Refuse: rings add partial sums.
 
         Raises:
           ValueError: always.
@@ -64,10 +59,10 @@ class ByRings(Message):
         )
 
     def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
-        """Return the bytes that a region passes on, padding included.
+        """Return the bytes that a region passes on, including padding.
 
-        Its own part of the sum and the sums: 2 (M - 1) / M of the fragment. Each region
-        is taken to be a shard of its own, also where shards hold several.
+        Reduce-scatter and all-gather: 2 (M - 1) / M of the fragment. Each region counts
+        as a shard, also if shards hold several.
         """
         del rank
         flat = jax.eval_shape(lambda x: ravel_pytree(x)[0], part)
@@ -76,8 +71,8 @@ class ByRings(Message):
     def strides(self, num_shards: int) -> tuple[int, ...]:
         """Return the stride of each ring, in [0, num_shards).
 
-        Rings differ as long as there are strides left, then begin anew: up to four
-        shards have two orders at most, the two directions.
+        Rings have different strides as long as there are any left, then repeat: up to
+        four shards have two orders at most, the two directions.
 
         >>> ByRings(6).strides(5)
         (1, 4, 2, 3, 1, 4)
@@ -85,18 +80,18 @@ class ByRings(Message):
         half = range(1, num_shards // 2 + 1)
         known = [s for s in half if math.gcd(s, num_shards) == 1]
         both = [t for s in known for t in dict.fromkeys((s, num_shards - s))]
-        both = both or [0]  # One shard passes to itself.
+        both = both or [0]  # A single shard.
         return tuple(both[j % len(both)] for j in range(self.num))
 
     def chunk_size(self, size: int, num_shards: int) -> int:
-        """Return the numbers in a message of one ring, padded."""
+        """Return the padded size of one ring's messages."""
         return -(-size // (self.num * num_shards))
 
     def num_sent(self, size: int, num_shards: int) -> int:
-        """Return the numbers that each shard sends to sum `size` of them over all.
+        """Return how many numbers each shard sends to sum `size` of them over all.
 
-        About 2 (M - 1) / M of them: M - 1 chunks while summing, and as many while the
-        sums go round.
+        About 2 (M - 1) / M of them: M - 1 chunks of the reduce-scatter, and as many of
+        the all-gather.
 
         >>> ByRings(2).num_sent(1200, 4)
         1800

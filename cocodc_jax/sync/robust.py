@@ -1,31 +1,29 @@
-"""Which regions count in a mean when some send nonsense, and for how much.
+"""Robust means: which regions count if some send bad updates, and with which weight.
 
-A region measures the length l_m = ||Delta_m|| of its pseudo-gradient, before it makes
-of it what it sends; NaN stands for parameters or a pseudo-gradient that are not finite.
-The lengths of all regions cross with the messages, so that every region comes to the
-same verdict:
+A region measures the length l_m = ||Delta_m|| of its pseudo-gradient before encoding;
+NaN means non-finite parameters or pseudo-gradient. The lengths of all regions are sent
+with the messages, so that every region reaches the same verdict:
 
     left out, not finite:  l_m is NaN
-    left out, an outlier:  l_m > exclude_above * median(l), over those that are finite
-    weights:               those of the others, scaled to sum 1 again
+    left out, an outlier:  l_m > exclude_above * median(l), over the finite ones
+    weights:               those of the others, rescaled to sum 1
 
-If nobody is left the mean is 0. A region that was left out is restored when the sync is
-applied: parameters from the outer ones, a fresh inner optimizer, nothing fed back. Of
-two regions none is ever an outlier (their median is their mean), nor where the median
-is 0. This is for what breaks by itself, not for regions that lie about their lengths.
-A region's nonsense may also be in the state of its model before it is in a message: see
-`sync.model_state`.
+If no region is left the mean is 0. A region that was left out is restored when the sync
+is applied: parameters from the outer ones, a fresh inner optimizer, no residual. Of two
+regions none is ever an outlier (their median is their mean), nor if the median is 0.
+This protects from faults, not from regions that report false lengths. A bad update can
+reach the model state before a message: see `sync.model_state`.
 
-Among those that count the mean may be a robust one:
+The mean over the regions that count can be a robust one:
 
 - "clip": sum_m w_m min(1, median(l) / l_m) Delta_m, norms clipped at their median.
-  Adaptive robust clipping (Allouah et al., arXiv 2405.14432) clips at one of this very
-  round's norms too, which one by how many regions may be at fault; the median is ours.
-  Sparse messages are cut tensor by tensor instead, at the median norm of what regions
-  send of it, as SparseLoCo is deployed: see `messages.Compressed`.
-- "trim:b": entry by entry the mean of what is left without the floor(b n) largest and
-  smallest of n values (Yin et al., arXiv 1803.01498, Definition 2). Messages are
-  gathered, and all of them decoded at once: M times a fragment.
+  Adaptive robust clipping (Allouah et al., arXiv 2405.14432) also clips at one of the
+  round's norms, which it picks by the number of faulty regions; the median is ours.
+  Sparse messages are clipped tensor by tensor instead, at the median norm of what
+  regions send of it, as SparseLoCo is deployed: see `messages.Compressed`.
+- "trim:b": per entry the mean without the floor(b n) largest and smallest of n values
+  (Yin et al., arXiv 1803.01498, Definition 2). Messages are gathered, and all are
+  decoded at once: M times a fragment.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ PyTree = Any
 
 COUNTED, NOT_FINITE, OUTLIER = 0, 1, 2
 REASONS = {NOT_FINITE: "not finite", OUTLIER: "outlier"}
-# Added to a verdict that came before its region was restored for another one.
+# Added to a verdict on a region that was restored for another sync since.
 RESTORED = 4
-# What a flight keeps the verdicts under.
+# Name of the verdicts in `InFlight.kept`.
 VERDICT = "verdict"
 LENGTH_BYTES = 4
 MEANS = ("weighted", "clip", "trim")
@@ -56,13 +54,13 @@ MEANS = ("weighted", "clip", "trim")
 
 @dataclasses.dataclass(frozen=True)
 class Robust:
-    """How a mean over regions stands what some of them send.
+    """How a mean over regions handles bad updates.
 
     Attributes:
-      exclude_above: a message longer than so many times the median over regions is left
-        out; infinity leaves out only what is not finite.
+      exclude_above: a message longer than this many times the median over regions is
+        left out; infinity leaves out only what is not finite.
       mean: one of `MEANS`.
-      trim: b, share of the values dropped at either end, of "trim".
+      trim: b, share of the values dropped at either end, for "trim".
     """
 
     exclude_above: float = math.inf
@@ -70,11 +68,7 @@ class Robust:
     trim: float = 0.0
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the argument, its value and what would be right.
-        """
+        """Validate the numbers."""
         if not self.exclude_above > 1:
             raise ValueError(
                 f"exclude_above={self.exclude_above} must be above 1, times the median "
@@ -87,14 +81,14 @@ class Robust:
 
     @classmethod
     def of(cls, exclude_above: float | None, robust_mean: str | None) -> Robust:
-        """Read the two arguments that methods take for it.
+        """Parse the two arguments of methods.
 
         Args:
           exclude_above: None is infinity.
           robust_mean: "clip", "trim:0.25" or the like; None is a weighted mean.
 
         Raises:
-          ValueError: naming the argument, its value and what would be right.
+          ValueError: naming the argument, its value and a value that works.
         """
         above = math.inf if exclude_above is None else exclude_above
         if robust_mean is None:
@@ -114,7 +108,7 @@ class Robust:
             ) from None
 
     def check(self, sync: Any) -> None:
-        """Refuse what there is no robust mean of.
+        """Refuse syncs without a robust mean.
 
         Raises:
           ValueError: saying why.
@@ -134,16 +128,16 @@ class Robust:
     def judge(
         self, lengths: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Say who is left out, and how much the others count.
+        """Return which regions are left out, and the weights of the others.
 
         Args:
-          lengths: `[M]`, as of `length`.
-          weights: `[M]`, of sum 1; one of weight 0 did not take part.
+          lengths: `[M]`, results of `length`.
+          weights: `[M]`, of sum 1; a region of weight 0 did not take part.
 
         Returns:
           Verdicts, int32 `[M]`: `COUNTED`, `NOT_FINITE` or `OUTLIER`; and the weights
-          to sum messages by, `[M]`. They are the very ones that were given where nobody
-          is left out or clipped.
+          to sum messages by, `[M]`: exactly the given ones if no region is left out or
+          clipped.
         """
         there = weights > 0
         finite = jnp.isfinite(lengths)
@@ -168,9 +162,9 @@ class Robust:
         """Return the mean of gathered messages; see `Message.combine`.
 
         Args:
-          message: what they are.
-          messages: of all regions, `[M, ...]`, nonsense taken out.
-          weights: as of `judge`.
+          message: their type.
+          messages: of all regions, `[M, ...]`, without those left out.
+          weights: from `judge`.
           rank: of the messages.
         """
         if self.mean != "trim":
@@ -182,14 +176,14 @@ class Robust:
 
 
 def length(params: PyTree, delta: PyTree) -> jax.Array:
-    """Measure one region's message: its L2 norm, NaN where something is not finite.
+    """Return one region's L2 norm of the message, NaN if anything is not finite.
 
     Args:
       params: all of the region's parameters.
       delta: the pseudo-gradient that the message is made of.
 
     Returns:
-      Scalar of at least float32; NaN also where the square of the norm is too large.
+      Scalar of at least float32; NaN also if the square of the norm overflows.
     """
     finite = is_finite((params, delta))
     norm = optax.tree_utils.tree_norm(jax.tree.map(widen, delta))
@@ -197,12 +191,12 @@ def length(params: PyTree, delta: PyTree) -> jax.Array:
 
 
 def is_finite(tree: PyTree) -> jax.Array:
-    """Tell whether all numbers of a tree with leaves are finite, bool scalar."""
+    """Return whether all numbers of a non-empty tree are finite, bool scalar."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def without(messages: PyTree, weights: jax.Array) -> PyTree:
-    """Put zeros in place of messages `[M, ...]` of weight 0: 0 times NaN is NaN."""
+    """Replace messages `[M, ...]` of weight 0 by zeros, as 0 times NaN is NaN."""
     counts = weights > 0
 
     def kept(x):
@@ -212,7 +206,7 @@ def without(messages: PyTree, weights: jax.Array) -> PyTree:
 
 
 def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:
-    """Return the mean over `[M, ...]` without the largest and smallest, entry by entry.
+    """Return the mean over `[M, ...]` without the largest and smallest, per entry.
 
     Args:
       values: of M regions.
@@ -232,7 +226,7 @@ def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Arra
 
 
 def left_out(verdict: np.ndarray) -> np.ndarray:
-    """Tell which regions a verdict says to restore, bool `[M]`."""
+    """Return which regions a verdict restores, bool `[M]`."""
     return (verdict == NOT_FINITE) | (verdict == OUTLIER)
 
 

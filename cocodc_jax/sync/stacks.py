@@ -1,19 +1,19 @@
-"""Where the layers are in a parameter tree, told by names and shapes.
+"""Find the layers in a parameter tree, by names and shapes.
 
 A model repeats a layer, and its tree shows that in one of three ways:
 
 - *numbered*: a list, or a dict with the keys 0, 1, 2 (`layers/0/...`);
 - *named*: siblings with a number at the end (`layer_0/...`, `Block_1/...`);
 - *stacked*: one subtree whose leaves all have the layers along their leading axis, as
-  a scanned model keeps them.
+  in a scanned model.
 
-What is called `blocks` (the models of this package) is taken at its word. Else layers
-are looked for from the root downwards. Numbered and named ones count if most of them
-are alike: at least two, and at least half of them, with leaves of the same names. So a
-pair of an encoder and a decoder is no stack of two layers, but has a stack in each. A
-stacked subtree must be called so (`layers`, `blocks`, `stack`, `scan` in its name),
-hold several leaves and among them one of three axes: shapes alone would take the heads
-of an attention for layers.
+A subtree named `blocks` (the models of this package) always counts. Otherwise layers
+are searched from the root downwards. Numbered and named ones count if most of them have
+the same structure: at least two, and at least half of them, with leaves of the same
+names. So an encoder and a decoder are not a stack of two layers, but each contains one.
+A stacked subtree must have a name of one (`layers`, `blocks`, `stack`, `scan`), several
+leaves, and among them one of three axes: by shapes alone the heads of an attention
+would look like layers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cocodc_jax.transforms.layers import BLOCKS
 
 Path = tuple[str, ...]
 
-# Siblings: a name, and a number at its end.
+# Siblings: a name that ends with a number.
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 _STACKED = re.compile(r"layers|blocks|stack|scan", re.IGNORECASE)
 
 
 class Place(NamedTuple):
-    """Which layer a leaf is of.
+    """The layer of a leaf.
 
     Attributes:
-      stack: path of the stack; of named layers with what their names share.
+      stack: path of the stack; for named layers their common name.
       layer: its number; None for a leaf that holds all layers along its leading axis.
     """
 
@@ -47,17 +47,17 @@ class Place(NamedTuple):
 def find(
     leaves: Sequence[tuple[str, Any]], blocks: str | None = None
 ) -> dict[str, Place]:
-    """Find the leaves that are of layers.
+    """Find the leaves of layers.
 
     Args:
       leaves: paths, parts joined by "/", and arrays or their shapes.
-      blocks: name of the stack; None looks for `BLOCKS`, then for anything like it.
+      blocks: name of the stack; None looks for `BLOCKS`, then for any stack.
 
     Returns:
       A place for each leaf of a layer, by path.
 
     Raises:
-      ValueError: if there is nothing of the name `blocks`.
+      ValueError: if no stack has the name `blocks`.
     """
     shapes = {tuple(path.split("/")): leaf.shape for path, leaf in leaves}
     found = _called(blocks or BLOCKS, shapes)
@@ -74,7 +74,7 @@ def find(
 
 
 def _called(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
-    """Take what is below a part of that name: numbered, else stacked."""
+    """Find what is below a path part of that name: numbered, else stacked."""
     found = {}
     for path in shapes:
         if name in path[:-1]:
@@ -85,7 +85,7 @@ def _called(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
 
 
 def _named_so(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
-    """Take `name_0`, `name_1`, ... at any depth."""
+    """Find `name_0`, `name_1`, ... at any depth."""
     found = {}
     for path in shapes:
         for at, part in enumerate(path[:-1]):
@@ -101,7 +101,7 @@ def _look(shapes: dict[Path, tuple], root: Path, below: list[Path]):
     depth = len(root)
     children: dict[str, list[Path]] = {}
     for path in below:
-        if len(path) > depth + 1:  # A leaf alone is no layer.
+        if len(path) > depth + 1:  # A single leaf is not a layer.
             children.setdefault(path[depth], []).append(path)
     families: dict[str, dict[int, str]] = {}
     for child in children:
@@ -130,14 +130,14 @@ def _split(part: str) -> tuple[str, int | None]:
 
 
 def _are_layers(members: list[list[Path]], depth: int) -> bool:
-    """Tell whether most members have leaves of the same names."""
+    """Return whether most members have leaves of the same names."""
     kinds = Counter(frozenset(path[depth:] for path in paths) for paths in members)
     most = max(kinds.values())
     return most >= 2 and 2 * most >= len(members)
 
 
 def _is_stacked(name: str, shapes: list[tuple]) -> bool:
-    """Tell whether leaves are called a stack, and share an axis of layers."""
+    """Return whether leaves have a stack's name, and share an axis of layers."""
     if not _STACKED.search(name) or len(shapes) < 2:
         return False
     lengths = {shape[0] if shape else 0 for shape in shapes}

@@ -1,6 +1,6 @@
 """Training loops around a program: steps, records, evaluation, checkpoints.
 
-Names are imported when they are first asked for.
+Names are imported lazily.
 """
 
 from __future__ import annotations

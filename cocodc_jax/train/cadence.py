@@ -1,4 +1,4 @@
-"""How often things happen in a run, and where its scans are cut for them."""
+"""How often a run logs, evaluates and saves, and where its scans are cut for that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cocodc_jax.train.run_steps import scan_steps
 
 @dataclasses.dataclass(frozen=True)
 class Cadence:
-    """How often things happen, in inner steps; 0 is never (but at the end).
+    """How often things happen, in inner steps; 0 is only at the end.
 
     Attributes:
       log_every: steps that one training record averages over, at least 1.
@@ -24,11 +24,7 @@ class Cadence:
     checkpoint_every: int = 0
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: for a `log_every` below 1 or another number below 0.
-        """
+        """Validate the numbers."""
         if self.log_every < 1:
             raise ValueError(f"log_every={self.log_every} must be at least 1 step")
         for name in ("eval_every", "checkpoint_every"):
@@ -40,11 +36,11 @@ class Cadence:
     def steps_to_cut(
         self, program: RegionProgram, state: TrainState, num_steps: int
     ) -> int:
-        """Return the inner steps to hand out at once: nothing is due before their end.
+        """Return the inner steps to dispatch at once: up to the next thing that is due.
 
         Args:
           program: of the run.
-          state: as it is now.
+          state: current state.
           num_steps: the step that the run ends at.
         """
         ahead = [num_steps - state.step]
@@ -52,21 +48,21 @@ class Cadence:
         if event is not None:
             ahead.append(event)
         every = (self.eval_every, self.checkpoint_every)
-        # Without events, records would come as late as scans are long.
+        # Without events, long scans would delay records.
         every += () if event is not None else (self.log_every,)
         ahead.extend(n - state.step % n for n in every if n)
         schedule = program.method.schedule
         num_steps = scan_steps(program, min(ahead))
         if program.length_bucket or schedule is None or not schedule.is_measured:
             return num_steps
-        # Its events may be any number of steps apart, and every length of a scan is
-        # compiled: powers of two are few.
+        # Events may be any number of steps apart, and every scan length is a
+        # program of its own: use powers of two.
         return 1 << (num_steps.bit_length() - 1)
 
 
-EVERY_TEN = Cadence()  # A record every ten steps, and nothing else before the end.
+EVERY_TEN = Cadence()  # Records only, until the end.
 
 
 def is_due(every: int, step: int, last: int) -> bool:
-    """Tell whether what happens every so many steps happens now, or the run ends."""
+    """Return whether something that happens every so many steps is due now."""
     return step == last or (every > 0 and step % every == 0)

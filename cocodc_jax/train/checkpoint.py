@@ -1,14 +1,14 @@
-"""Save and restore everything a run is made of, fragments in flight included.
+"""Save and restore the full state of a run, including fragments in flight.
 
-Arrays go to Orbax, asynchronously: training goes on as soon as they are copied to
-the host. What is not an array (the schedule's memory, bytes sent, and whatever the
-caller adds: positions in the data and in the metrics file) is JSON in the same
-checkpoint, which Orbax makes visible only when all of it is on disk. So a killed
-process leaves either a whole checkpoint or none.
+Orbax saves arrays asynchronously: training continues once they are copied to the host.
+Everything else (the schedule's state, bytes sent, and what the caller adds: positions
+in the data and in the metrics file) is JSON in the same checkpoint. Orbax makes a
+checkpoint visible only when all of it is on disk, so a killed process leaves a full
+checkpoint or none.
 
-Disks and copies damage files without a word. Each checkpoint therefore has checksums,
-made by the thread that finishes it; one whose files are not what was written is passed
-over, and the newest whole one is restored.
+Disks and copies can corrupt files silently. Each checkpoint therefore has checksums,
+written by the thread that finalizes it. `restore` skips checkpoints with corrupt files
+and restores the newest intact one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PyTree = Any
 
 
 _ITEMS = ("arrays", "rest")
-# What paths of fragments in flight begin with.
+# Path prefix of fragments in flight.
 _IN_FLIGHT = "in_flight/"
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written, or none of them can be restored."""
+    """A checkpoint could not be written, or none can be restored."""
 
 
 class _DamagedError(Exception):
@@ -50,12 +50,12 @@ class _DamagedError(Exception):
 
 
 def steps_in(directory: Any) -> list[int]:
-    """Return the steps that a folder, or one of a bucket, has checkpoints of.
+    """Return the steps of the checkpoints in a local folder or bucket.
 
     Args:
-      directory: as of `Checkpoints`, which is not opened; it may be missing.
+      directory: as for `Checkpoints`, which is not opened; it may be missing.
     """
-    # Orbax gives a checkpoint its step as a name when all of it is there.
+    # Orbax renames a checkpoint to its step once it is complete.
     names = (x.name for x in directory.iterdir()) if directory.is_dir() else ()
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -65,17 +65,7 @@ class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager."""
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 2):
-        """Open or create `directory`.
-
-        Args:
-          directory: where checkpoints go, one folder a step; a path of a bucket too,
-            as of `buckets.in_bucket`.
-          keep: how many of the newest to keep, at least 1.
-
-        Raises:
-          ValueError: for a `keep` below 1.
-          OSError: if the folder cannot be made.
-        """
+        """Open or create `directory`."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
@@ -93,11 +83,11 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
-        """Nothing to do: the folder is open."""
+        """Do nothing: the folder is open."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Wait for a save that is still being written; raises if it failed."""
+        """Wait for a save in progress; raise if it failed."""
         with self._explained():
             self._manager.close()
 
@@ -112,19 +102,19 @@ class Checkpoints:
     def save(
         self, program: RegionProgram, state: TrainState, extra: dict
     ) -> TrainState:
-        """Start to save.
+        """Start saving.
 
         Args:
           program: whose state it is.
           state: may be used (and donated) as soon as this returns.
-          extra: JSON-able, given back by `restore`.
+          extra: JSON-able, returned by `restore`.
 
         Returns:
-          The state, with the norms that the schedule had not seen read.
+          The state, whose schedule has now read all observations.
 
         Raises:
           CheckpointError: if this save cannot be started, or the one before failed.
-          ValueError: if the folder holds a checkpoint of this step or a later one.
+          ValueError: if the folder has a checkpoint of this step or a later one.
         """
         if self.latest_step is not None and self.latest_step >= state.step:
             raise ValueError(
@@ -147,7 +137,7 @@ class Checkpoints:
         return state
 
     def forget_after(self, step: int) -> None:
-        """Delete the checkpoints after a step, which the run comes to again."""
+        """Delete the checkpoints after a step, which the run will reach again."""
         self.wait()
         for past in [s for s in self._manager.all_steps() if s > step]:
             self._manager.delete(past)
@@ -155,24 +145,24 @@ class Checkpoints:
     def restore(
         self, program: RegionProgram, step: int | None = None
     ) -> tuple[TrainState, dict] | None:
-        """Return the newest whole checkpoint and the `extra` saved with it.
+        """Return the newest intact checkpoint and the `extra` saved with it.
 
-        Damaged ones that are newer are passed over with a word on standard error, and
-        moved aside, as the run comes to their steps again. Call it in every process.
+        Newer corrupt ones are reported on standard error and moved aside, as the run
+        will reach their steps again. Call it in every process.
 
         Args:
-          program: of the same method, model and number of regions; what it restores
-            another one can go on from by `RegionProgram.adopt`.
-          step: of the checkpoint to restore, and no other; None is the newest.
+          program: of the same method, model and number of regions; another program can
+            continue from its state by `RegionProgram.adopt`.
+          step: of the only checkpoint to restore; None is the newest.
 
         Returns:
-          None where there is no checkpoint at all.
+          None if there is no checkpoint at all.
 
         Raises:
-          CheckpointError: if there are checkpoints, and all are damaged.
+          CheckpointError: if there are checkpoints, and all are corrupt.
           ValueError: if the checkpoint's arrays are not those of `program`, naming the
-            methods of both where one cannot land what is in flight of the other; or
-            there is none of `step`.
+            methods of both if one cannot land the fragments in flight of the other; or
+            if there is none of `step`.
         """
         if step is not None:
             return self._restore_exactly(step, program)
@@ -238,9 +228,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _judged(self, step: int) -> Iterator[None]:
-        """Take what Orbax finds wrong for damage, where there are no checksums.
+        """Treat Orbax's errors as corruption if there are no checksums.
 
-        With several processes only one of them may have come upon it; then all end.
+        With several processes only one of them may see it; then all end.
         """
         try:
             yield
@@ -251,8 +241,8 @@ class Checkpoints:
             raise _DamagedError(f"it cannot be read: {_first_line(error)}") from error
 
     def _write_checksums(self) -> None:
-        """Note what all files of the finished checkpoint are, before it is visible."""
-        # A bucket has checksums of its own, and no folder that is not visible yet.
+        """Write the checksums of a finished checkpoint before it becomes visible."""
+        # Buckets have their own checksums, and no folders that are not visible yet.
         if jax.process_index() == 0 and not self._in_bucket:
             for folder in self._directory.glob("*.orbax-checkpoint-tmp"):
                 checksums.write(folder)
@@ -268,7 +258,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        # Orbax lets through whatever the storage raised.
+        # Orbax passes on any exception of the storage.
         try:
             yield
         except Exception as error:
@@ -284,18 +274,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
-    """Return the shapes of the program's state when a checkpoint was saved.
-
-    Args:
-      program: to restore into.
-      rest: what the checkpoint has besides arrays.
-      where: names the checkpoint.
-
-    Raises:
-      ValueError: if the checkpoint has others.
-    """
+    """Return the shapes of the program's state when the checkpoint was saved."""
     shapes, saved = rest["shapes"], rest["schedule"]
-    # Nothing in flight yet: another method's fragments need not exist here.
+    # With nothing in flight: another method may have other fragments.
     lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
     landed = program.abstract(_landed(program, saved))
     there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
@@ -326,18 +307,18 @@ def _landed(program: RegionProgram, saved: dict | None) -> Any:
         return None
     try:
         state = schedule.restore(saved) if saved else schedule.init()
-    except (KeyError, TypeError):  # Another method's; its shapes will tell.
+    except (KeyError, TypeError):  # Another method's; its shapes differ.
         state = schedule.init()
     return schedule.landed(state)
 
 
 def _shapes(state: TrainState) -> dict[str, str]:
-    """Tell dtype and shape of every array, by path."""
+    """Return dtype and shape of every array, by path."""
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(_flat(state))}
 
 
 def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
-    """Say what differs first, and how many more do; nothing where all is alike."""
+    """Describe the first difference and count the others; empty if there is none."""
     wrong = [
         f"{path} is {saved.get(path, 'missing')} there and "
         f"{here.get(path, 'missing')} here"

@@ -1,7 +1,7 @@
-"""Whether a checkpoint's files are what was written, and where it goes if not.
+"""Checksums of a checkpoint's files, and what happens to corrupt checkpoints.
 
 Sizes and checksums are written into a checkpoint just before it becomes visible, so
-that each whole one has them. One without is judged by what is missing.
+that each complete one has them. A checkpoint without is checked for missing parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 FILE = "checksums.json"
 
-# Orbax notes in it when the checkpoint became visible, which is after this.
+# Orbax writes it when the checkpoint becomes visible, after the checksums.
 _LATER = "_CHECKPOINT_METADATA"
 _DIGEST_BYTES = 16
 
@@ -42,12 +42,12 @@ def write(folder: pathlib.Path) -> None:
 
 
 def are_in(folder: pathlib.Path) -> bool:
-    """Tell whether a checkpoint has checksums."""
+    """Return whether a checkpoint has checksums."""
     return (folder / FILE).exists()
 
 
 def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
-    """Tell which file of a checkpoint is damaged and how, None if all are whole.
+    """Return which file of a checkpoint is corrupt and how, None if none is.
 
     Args:
       folder: of the checkpoint.
@@ -77,7 +77,7 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
 
 
 def damage_agreed(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
-    """Return `damage` as process 0 sees it; every process has to call it."""
+    """Return `damage` as process 0 sees it; every process must call it."""
     why = damage(folder, parts) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         is_damaged = multihost_utils.broadcast_one_to_all(np.array(why is not None))
@@ -89,11 +89,11 @@ def damage_agreed(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
 def set_aside(
     directory: pathlib.Path, damaged: Mapping[int, str], restored: int
 ) -> None:
-    """Move damaged checkpoints out of the way of those to come, and say so.
+    """Move corrupt checkpoints out of the way of later ones, and report it.
 
     Args:
       directory: of the checkpoints.
-      damaged: step and what is wrong.
+      damaged: step and problem of each.
       restored: the step that is restored instead.
     """
     if jax.process_index() == 0:
@@ -112,7 +112,7 @@ def set_aside(
 
 
 def listed(damaged: Mapping[int, str]) -> str:
-    """Return every damaged step with what is wrong, in words."""
+    """Describe every corrupt step."""
     return "; ".join(f"step {step}: {why}" for step, why in damaged.items())
 
 
@@ -120,11 +120,11 @@ def _remove(folder: Any) -> None:
     if isinstance(folder, pathlib.Path):
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        folder.rmtree(missing_ok=True)  # Of a bucket.
+        folder.rmtree(missing_ok=True)  # In a bucket.
 
 
 def _noted(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
-    """Return size and digest of every file, as they were written."""
+    """Return the recorded size and digest of every file."""
     try:
         found: Any = json.loads((folder / FILE).read_text())["blake2b"]
         return {

@@ -1,10 +1,10 @@
-"""When things happened on the devices: steps done, syncs started, arrived, merged.
+"""Timeline of the devices: when steps ended, and syncs started, arrived and merged.
 
-The host hands out work ahead of the devices and never waits for them, so it does not
-know when anything happens. Threads of their own wait for arrays and read the clock: one
-for the steps, in order, and one for each message on its way (a few at a time).
+The host dispatches work ahead of the devices and does not wait for them. So threads
+wait for arrays and read the clock: one for the steps, in order, and one for each
+message in flight (a few at a time).
 
-All times are seconds since the recorder began, plus what it was told went before.
+All times are seconds since the recorder started, plus the seconds of earlier runs.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from cocodc_jax.program.region_program import Output
 
 PyTree = Any
 
-# Scans over which the seconds of a step are looked at.
+# Number of scans to take the minimum step time over.
 _STEPS = 9
 
 
 @dataclasses.dataclass
 class Flight:
-    """One sync by the clock of this process.
+    """One sync, by this process's clock.
 
     Attributes:
       fragment: which.
       start_step: inner steps done when it started.
       start_s: when those steps were done.
-      arrival_s: when the mean was there; None while it is not.
+      arrival_s: when the mean arrived; None before.
       apply_step: inner steps done when it was merged; None before.
       num_bytes: bytes one region sent for it.
-      merge_s: when the steps were done and the outer fragment was there.
+      merge_s: when both the steps and the outer fragment were ready.
       stall_s: how long regions had waited for it by then.
     """
 
@@ -58,11 +58,7 @@ class FlightRecorder:
     """Records a run's timeline; use as a context manager."""
 
     def __init__(self, earlier_s: float = 0.0):
-        """Begins the clock.
-
-        Args:
-          earlier_s: seconds that the run has taken before.
-        """
+        """Start the clock."""
         self._zero = time.perf_counter() - earlier_s
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -70,7 +66,7 @@ class FlightRecorder:
         self._marked = threading.Condition(self._lock)
         self._open: dict[tuple[int, int], Flight] = {}
         self._leaving: dict[SyncId, jax.Array] = {}
-        self._of_jobs: set[tuple[int, int]] = set()  # Means that the host waits for.
+        self._of_jobs: set[tuple[int, int]] = set()  # Means of other jobs.
         self._stall_s = 0.0
         self._sync_s = 0.0
         self._went_on_s = 0.0
@@ -82,11 +78,11 @@ class FlightRecorder:
         self._walker.start()
 
     def __enter__(self) -> FlightRecorder:
-        """Nothing to do: the clock is running."""
+        """Do nothing: the clock is running."""
         return self
 
     def __exit__(self, kind, *exception) -> None:
-        """Wait for what is still watched; hides no exception under its own."""
+        """Wait for all watched arrays; an exception in the body takes precedence."""
         self._steps.put(None)
         self._walker.join()
         for thread in self._threads:
@@ -98,39 +94,39 @@ class FlightRecorder:
 
     @property
     def step_s(self) -> float:
-        """Seconds of an inner step of late, 0 before any was measured.
+        """Recent seconds of an inner step, 0 before the first.
 
-        The least of some scans: one that is compiled first takes many times as long.
+        The minimum over some scans: one that compiles first takes many times as long.
         """
         with self._lock:
             return min(self._step_s, default=0.0)
 
     @property
     def recent_step_s(self) -> float:
-        """Seconds of an inner step in the last scan, 0 before any was measured."""
+        """Seconds of an inner step in the last scan, 0 before the first."""
         with self._lock:
             return self._step_s[-1] if self._step_s else 0.0
 
     @property
     def sync_s(self) -> float:
-        """Seconds that the last sync to arrive was on its way, 0 before the first."""
+        """Seconds that the last arrived sync was in flight, 0 before the first."""
         with self._lock:
             return self._sync_s
 
     @property
     def stall_s(self) -> float:
-        """Seconds in which regions have waited for an outer fragment so far."""
+        """Total seconds in which regions waited for an outer fragment."""
         with self._lock:
             return self._stall_s
 
     def done_s(self, step: int) -> float:
-        """Return when the devices had done `step` inner steps; waits until they have.
+        """Return when the devices ended inner step `step`, waiting for it.
 
         Args:
-          step: that a turn has led to, and was handed out before.
+          step: last step of a turn that was dispatched before.
 
         Returns:
-          By `time.perf_counter`; now, if the clock has failed, which the end tells.
+          By `time.perf_counter`; now, if the clock has failed, which raises at exit.
         """
         with self._marked:
             self._marked.wait_for(lambda: self._error or self._is_marked(step))
@@ -143,7 +139,7 @@ class FlightRecorder:
         return bool(self.marks) and self.marks[-1][0] >= step
 
     def watch(self, state: TrainState, output: Output) -> None:
-        """Have the clock read when the devices get to what was just handed out.
+        """Record when the devices finish the work just dispatched.
 
         Args:
           state: after it.
@@ -151,7 +147,7 @@ class FlightRecorder:
         """
         before = state.step - len(output.bytes_sent)
         for sync in output.syncs:
-            if sync.start_step > before:  # Started and applied by one call.
+            if sync.start_step > before:  # Started and applied in one call.
                 self.started(*sync[:2], output.losses, sync.norm)
         in_flight = state.sync.in_flight if state.sync else {}
         for (fragment_id, start_step), flight in in_flight.items():
@@ -163,7 +159,7 @@ class FlightRecorder:
         self.stepped(state.step, output.losses, output.syncs)
 
     def _watch_left(self, in_flight: dict, output: Output) -> None:
-        """Watch what waited for these inner steps, and left with them."""
+        """Watch the syncs that waited for these inner steps and left with them."""
         for sync_id, losses in self._leaving.items():
             arrivals = [
                 sync.norm
@@ -175,7 +171,7 @@ class FlightRecorder:
             self.started(*sync_id, losses, arrivals[0])
 
     def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
-        """Watches a message.
+        """Watch a message.
 
         Args:
           fragment: whose.
@@ -195,10 +191,10 @@ class FlightRecorder:
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
     def handed_out(self, step: int, inner: jax.Array) -> None:
-        """Watches steps, before it is known what they lead to.
+        """Watch steps before their events are dispatched.
 
-        Who hands out the merges may wait for means of other jobs, which is no time of
-        the steps.
+        Dispatching merges may wait for means of other jobs, which is not time of the
+        steps.
 
         Args:
           step: inner steps done.
@@ -209,7 +205,7 @@ class FlightRecorder:
     def stepped(
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
     ) -> None:
-        """Watches the merges after steps, and the steps if nobody does yet.
+        """Watch the merges after steps, and the steps if they are not yet watched.
 
         Args:
           step: inner steps done.
@@ -232,7 +228,7 @@ class FlightRecorder:
     def _walk(self) -> None:
         while (watched := self._steps.get()) is not None:
             if self._error is not None:
-                continue  # Lets go of the arrays.
+                continue  # Releases the arrays.
             try:
                 self._follow(*watched)
             except Exception as error:
@@ -256,12 +252,12 @@ class FlightRecorder:
             sync_id = sync.fragment_id, sync.start_step
             flight = self._open.pop(sync_id, None)
             if flight is not None and flight.arrival_s and sync_id in self._of_jobs:
-                # The host waited for it, before it handed out the merge.
+                # The host waited for it before dispatching the merge.
                 self._of_jobs.discard(sync_id)
                 stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
             with self._lock:
                 self._stall_s += stall
-            if flight is not None:  # Otherwise it began before this process did.
+            if flight is not None:  # Else it started in an earlier process.
                 flight.apply_step, flight.stall_s = sync.apply_step, stall
                 flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
             self._went_on_s = self._now()
@@ -280,7 +276,7 @@ class FlightRecorder:
         return time.perf_counter() - self._zero
 
     def to_json(self) -> dict[str, Any]:
-        """Return the timeline so far: "marks" (step, second) and "syncs", plain."""
+        """Return the timeline: "marks" (step, second) and "syncs", JSON-able."""
         return {
             "marks": [list(mark) for mark in self.marks],
             "syncs": [dataclasses.asdict(flight) for flight in self.flights],

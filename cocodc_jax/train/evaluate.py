@@ -1,8 +1,7 @@
-"""Evaluation that is the same for every method: one set of parameters, fixed batches.
+"""Evaluation, equal for every method: one set of parameters, fixed batches.
 
-Two models are judged at the same steps, whatever the method: the mean of the
-regions' parameters, and the outer parameters. The batches are shared out over the
-mesh's region axis.
+Two models are evaluated at the same steps: the mean of the regions' parameters, and the
+outer parameters. The batches are sharded over the mesh's region axis.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ def make_evaluate(
     """Compile `evaluate(params) -> mean loss`, a float32 scalar on the mesh.
 
     Args:
-      loss_fn: as in training, or as the model is when it is not trained; its key is
-        fixed here. Where the model has a state it takes it as its second argument, and
-        so does `evaluate(params, model_state)`; what it becomes is not looked at.
+      loss_fn: as in training, or the model's evaluation mode; its key is fixed here.
+        With a model state it takes it as its second argument, and so does
+        `evaluate(params, model_state)`; the new model state is discarded.
       mesh: the inner mesh.
-      batches: leaves `[E, B, ...]`, kept on the mesh; E a multiple of the region
-        axis.
+      batches: leaves `[E, B, ...]`, kept on the mesh; E a multiple of the region axis.
 
     Raises:
       ValueError: if E does not divide.
@@ -59,7 +57,7 @@ def make_evaluate(
 def list_evaluate(
     loss_fn: AnyLossFn, mesh: Mesh, judged: tuple[PyTree, ...], batches: PyTree
 ) -> LoweredProgram:
-    """Name the program of `make_evaluate`, to be compiled without being run.
+    """Return the program of `make_evaluate`, for compiling without running it.
 
     Args:
       loss_fn: as there.

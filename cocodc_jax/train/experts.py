@@ -1,4 +1,4 @@
-"""Ensembles of regions that were trained apart: mixtures, and routers that weigh them.
+"""Ensembles of regions that were trained independently: mixtures, and routers.
 
 With p_r(y | x) an expert's next-token distribution and w_r its weight, sum_r w_r = 1,
 
@@ -10,15 +10,15 @@ A router chooses w from the first tokens of a sequence, x_1 .. x_P:
     posterior        w_r ~ (prod_{t <= P} p_r(x_t | x_<t))^(1 / temperature)
     linear           w = softmax(W f + b), f the hashed n-grams of the prefix
 
-The first P tokens are themselves predicted with equal weights, so that every choice is
-a distribution over whole sequences and its loss can be held against any model's.
-A mixture's loss needs of each expert only the log-probability of the token that came:
-experts are evaluated where they live and one number a token is gathered.
+The first P tokens are themselves predicted with equal weights. So every choice is a
+distribution over full sequences, whose loss can be compared with any model's. A
+mixture's loss needs each expert's log-probability of the target token only: experts are
+evaluated on their own devices, and one number per token is gathered.
 
-Sources, from memory: the posterior of experts is Bayes' rule with an even prior, as in
-DEMix (Gururangan et al., arXiv 2108.05036); weights from features of the context, and
-the best k of them, are as in c-BTM (Gururangan et al., arXiv 2303.14177), which takes
-distances to cluster centres where this learns a linear map.
+Sources, from memory: the posterior of experts is Bayes' rule with a uniform prior, as
+in DEMix (Gururangan et al., arXiv 2108.05036). Weights from features of the context,
+and the best k of them, are as in c-BTM (Gururangan et al., arXiv 2303.14177), which
+takes distances to cluster centers where this learns a linear map.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens that came, nats, at least float32.
+    """Log-probabilities of the target tokens, nats, at least float32.
 
     Attributes:
       experts: of each expert alone, `[R, ..., L]`.
@@ -70,10 +70,10 @@ class Router(NamedTuple):
 def make_score(
     logits_fn: LogitsFn, mesh: Mesh, num_regions: int
 ) -> Callable[[PyTree, Any], Scores]:
-    """Compiles `score(params, tokens) -> Scores`, every expert on its own devices.
+    """Compile `score(params, tokens) -> Scores`, every expert on its own devices.
 
-    What crosses regions is a number a token and expert, and for the mean of the logits
-    a sum of V numbers a token. One batch's logits exist at a time.
+    Between regions it sends one number per token and expert, and for the mean of the
+    logits a sum of V numbers per token. Only one batch's logits exist at a time.
 
     Args:
       logits_fn: `(params, tokens) -> logits`, int32 `[B, L]` to float `[B, L, V]`, of
@@ -83,7 +83,7 @@ def make_score(
 
     Returns:
       A function of parameters `[R, ...]` on the mesh and int32 tokens `[E, B, L + 1]`
-      of the host, B a multiple of the data axis; its results are on every device.
+      on the host, B a multiple of the data axis; its results are replicated.
     """
     block = LocalRegions.of(mesh, num_regions)
 
@@ -92,11 +92,11 @@ def make_score(
         return jax.nn.log_softmax(widen(logits))
 
     def of_batch(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # An expert's tokens vary over regions as its parameters do.
+        # Tokens must vary over regions like the parameters.
         own = jax.lax.pcast(tokens, REGION, to="varying")
         log_probs = block.map(log_softmax, (0, None))(params, own[:, :-1])
         experts = jax.vmap(_of_targets, (0, None))(log_probs, own[:, 1:])
-        # The mean of log-probabilities is that of logits but for a constant a token.
+        # Means of log-probabilities and of logits differ by a constant per token.
         mean = psum_over_regions(log_probs.sum(0)) / num_regions
         return experts, _of_targets(jax.nn.log_softmax(mean), tokens[:, 1:])
 
@@ -158,11 +158,11 @@ def routed(
 
 
 def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """Log-weights by Bayes' rule: how well each expert predicted the prefix.
+    """Log-weights by Bayes' rule, from how well each expert predicted the prefix.
 
     Args:
       prefix_log_probs: of the experts, `[R, ..., P]`.
-      temperature: 1 is Bayes' rule with an even prior; more evens out, less sharpens.
+      temperature: 1 is Bayes' rule with a uniform prior; more flattens, less sharpens.
 
     Returns:
       `[R, ...]`.
@@ -176,7 +176,7 @@ def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Arra
 
 
 def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
-    """Return the largest `top_k` weights of each sequence, made to sum to one again.
+    """Keep the largest `top_k` weights of each sequence, renormalized.
 
     Args:
       log_weights: `[R, ...]`.
@@ -186,7 +186,7 @@ def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
       `[R, ...]`, minus infinity for the others.
 
     Raises:
-      ValueError: for a `top_k` outside of 1 to R.
+      ValueError: for a `top_k` outside 1 to R.
     """
     num_regions = len(log_weights)
     if not 1 <= top_k <= num_regions:

@@ -1,7 +1,7 @@
-"""What is not finite ends a run, or has a region restored.
+"""Non-finite values end a run, or restore a region.
 
-A loss may be finite beside a parameter that is not, and a merge may spread what one
-region sent: each is looked at by itself.
+A finite loss can hide a non-finite parameter, and a merge can spread one region's: both
+are checked.
 """
 
 from __future__ import annotations
@@ -19,30 +19,25 @@ from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A loss, a parameter or what regions sent one another became NaN or infinite."""
+    """A loss, a parameter or a message became NaN or infinite."""
 
 
 class FiniteWatch:
-    """Looks for numbers that are not finite; its errors name where they were."""
+    """Checks for non-finite numbers; its errors name where they are."""
 
     def __init__(self, program: RegionProgram, checkpoints: Checkpoints | None):
-        """Watch a run.
-
-        Args:
-          program: of the run.
-          checkpoints: of the run, to name the last good one; None without any.
-        """
+        """Watch a run."""
         self._program, self._checkpoints = program, checkpoints
 
     def check_losses(
         self, first_step: int, losses: np.ndarray, first_region: int
     ) -> None:
-        """Refuse losses that are not finite, where the method restores no region.
+        """Refuse non-finite losses, unless the method restores regions.
 
         Args:
           first_step: inner steps done before the first of them.
           losses: float32 `[T, R]`, of this process's regions.
-          first_region: number of the first of these.
+          first_region: index of the first of these.
         """
         bad = np.argwhere(~np.isfinite(losses))
         if len(bad) and not self._program.method.can_restore:
@@ -51,7 +46,7 @@ class FiniteWatch:
             self.stop(f"loss is {losses[tuple(bad[0])]}", step, f"region {region}")
 
     def check_sync(self, sync: AppliedSync, state: TrainState) -> None:
-        """Refuse a merge whose numbers are not finite: the losses after it may be."""
+        """Refuse a merge with non-finite numbers; later losses may be finite."""
         if sync.verdict is not None:
             out = told(np.asarray(sync.verdict))
             if len(out) == self._program.regions.num:
@@ -72,7 +67,7 @@ class FiniteWatch:
             self.stop(f"{what} is not finite", sync.apply_step, where)
 
     def restored(self, state: TrainState) -> TrainState:
-        """Restore, or refuse, parameters not finite, which a finite loss may hide."""
+        """Restore, or refuse, non-finite parameters."""
         is_bad = ~np.asarray(self._program.finite_regions(state))
         (bad,) = np.nonzero(is_bad)
         if not len(bad):
@@ -91,7 +86,7 @@ class FiniteWatch:
         """
         saved = None
         if self._checkpoints:
-            with contextlib.suppress(CheckpointError):  # Then it is not the last good.
+            with contextlib.suppress(CheckpointError):  # That one is not the last good.
                 self._checkpoints.wait()
             saved = self._checkpoints.latest_step
         last_good = "there is none" if saved is None else f"step {saved}"

@@ -1,4 +1,4 @@
-"""What the loop calls as it goes, and what it gives back at the end."""
+"""Callbacks of the loop, and its result."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cocodc_jax.train.records import Record
 
 
 class Clock(NamedTuple):
-    """What the clock says after a turn, for progress bars and timing files.
+    """Timing after a turn, for progress bars and timing files.
 
     Attributes:
       step: inner steps whose losses were read.
       loss: mean over regions at that step.
       wall_s: seconds since training began in this process.
-      tokens_per_second: of all regions, from the end of the turn before to that of this
-        one; evaluations and checkpoints are left out.
-      stall_s: seconds regions have waited for an outer fragment so far.
-      in_flight: fragments on their way.
+      tokens_per_second: of all regions, between the ends of the previous turn and this
+        one, without evaluations and checkpoints.
+      stall_s: total seconds that regions waited for an outer fragment.
+      in_flight: fragments in flight.
       bytes_sent: bytes one region has sent.
     """
 
@@ -36,17 +36,18 @@ class Clock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """What the loop calls; all optional.
+    """Callbacks of the loop; all optional.
 
     Attributes:
-      record: takes each record, in order: kinds "train", "sync" and "eval".
-      clock: takes a `Clock` after each turn.
-      snapshot: what to keep with a checkpoint, JSON-able: given the sums of the
-        records so far, this process's own, it adds positions (data, files).
-      should_stop: asked every turn; True ends the run early, after a checkpoint.
-      stopping: called then, once all that was on its way is there, before it is saved.
-      handed_out: takes the state and the output of every turn, still on their devices.
-      of_all: makes one list of what every process has to say, in their order.
+      record: called with each record, in order: kinds "train", "sync" and "eval".
+      clock: called with a `Clock` after each turn.
+      snapshot: returns what to keep with a checkpoint, JSON-able: from this process's
+        sums of the records so far, to which it adds positions (data, files).
+      should_stop: called every turn; True ends the run early, after a checkpoint.
+      stopping: called then, once everything in flight has arrived, before the save.
+      handed_out: called with the state and output of every turn, still on their
+        devices.
+      of_all: gathers a value of every process into a list, in their order.
     """
 
     record: Callable[[Record], None] = lambda record: None
@@ -67,14 +68,14 @@ class Result(NamedTuple):
     Attributes:
       state: after the last step.
       last_eval: the last "eval" record, None if nothing was evaluated.
-      correction_ratio: mean over all syncs, None where nothing is compensated.
+      correction_ratio: mean over all syncs, None without compensation.
       seconds: wall time in the loop, evaluation and checkpoints included.
-      stall_seconds: of it, time in which regions waited for an outer fragment.
-      tokens_per_second: of all regions, over the turns that compiled nothing; None
-        for a run that was too short to have one.
+      stall_seconds: the part of it in which regions waited for an outer fragment.
+      tokens_per_second: of all regions, over the turns that compiled nothing; None if
+        the run was too short to have one.
       timeline: when steps, syncs, arrivals and merges were; see `FlightRecorder`.
       left_out: how often each region was left out of a mean, by region and reason; None
-        where nobody is.
+        without a filter.
     """
 
     state: TrainState

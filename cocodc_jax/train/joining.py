@@ -1,22 +1,21 @@
-"""A region goes on from another one's memory: what it is sent, and what it makes of it.
+"""A region joins from another region's memory: the copy that it receives, and its use.
 
-The copy is of what is the same for all regions, after the events of one step: outer
-parameters, outer optimizer states, the schedule's memory, and of the syncs in flight
-what they were measured from. What is a region's own is not in it: the region that
-joins begins at the outer parameters with a fresh inner optimizer (but for the step that
-its schedules are at), fresh compressors and a key that no earlier life of it has used,
-and takes part in the means of the syncs that start after the copy. Those that were in
-flight then it receives.
+The copy has what is equal in all regions, after the events of one step: outer
+parameters, outer optimizer states, the schedule's state, and the outer fragments that
+the syncs in flight were measured from. Regional state is not in it. The region that
+joins starts from the outer parameters, with a fresh inner optimizer (except the step of
+its schedules), fresh compressors and a new key. It receives the syncs that are in
+flight, and takes part in the means of those that start after the copy.
 
-A region that was only cut off, or silent, still has what it did meanwhile. With theta_m
-its parameters and theta_s the outer ones that it last had in common with the others, it
-goes on from
+A region that was only cut off, or silent, still has its work. With theta_m its
+parameters and theta_s the last outer parameters that it had in common with the others,
+it continues from
 
     theta_g + (theta_m - theta_s)
 
-with its own inner optimizer and compressors: its next pseudo-gradients hold its work.
-Messages that left before it was cut off, and were counted without its knowing, are in
-that a second time.
+with its own inner optimizer and compressors: its next pseudo-gradients contain its
+work. Messages that it sent before, and that were counted without its knowledge, are
+counted twice.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ PyTree = Any
 
 
 class Carried(NamedTuple):
-    """What a region had done when the others went on without it.
+    """A region's own state when the others went on without it.
 
     Attributes:
       state: of the region.
-      shared: outer parameters that it last had in common with the others; None is those
-        of `state`.
+      shared: the last outer parameters that it had in common with the others; None is
+        those of `state`.
     """
 
     state: TrainState
@@ -55,12 +54,12 @@ class Carried(NamedTuple):
 
 
 def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
-    """Copy to the host what a region that joins needs; waits for the outer steps.
+    """Copy to the host what a joining region needs; waits for the outer steps.
 
     Args:
-      program: whose messages cross between jobs; of a region of several processes in
-        all of them.
-      state: after the events of its step; is not changed.
+      program: whose messages cross between jobs. If a region has several processes, all
+        of them must call this.
+      state: after the events of its step; not changed.
     """
     told = program.synchronize(state)
     assert told.sync is not None
@@ -75,7 +74,7 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
         "bytes_sent": told.bytes_sent,
         "has_mean": flights,
     }
-    # Bytes of their own: the next outer step is given the buffers.
+    # A copy: the next outer step donates the buffers.
     frames = tuple(transfer.whole(x).tobytes() for x in jax.tree.leaves(arrays))
     return Snapshot(told.step, header, frames)
 
@@ -87,14 +86,14 @@ def adopt(
     copy: Snapshot,
     carried: Carried | None = None,
 ) -> TrainState:
-    """Make the state of a region that goes on from another one's.
+    """Make the state of a region that continues from another region's copy.
 
     Args:
       program: linked to the other jobs.
-      params: one region's parameters; those that are frozen are taken from them.
+      params: one region's parameters; only the frozen ones are used.
       key: of the run, as for `RegionProgram.init`.
       copy: of another region's state.
-      carried: what the region did meanwhile, to be kept.
+      carried: the region's own work to keep.
 
     Raises:
       ValueError: if the copy's arrays are not those of `program`.
@@ -108,7 +107,7 @@ def adopt(
 
     def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
         assert state.sync is not None
-        # Whatever they remember, the next message has the others' rank.
+        # The next message has the others' rank.
         own = carried.state if carried else state
         sync = dataclasses.replace(
             state.sync,
@@ -127,9 +126,9 @@ def adopt(
     params = jax.tree.map(
         lambda x, like: transfer.whole(x).astype(like.dtype), trained, params
     )
-    # Its earlier life has used the keys that follow from the run's.
+    # Before it left, the region has used keys derived from the run's.
     state = program.init(params, jax.random.fold_in(key, copy.step))
-    # A learning rate is that of the run's step; the moments are fresh.
+    # Learning rates continue at the run's step; moments are fresh.
     done = np.full(program.num_regions, copy.step)
     region = state.region
     if carried is not None:
@@ -147,7 +146,7 @@ def adopt(
 
 
 def _work(program: RegionProgram, carried: Carried) -> PyTree:
-    """Return what a region did since it last had outer parameters in common."""
+    """Return a region's progress since it last had outer parameters in common."""
     state = carried.state
     assert state.sync is not None
     if carried.shared is not None:
@@ -167,7 +166,7 @@ def _flight(
     copy: Snapshot,
     frames: Iterator[bytes],
 ) -> InFlight:
-    """Return a sync in flight, which others have sent."""
+    """Return a sync in flight that others have sent."""
     k, start_step = sync
     like = abstract.in_flight[sync]
     assert isinstance(program.exchange, BetweenJobs)
@@ -181,13 +180,13 @@ def _flight(
         kept[name] = (
             _read(frames, shape)
             if name == STALE
-            else program.copy_fragment(state, k)  # As if it had stood there.
+            else program.copy_fragment(state, k)  # As if it had no progress.
         )
     return InFlight(mean, kept)
 
 
 def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
-    """Take the arrays of a tree of shapes from frames of bytes."""
+    """Read the arrays of a tree of shapes from frames of bytes."""
 
     def one(shape: jax.ShapeDtypeStruct) -> jax.Array:
         frame = next(frames, b"")
@@ -205,7 +204,7 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
 
 
 def max_frame_bytes(program: RegionProgram) -> int:
-    """Return the size of the largest thing that regions send one another."""
+    """Return the size of the largest frame that regions send."""
     assert isinstance(program.exchange, BetweenJobs)
     sync = program.abstract().sync
     leaves = jax.tree.leaves(sync.outer if sync else ())

@@ -2,19 +2,19 @@
 
 The order is a contract. Each turn
 
-1. takes the batches up to the next event, evaluation or checkpoint, and hands the
-   devices their work (inner steps, syncs), without waiting for it;
-2. reads the losses of the turn before, while the devices are busy, and writes its
-   records: one step late, so that reading never holds the devices up;
-3. where an evaluation or a checkpoint is due, reads everything first: no checkpoint
-   holds a loss or a parameter that is not finite.
+1. takes the batches up to the next event, evaluation or checkpoint, and dispatches the
+   work (inner steps, syncs) without waiting for it;
+2. reads the losses of the previous turn while the devices are busy, and writes its
+   records: one turn late, so that reading never blocks the devices;
+3. if an evaluation or a checkpoint is due, first reads everything: no checkpoint has a
+   non-finite loss or parameter.
 
-Where the method restores regions (`sync.robust`) a loss that is not finite ends
-nothing, and in 3. a region whose parameters are not is restored; a sync that leaves out
-all regions ends the run.
+If the method restores regions (`sync.robust`), a non-finite loss ends nothing, and 3.
+restores regions with non-finite parameters. A sync that leaves out all regions ends the
+run.
 
-Records hold only what a resumed run repeats bit for bit; what the clock says goes to
-`Clock`. Where the scans are cut changes no number.
+A resumed run repeats all records bit for bit; times go to `Clock` instead. Where scans
+are cut changes no number.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ def train(
     Args:
       program: a method, compiled for a model on a mesh.
       state: from `program.init` or a checkpoint; donated.
-      batches: one step's host batches at a time, leaves `[R, B, ...]`, endless.
+      batches: endless iterable of one step's host batches, leaves `[R, B, ...]`.
       num_steps: the step to end at.
       tokens_at: tokens that all regions have trained on by a step.
       cadence: how often to log, evaluate and save.
-      hooks: what to call.
+      hooks: callbacks.
       evaluate: from `make_evaluate`.
       checkpoints: where to save.
-      progress: the sums of the records so far, as `Hooks.snapshot` was given them.
-      earlier_s: seconds that the run has taken before, for its timeline.
-      spikes: whether to look for spikes of the loss, and not to save any.
+      progress: the sums of the records so far, as passed to `Hooks.snapshot`.
+      earlier_s: seconds that the run took before, for its timeline.
+      spikes: whether to look for loss spikes, and to refuse to save after one.
 
     Raises:
-      LossSpikeError: where a checkpoint is due after a spike.
+      LossSpikeError: if a checkpoint is due after a spike.
       NonFiniteLossError: naming step, region and the last good checkpoint.
       CheckpointError: naming the folder and the last good checkpoint.
       ValueError: if `batches` ends.
     """
-    batches = iter(batches)  # A list would begin anew with every turn.
+    batches = iter(batches)  # A list would restart at every turn.
     with FlightRecorder(earlier_s) as flights:
         loop = _Loop(program, tokens_at, cadence, hooks, checkpoints, flights, spikes)
         loop.continue_from(state.step, progress)
@@ -107,7 +107,7 @@ def train(
 
 
 class _Turn(NamedTuple):
-    """Work handed to the devices and not yet read."""
+    """Dispatched work that was not yet read."""
 
     first_step: int
     in_flight: int
@@ -116,7 +116,7 @@ class _Turn(NamedTuple):
 
 
 class _Loop:
-    """The loop's own memory: turns not yet read, and sums for the records."""
+    """State of the loop: unread turns, and sums for the records."""
 
     def __init__(
         self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes
@@ -136,14 +136,14 @@ class _Loop:
         self._is_measured = schedule is not None and schedule.is_measured
         self._lengths_seen: set[int] = set()
         self._warm_step = 0
-        # Whether the turn read last was, and until when what went before it took.
+        # Whether the last turn read compiled nothing, and when it ended.
         self._was_warm = True
         self._began_s = self._free_s = time.perf_counter()
         self._steady_tokens = 0
         self._steady_s = 0.0
 
     def continue_from(self, step: int, progress: dict | None) -> None:
-        """Begins at `step`, with the sums that a checkpoint kept."""
+        """Start at `step`, with the sums of a checkpoint."""
         schedule = self._program.method.schedule
         if schedule:
             self._warm_step = step + schedule.warm_up_steps
@@ -151,7 +151,7 @@ class _Loop:
             self._records.continue_from(progress)
 
     def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
-        """Hands out the work up to the next cut, and reads the turn before."""
+        """Dispatch the work up to the next cut, and read the previous turn."""
         length = self._cadence.steps_to_cut(self._program, state, num_steps)
         first_step = state.step
         chunk = take_batches(batches, first_step, length)
@@ -177,20 +177,16 @@ class _Loop:
         return state
 
     def flush(self, state: TrainState) -> None:
-        """Read every turn handed out so far, and write its records.
-
-        Args:
-          state: of now, which tells whose parameters are finite if a number is not.
-        """
+        """Read every dispatched turn, and write its records."""
         for turn in self._unread:
             self._read(turn, state)
         self._unread = []
 
     def synchronize(self, state: TrainState) -> TrainState:
-        """Read everything: what is judged, kept or given back is finite.
+        """Read everything: a state that is evaluated, saved or returned is finite.
 
-        Messages on their way are waited for: what follows has collectives of its own,
-        which must not overtake them.
+        Waits for messages in flight: the collectives that follow must not overtake
+        them.
         """
         self.flush(state)
         jax.block_until_ready(state.sync.in_flight if state.sync else ())
@@ -220,16 +216,16 @@ class _Loop:
         self._tell_clock(turn, losses)
 
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
-        """Tell what a turn took: from when the devices were free to its last step.
+        """Report the time of a turn, from when the devices were free to its last step.
 
-        Not until it was read, which is after the next one was handed out, and on a CPU
-        that may be when the next one is done.
+        It is known only once the turn was read, after the next one was dispatched; on a
+        CPU possibly when the next one has ended.
         """
         done = turn.first_step + len(losses)
         done_s = self._flights.done_s(done)
         seconds, self._free_s = done_s - self._free_s, done_s
         tokens = self._tokens_at(done) - self._tokens_at(turn.first_step)
-        # What a turn's events compile, the turn after it waits for.
+        # A turn waits for what the events of the turn before compile.
         if turn.is_warm and self._was_warm:
             self._steady_tokens += tokens
             self._steady_s += seconds
@@ -247,17 +243,17 @@ class _Loop:
         )
 
     def evaluate(self, state: TrainState, evaluate) -> TrainState:
-        """Judges the regions' mean and the outer parameters, and records it."""
+        """Evaluate the regions' mean and the outer parameters, and record it."""
         state = self.synchronize(state)
         program = self._program
         of_model = (program.mean_model_state(state),) if program.model_state else ()
         mean, drift = program.mean_params(state), float(program.region_drift(state))
         loss = outer = float(evaluate(mean, *of_model))
-        if drift:  # Nothing to compare, and two copies at once of a model are many.
+        if drift:  # Cannot equal the outer ones: free the copy.
             mean = None
         if program.method.sync is not None:
             params = program.outer_params(state)
-            # They are equal where a sync without delay has just ended.
+            # They are equal right after a sync without delay.
             if mean is None or not program.are_equal(mean, params):
                 outer = float(evaluate(params, *of_model))
         for what, value, where in (
@@ -272,7 +268,7 @@ class _Loop:
         return state
 
     def save(self, state: TrainState) -> TrainState:
-        """Read everything, then start to save; or go back, all processes at once."""
+        """Read everything, then start to save, or raise in all processes at once."""
         state = self.synchronize(state)
         if self._rolls_back:
             found = sum(self._hooks.of_all(self._records.spikes), [])
@@ -286,7 +282,7 @@ class _Loop:
         return state
 
     def result(self, state: TrainState) -> Result:
-        """Return what the run came to."""
+        """Return the result of the run."""
         can_restore = self._program.method.can_restore
         seconds = time.perf_counter() - self._began_s
         steady = self._steady_tokens / self._steady_s if self._steady_s else None

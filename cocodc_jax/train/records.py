@@ -1,7 +1,7 @@
-"""What a run tells of itself: one record for so many steps, a sync, an evaluation.
+"""Records of a run: one per so many steps, per sync, and per evaluation.
 
-Records hold only what a resumed run repeats bit for bit: no clock. Losses are nats
-per token, `bytes_sent_per_region` counts what one region has sent by that step.
+A resumed run repeats them bit for bit: they have no times. Losses are nats per token,
+`bytes_sent_per_region` is what one region has sent by that step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 class Records:
-    """Makes the records, and keeps the sums that they are made of."""
+    """Makes the records, and keeps the sums behind them."""
 
     def __init__(
         self,
@@ -30,14 +30,7 @@ class Records:
         tokens_at: Callable[[int], int],
         spikes: Spikes | None = None,
     ):
-        """Begins with nothing.
-
-        Args:
-          write: takes each record.
-          log_every: steps that one training record averages over.
-          tokens_at: tokens that all regions have trained on by a step.
-          spikes: looks for spikes of the losses; None does not.
-        """
+        """Start with empty sums."""
         self._write = write
         self._spikes = spikes
         self.spikes: list[Spike] = []
@@ -50,7 +43,7 @@ class Records:
 
     @property
     def correction_ratio(self) -> float | None:
-        """Mean over all syncs; None where nothing is compensated."""
+        """Mean over all syncs; None without compensation."""
         return float(np.mean(self._ratios)) if self._ratios else None
 
     def progress(self) -> dict:
@@ -64,7 +57,7 @@ class Records:
         }
 
     def continue_from(self, progress: dict) -> None:
-        """Take up the sums that `progress` gave."""
+        """Restore the sums that `progress` returned."""
         self._window = [np.array(x, np.float32) for x in progress["window"]]
         self._ratios = list(progress["ratios"])
         self.last_eval = progress["last_eval"]
@@ -80,15 +73,15 @@ class Records:
         stage_bytes: np.ndarray | None = None,
         first_region: int = 0,
     ) -> None:
-        """Count one step in, and write a record where one is due.
+        """Add one step, and write a record if it is due.
 
         Args:
           step: inner steps done.
           loss: float32 `[R]`.
-          bytes_sent: by one region, events of this step included.
-          stage_bytes: float32 `[R]`, what the stages of each region sent one another
-            in this step, if the loss tells.
-          first_region: number of the first of them.
+          bytes_sent: by one region, including events of this step.
+          stage_bytes: float32 `[R]`, what the pipeline stages of each region sent in
+            this step, if the loss reports it.
+          first_region: index of the first of them.
         """
         if self._spikes:
             self._tell(self._spikes.observe(step, loss, first_region))
@@ -147,7 +140,8 @@ class Records:
     ) -> None:
         """Write the record of an evaluation: of the mean and of the outer model.
 
-        `drift` is the RMS distance of the regions from their mean over its length.
+        `drift` is the RMS distance of the regions from their mean, relative to its
+        norm.
         """
         self.last_eval = {
             "kind": "eval",
@@ -163,7 +157,7 @@ class Records:
 
 
 def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
-    """Return the mean of the values that are finite, NaN if none is.
+    """Return the mean of the finite values, NaN if there are none.
 
     Args:
       values: `[n]`.
@@ -174,5 +168,5 @@ def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
 
 
 def _plain(value: Any) -> float | None:
-    """Return a number that JSON has: None for what is not finite."""
+    """Return a JSON number: None if it is not finite."""
     return float(value) if np.isfinite(value) else None

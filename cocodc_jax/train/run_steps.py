@@ -1,4 +1,4 @@
-"""A program over somebody's batches, one step's at a time, as far as they shall go."""
+"""Run a program over an iterator of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cocodc_jax.program.region_program import Output, RegionProgram
 
 PyTree = Any
 
-# Steps in one scan at most: their batches are all on the device at once.
+# Maximum steps per scan: all their batches are on the device at once.
 MAX_SCAN_STEPS = 100
 
 
@@ -23,20 +23,20 @@ def run(
 ) -> Iterator[tuple[TrainState, Output]]:
     """Run `num_steps` inner steps and yield after every scan.
 
-    So at every event at the latest.
+    There is a yield at every event, and possibly in between.
 
     Args:
       program: the compiled method.
       state: donated.
-      batches: one step's host batches at a time, leaves `[R, B, ...]`.
+      batches: iterable of one step's host batches, leaves `[R, B, ...]`.
       num_steps: inner steps to do.
 
     Yields:
       The state and the `Output` of the steps since the last yield.
 
     Raises:
-      ValueError: if `batches` ends before, or is one batch, or two of one scan are not
-        alike; if `num_steps` is no whole number.
+      ValueError: if `batches` ends too early, is a single batch, or has batches of
+        different shapes in one scan; if `num_steps` is not a whole number.
     """
     if not hasattr(num_steps, "__index__"):
         raise ValueError(f"num_steps={num_steps!r} must be a whole number")
@@ -50,14 +50,10 @@ def run(
 
 
 def _stream(batches: Iterable[PyTree]) -> Iterator[PyTree]:
-    """Return what gives one step's batch after another.
-
-    Raises:
-      ValueError: for a single batch, or a function that makes batches.
-    """
+    """Return an iterator of one step's batches."""
     kind = type(batches).__name__
     try:
-        if not isinstance(batches, Mapping):  # Whose elements are the leaves' names.
+        if not isinstance(batches, Mapping):  # Iterating a batch yields names.
             return iter(batches)
     except TypeError:
         pass
@@ -70,9 +66,9 @@ def _stream(batches: Iterable[PyTree]) -> Iterator[PyTree]:
 def scan_steps(program: RegionProgram, ahead: int) -> int:
     """Return how many of the steps ahead to do in one scan.
 
-    Where scans are cut changes no number. Where their length is an argument, on a CPU,
-    as many as there is room for in the one program that methods with other intervals
-    have too. Elsewhere a scan is as long as can be, for what crosses beside it.
+    Where scans are cut changes no number. On a CPU, where the length is an argument, a
+    scan is as long as the one program that other intervals share too. Elsewhere scans
+    are as long as possible, to hide communication.
 
     Args:
       program: of the steps.
@@ -85,7 +81,7 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
     """Stack the next batches for one `advance`.
 
     Args:
-      stream: gives one step's host batches at a time.
+      stream: iterator of one step's host batches.
       step: inner steps done, for the error message.
       num_steps: how many to take, T.
 
@@ -93,7 +89,7 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
       Leaves `[T, R, B, ...]`.
 
     Raises:
-      ValueError: if the stream ends before, or two batches are not alike.
+      ValueError: if the stream ends too early, or two batches differ in shape.
     """
     taken = list(itertools.islice(stream, num_steps))
     if len(taken) < num_steps:

@@ -1,16 +1,16 @@
-"""Spikes of the loss: a region's against its own past, by robust z-scores.
+"""Loss spikes: a region's loss against its own past, by robust z-scores.
 
-With x the loss of a region at a step and the median over its last 64 losses that were
-no part of a spike,
+With x the loss of a region at a step and the median over its last 64 losses outside of
+spikes,
 
     z = (x - median) / max(1.4826 MAD, 0.01 |median|)
 
-a spike begins where z is above a threshold at 3 of the last 5 steps; one hard batch is
-none. A loss that is not finite is as far off as can be. It has ended when none of the
-last 5 was above. The window, the floor and the three of five are ours.
+a spike begins if z is above a threshold at 3 of the last 5 steps; one hard batch is not
+a spike. A non-finite loss has the largest score. A spike has ended if none of the last
+5 was above. The window, the floor and the three of five are ours.
 
-What to do about one: go back to the last checkpoint, and go on with other data, as PaLM
-was trained (arXiv 2204.02311, section 5.1: from some hundred steps before, without the
+The remedy: go back to the last checkpoint and continue with other data, as PaLM was
+trained (arXiv 2204.02311, section 5.1: from some hundred steps before, without the
 batches around the spike).
 """
 
@@ -31,7 +31,7 @@ class Spike(NamedTuple):
     """A spike that has begun.
 
     Attributes:
-      step: at which it was told.
+      step: at which it was detected.
       region: whose loss it is.
       loss: at that step; None if it is not finite.
       usual: the median before it.
@@ -46,19 +46,14 @@ class Spike(NamedTuple):
 
 
 class LossSpikeError(ArithmeticError):
-    """A loss has a spike, and the run is to go back to its last checkpoint.
+    """The loss has a spike, and the run must go back to its last checkpoint.
 
     Attributes:
       spikes: those of all processes.
     """
 
     def __init__(self, spikes: list[Spike], last_good: int | None):
-        """Say where, and what is left.
-
-        Args:
-          spikes: at least one.
-          last_good: step of the last checkpoint, None if there is none.
-        """
+        """Name the spikes and the last good checkpoint."""
         self.spikes = spikes
         first = spikes[0]
         where = "there is none" if last_good is None else f"step {last_good}"
@@ -71,7 +66,7 @@ class LossSpikeError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class SpikeWatch:
-    """Whether spikes are looked for, and what follows from one.
+    """Whether to look for spikes, and what to do about one.
 
     Attributes:
       zscore: the threshold; 0 looks for none.
@@ -83,11 +78,7 @@ class SpikeWatch:
     rolls_back: bool = False
 
     def __post_init__(self):
-        """Check the threshold.
-
-        Raises:
-          ValueError: if it is out of range, or nothing is looked for to go back from.
-        """
+        """Validate the threshold."""
         if not 0 <= self.zscore < math.inf:
             raise ValueError(
                 f"spike_zscore={self.zscore} must be a positive number of robust "
@@ -104,22 +95,22 @@ NO_SPIKES = SpikeWatch()
 
 
 class Spikes:
-    """Looks for spikes, one step after the other."""
+    """Looks for spikes, step by step."""
 
     def __init__(self, zscore: float):
-        """Begin with nothing known; `zscore` is the threshold."""
+        """Start without history; `zscore` is the threshold."""
         self._zscore = zscore
         self._past: list[collections.deque[float]] = []
         self._high: list[collections.deque[int]] = []
         self._is_on: list[bool] = []
 
     def observe(self, step: int, losses: np.ndarray, first_region: int) -> list[Spike]:
-        """Take in the losses of a step, `[R]`; return the spikes that it begins.
+        """Add the losses of a step, `[R]`, and return the spikes that begin there.
 
         Args:
           step: inner steps done.
           losses: of this process's regions.
-          first_region: number of the first of them.
+          first_region: index of the first of them.
         """
         while len(self._past) < len(losses):
             self._past.append(collections.deque(maxlen=WINDOW))
@@ -149,7 +140,7 @@ class Spikes:
         return median, min(score, 1e6)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known, for a checkpoint; plain values."""
+        """Return the history, for a checkpoint; plain values."""
         return {
             "past": [list(x) for x in self._past],
             "high": [list(x) for x in self._high],
@@ -157,7 +148,7 @@ class Spikes:
         }
 
     def continue_from(self, known: dict[str, Any]) -> None:
-        """Take up what `to_json` gave."""
+        """Restore the history that `to_json` returned."""
         self._past = [collections.deque(x, WINDOW) for x in known["past"]]
         self._high = [collections.deque(x, LOOKED_AT) for x in known["high"]]
         self._is_on = list(known["is_on"])

@@ -3,35 +3,34 @@
 N >= K slots in H steps, h = floor(H / N) apart. With R_p the change rate of fragment p
 (a *score*, see `adaptive`) and d_p the slots that may pass before p must have started,
 
-    p = the earliest deadline, where the fragments due within some j slots number j;
-        else one never sent;  else argmax R_p, and of equals the one that waits longest
+    p = the earliest deadline, if j fragments are due within some j slots;
+        else one never sent;  else argmax R_p, ties to the one that waits longest
 
 Source: CoCoDC (arXiv 2504.17672, section 3.2). The rule, both measures of the rate and
 the later score were read from the authors' code; N from the network is from memory.
 Differs from the paper: a fragment in flight is never chosen again, and the deadline is
-strict (there, it is looked at in a slot only, and one slot serves one fragment, so that
+strict (the paper checks it in a slot only, and one slot serves one fragment, so that
 fragments can exceed H).
 
-Every region must choose alike, or its collectives would pair with the wrong ones and
-hang. So scores come from reduced values only: the mean pseudo-gradients of syncs that
-are applied, or gaps between outer and local parameters that are reduced over regions.
+All regions must make the same choice, or collectives would be mismatched and hang. So
+scores come from reduced values only: the mean pseudo-gradients of applied syncs, or
+gaps between outer and local parameters that are reduced over regions. The scores of a
+fragment of n parameters, with D the last applied mean pseudo-gradient, I the steps that
+it was accumulated over, a the steps since p's last start, and theta^g - theta^m the gap
+of region m now:
 
-The scores of a fragment of n parameters, D being the last mean pseudo-gradient that was
-applied, I the steps that it was gathered over, a those since p's last start, and
-theta^g - theta^m the gap of region m now:
-
-    pseudo_gradient   ||D|| / n / I                      the paper's: favours small ones
+    pseudo_gradient   ||D|| / n / I                      the paper's: favors small ones
     aged              ||D|| / sqrt(n) a / I              the authors' later one
-    rms               ||D|| / sqrt(n) / I                a rate that no size decides
+    rms               ||D|| / sqrt(n) / I                independent of the size
     drift             sum_m mean |theta^g - theta^m| / a
-    gain              mean_m ||theta^g - theta^m||^2 / n what one byte would bring over
-    disagreement      gain - (||D|| / sqrt(n) a / I)^2   and of it what regions do not
+    gain              mean_m ||theta^g - theta^m||^2 / n gap closed per byte
+    disagreement      gain - (||D|| / sqrt(n) a / I)^2   its part that regions do not
                                                          share, by their last progress
     round_robin       a                                  the control: no choice at all
 
-rms, gain, disagreement and round_robin are ours, for ablation; bytes go with n. The
-exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean Delta||^2;
-here the second term is extrapolated, so that K numbers cross and no parameters.
+rms, gain, disagreement and round_robin are ours, for ablation; bytes are proportional
+to n. The exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean
+Delta||^2. Here the second term is extrapolated, so that only K numbers are sent.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from cocodc_jax.sync.schedules.base import (
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
 
-# What each score is made of.
+# Needs of each score.
 _NEEDS = {
     "pseudo_gradient": frozenset({"norm"}),
     "aged": frozenset({"norm"}),
@@ -66,13 +65,13 @@ SCORES = tuple(_NEEDS)
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveState(ScheduleState):
-    """What adaptive transmission remembers; tuples have an entry a fragment.
+    """State of adaptive transmission; tuples have one entry per fragment.
 
     Attributes:
       interval: steps between the last two starts (from step 0 for the first).
       norm: L2 norm of the last applied mean pseudo-gradient, 0 before the first.
       size: parameters in the fragment, 0 before its first sync was applied.
-      observed_interval: the interval that `norm` was gathered over.
+      observed_interval: the interval that `norm` was accumulated over.
     """
 
     interval: tuple[int, ...]
@@ -83,7 +82,7 @@ class AdaptiveState(ScheduleState):
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Slotted):
-    """Slots serve what changes fastest; see `adaptive`.
+    """Slots serve the fragment that changes fastest; see `adaptive`.
 
     Attributes:
       transmission_score: one of `SCORES`.
@@ -92,17 +91,13 @@ class Adaptive(Slotted):
     transmission_score: str = "pseudo_gradient"
 
     def __post_init__(self):
-        """Check the numbers and the score.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Validate the numbers and the score."""
         _check_score(self.transmission_score)
         super().__post_init__()
 
     @property
     def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What its score is made of."""
+        """Needs of its score."""
         return _NEEDS[self.transmission_score]
 
     def init(self) -> AdaptiveState:
@@ -116,7 +111,7 @@ class Adaptive(Slotted):
         return AdaptiveState.from_json(value)
 
     def learn(self, state: AdaptiveState, applied: Applied) -> AdaptiveState:
-        """Return the state that knows the norm of an applied mean."""
+        """Return the state with the norm of an applied mean."""
         k = applied.fragment_id
         return dataclasses.replace(
             state,
@@ -126,7 +121,7 @@ class Adaptive(Slotted):
         )
 
     def departed(self, state, step, fragment_id, delay_steps):
-        """Return the start of a fragment; it also remembers the interval."""
+        """Return the start of a fragment, and the state with its interval."""
         state, event = super().departed(state, step, fragment_id, delay_steps)
         interval = replaced(state.interval, fragment_id, step - event.since_step)
         return dataclasses.replace(state, interval=interval), event
@@ -150,7 +145,7 @@ class Adaptive(Slotted):
     def forced(
         self, xp: Any, free: Any, last_start: Any, step: Any, slot_steps: int
     ) -> Any:
-        """Return the fragment that goes whatever the scores are.
+        """Return the fragment that is chosen regardless of scores.
 
         Args:
           xp: `numpy`, or `jax.numpy` inside a program; of arrays that are `[K]`.
@@ -160,8 +155,8 @@ class Adaptive(Slotted):
           slot_steps: steps to the slots after it.
 
         Returns:
-          An index: the earliest deadline if one is due, else one never sent; K where
-          there is neither.
+          An index: the earliest deadline if one is due, else a fragment never sent; K
+          if there is neither.
         """
         since = xp.maximum(last_start, 0)
         due = (since + self.sync_interval - step) // slot_steps
@@ -169,7 +164,7 @@ class Adaptive(Slotted):
         is_tight = ((due[None, :] <= due[:, None]).sum(1) > due).any()
         never = free & (last_start < 0)
         first = xp.where(never.any(), xp.argmax(never), len(free))
-        # By deadlines themselves: in one slot may fall several.
+        # By deadlines, not slots: one slot may have several.
         return xp.where(is_tight, _least(xp, free, since), first)
 
     def scores(
@@ -185,13 +180,13 @@ class Adaptive(Slotted):
         """Return the score of each fragment `[K]`, see the module.
 
         Args:
-          xp: as of `forced`, like the next.
+          xp: as for `forced`, like the next.
           last_start: -1 for never.
-          norm: as of `AdaptiveState`, like the next two; 0 where nothing is known.
+          norm: as in `AdaptiveState`, like the next two; 0 if unknown.
           size: parameters.
           observed_interval: steps.
           step: of the slot.
-          observe: gives the gaps `[K]` where they are wanted.
+          observe: returns the gaps `[K]` if they are needed.
         """
         kind, age = self.transmission_score, step - last_start
         if kind == "round_robin":
@@ -200,7 +195,7 @@ class Adaptive(Slotted):
             return xp.asarray(observe("drift")) / age
         if kind == "gain":
             return xp.asarray(observe("distance"))
-        # Sent once but not yet back, nothing is known, and the norm is 0.
+        # A fragment whose first sync is in flight has norm 0.
         size, interval = xp.maximum(size, 1), xp.maximum(observed_interval, 1)
         if kind == "pseudo_gradient":
             return norm / size / interval
@@ -211,14 +206,14 @@ class Adaptive(Slotted):
 
 
 def highest(xp: Any, free: Any, last_start: Any, scores: Any) -> Any:
-    """Return the free fragment of the highest score, of equals who waits longest."""
+    """Return the free fragment of the highest score; ties to the longest wait."""
     scores = xp.where(free, scores, -xp.inf)
-    # Not `==`: of scores that are NaN each is as good.
+    # Not `==`: NaN scores are ties.
     return _least(xp, free & ~(scores < scores.max()), last_start)
 
 
 def _least(xp: Any, mask: Any, values: Any) -> Any:
-    """Return the first index of the least value where the mask is true."""
+    """Return the first index of the minimum where the mask is true."""
     return xp.argmin(xp.where(mask, values, 2**31 - 1))
 
 
@@ -229,20 +224,20 @@ def adaptive(
     syncs_per_interval: int,
     transmission_score: str = "pseudo_gradient",
 ) -> Adaptive:
-    """Start `syncs_per_interval` syncs in each interval, of what changes fastest.
+    """Start `syncs_per_interval` syncs per interval, of what changes fastest.
 
     Args:
       sync_interval: H, the strict limit between two starts of a fragment.
       num_fragments: K.
       delay_steps: tau.
       syncs_per_interval: N, at least K; see `syncs_that_fit`.
-      transmission_score: one of `SCORES`, as the module says: "pseudo_gradient" (the
+      transmission_score: one of `SCORES`, see the module: "pseudo_gradient" (the
         paper's rate), "aged" (the authors' later score, which grows while a fragment
         waits), "rms", "drift", "gain", "disagreement", or "round_robin", which chooses
         nothing.
 
     Raises:
-      ValueError: naming the argument, its value and what would be right.
+      ValueError: naming the argument, its value and a value that works.
     """
     _check_score(transmission_score)
     check_at_least("num_fragments", num_fragments, 1)
@@ -270,7 +265,7 @@ def syncs_that_fit(
     sync_time: float,
     network_share: float,
 ) -> int:
-    """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs in one interval.
+    """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs per interval.
 
     Args:
       sync_interval: H in steps.

@@ -1,11 +1,11 @@
-"""Regions that come and go one by one, each on its own clock.
+"""Asynchronous regions: each syncs alone, at its own pace.
 
-There is no round: a region sends its pseudo-gradient when it has done its steps, the
-outer optimizer takes it at once, and the region goes on from what comes out. While it
-trained, the outer parameters moved on under it, the more the slower it is.
+There are no rounds. A region sends its pseudo-gradient when it has done its steps, the
+outer optimizer applies it at once, and the region continues from the result. Meanwhile
+the outer parameters have changed, the more the slower the region is.
 
 With *dynamic local updates* a region of step time s does floor(H / s) steps (at least
-one) between two arrivals instead of H, so that all come about equally often.
+one) between two syncs instead of H, so that all regions sync about equally often.
 
 Source: asynchronous local SGD (Liu et al., arXiv 2401.09135), read from its code.
 """
@@ -31,13 +31,13 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Asynchronous(Schedule):
-    """A schedule of one fragment (the whole model) whose events each name a region.
+    """A schedule of one fragment (the full model) whose events each name a region.
 
-    In its state `last_start` has an entry a region.
+    In its state `last_start` has one entry per region.
 
     Attributes:
-      sync_interval: H, inner steps of the fastest region between two arrivals.
-      is_dynamic: whether slower regions do fewer steps between arrivals.
+      sync_interval: H, inner steps of the fastest region between two syncs.
+      is_dynamic: whether slower regions do fewer steps between syncs.
       step_times: ticks of one inner step of each region, see `Regions`.
     """
 
@@ -50,11 +50,7 @@ class Asynchronous(Schedule):
     is_by_region = True
 
     def __post_init__(self):
-        """Check the interval.
-
-        Raises:
-          ValueError: if it is below 1.
-        """
+        """Validate the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:
@@ -63,15 +59,15 @@ class Asynchronous(Schedule):
         return dataclasses.replace(self, step_times=regions.step_times)
 
     def local_steps(self, region: int) -> int:
-        """Return the inner steps that `region` does between two arrivals."""
+        """Return the inner steps that `region` does between two syncs."""
         if not self.is_dynamic:
             return self.sync_interval
         return max(1, math.floor(self.sync_interval / self.step_times[region] + 1e-9))
 
     def arrival(self, region: int, after: int) -> int:
-        """Return the first tick after `after` at which `region` comes."""
+        """Return the first tick after `after` at which `region` syncs."""
         period = self.local_steps(region) * self.step_times[region]
-        # The small number undoes the rounding of a product that is whole.
+        # The epsilon corrects the rounding of a whole product.
         count = math.floor(after / period + 1e-9)
         tick = after
         while tick <= after:
@@ -88,11 +84,11 @@ class Asynchronous(Schedule):
         return ScheduleState.from_json(value)
 
     def next_step(self, state: ScheduleState) -> int:
-        """Return the next tick at which some region comes."""
+        """Return the next tick at which a region syncs."""
         return min(self.arrival(m, state.step) for m in range(len(self.step_times)))
 
     def next_event(self, state, step, observe: Observe = nothing):
-        """Return a region's start, then at once its finish, in ascending order."""
+        """Return a region's start, then its finish, regions in ascending order."""
         del observe
         if state.in_flight:
             (pending,) = state.in_flight
@@ -114,10 +110,10 @@ class Asynchronous(Schedule):
 
 
 def asynchronous(sync_interval: int, is_dynamic: bool = True) -> Asynchronous:
-    """Let every region come alone after `sync_interval` steps, or fewer.
+    """Let every region sync alone after `sync_interval` steps, or fewer.
 
     Args:
-      sync_interval: H, inner steps of the fastest region between two arrivals.
+      sync_interval: H, inner steps of the fastest region between two syncs.
       is_dynamic: whether a slower region does fewer.
 
     Raises:

@@ -1,16 +1,16 @@
-"""What every schedule is: asked what comes next, it answers with events.
+"""The interface of schedules: asked for the next event, a schedule returns it.
 
-A schedule is a value; what it remembers is a state of its own class, of plain values
-that JSON can hold. Whoever carries out its events (devices, an ablation, a simulated
-network) runs the same loop, `events_at`:
+A schedule is a value; its state is of its own class, with plain values that JSON can
+hold. Everything that executes events (devices, an ablation, a simulated network) runs
+the same loop, `events_at`:
 
     while (step := schedule.next_step(state)) <= end:
         for state, event in events_at(schedule, state, step, observe):
             ...
 
-The order of events at a step is the schedule's alone, and a contract: all regions must
-come to the same order, or their collectives would pair with the wrong ones and hang.
-So a schedule chooses from reduced values only, which it gets by `observe`.
+The schedule alone determines the order of events at a step, and the order is a
+contract: it must be the same in all regions, or collectives would be mismatched and
+hang. So a schedule chooses from reduced values only, which it reads by `observe`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Event(NamedTuple):
     """Something that happens to one sync of a fragment.
 
     Attributes:
-      kind: `START` (its message leaves), `MIDWAY` (half of its delay is over; only
-        where someone needs a copy then) or `FINISH` (outer step and merge).
+      kind: `START` (its message is sent), `MIDWAY` (half of its delay has passed; only
+        if a merge needs a copy then) or `FINISH` (outer step and merge).
       fragment_id: which fragment.
       start_step: the step at which this sync starts or started.
-      since_step: the step of the start before, from which on its progress counts.
+      since_step: the step of the previous start, from which its progress counts.
       participating: the regions that take part, ascending; None is all of them.
-      rank: of the message, where the schedule sets one, else 0.
+      rank: of the message, if the schedule sets one, else 0.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
     @property
     def sync_id(self) -> tuple[int, int]:
-        """What tells a sync from all others: its fragment and its start."""
+        """Unique id of a sync: its fragment and its start."""
         return self.fragment_id, self.start_step
 
 
@@ -58,10 +58,10 @@ class Pending(NamedTuple):
       fragment_id: which fragment.
       start_step: when it started.
       apply_step: when it is applied.
-      midway_step: when someone needs a copy of the regions' fragments; None is never,
+      midway_step: when a merge needs a copy of the regions' fragments; None is never,
         or no longer.
-      participating: as of its `Event`.
-      rank: as of its `Event`.
+      participating: as in its `Event`.
+      rank: as in its `Event`.
     """
 
     fragment_id: int
@@ -73,7 +73,7 @@ class Pending(NamedTuple):
 
     @property
     def sync_id(self) -> tuple[int, int]:
-        """What tells a sync from all others: its fragment and its start."""
+        """Unique id of a sync: its fragment and its start."""
         return self.fragment_id, self.start_step
 
     def event(self, kind: str) -> Event:
@@ -84,12 +84,12 @@ class Pending(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What was seen of a mean pseudo-gradient that has been applied.
+    """Observations of an applied mean pseudo-gradient.
 
     Attributes:
-      fragment_id: whose it was.
+      fragment_id: which fragment.
       num_params: parameters in the fragment.
-      seen: value by the name of a need, the same on every region.
+      seen: value by the name of a need, equal in every region.
     """
 
     fragment_id: int
@@ -97,8 +97,8 @@ class Applied(NamedTuple):
     seen: Mapping[str, Any]
 
 
-# `observe(name)`: "applied" gives a list of `Applied` that were not given before, the
-# name of a need that is measured on demand its value, such as "drift".
+# `observe(name)`: "applied" returns a list of new `Applied`, the name of a need that is
+# measured on demand, such as "drift", its value.
 Observe = Callable[[str], Any]
 
 
@@ -115,10 +115,10 @@ def nothing(name: str) -> list:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState:
-    """What every schedule remembers.
+    """State of every schedule.
 
     Attributes:
-      step: the step up to which events were given out.
+      step: the step up to which events were returned.
       in_flight: syncs not yet applied, oldest first.
       last_start: step of the last start of each fragment, -1 for never.
     """
@@ -129,7 +129,7 @@ class ScheduleState:
 
     @property
     def rank(self) -> int:
-        """Of the messages sent now; 0 where the schedule sets none."""
+        """Rank of the messages sent now; 0 if the schedule sets none."""
         return 0
 
     def to_json(self) -> dict:
@@ -138,7 +138,7 @@ class ScheduleState:
 
     @classmethod
     def from_json(cls, value: dict) -> Any:
-        """Undo `to_json`, also after a trip through JSON text."""
+        """Invert `to_json`, also after a round trip through JSON text."""
         fields = {k: _tuples(v) for k, v in value.items()}
         fields["in_flight"] = tuple(Pending(*p) for p in fields["in_flight"])
         return cls(**fields)
@@ -154,11 +154,10 @@ class Schedule(abc.ABC):
     Attributes:
       num_fragments: K.
       sync_interval: H, inner steps within which every fragment starts at least once.
-      delay_steps: tau, inner steps from a start to its application, the most if they
+      delay_steps: tau, inner steps from a start to its application; the maximum if they
         differ.
-      needs: names of what it wants to know, see `sync.needs`.
-      is_by_region: whether each event is of one region alone, which sends and takes
-        when the event says so.
+      needs: names of its observations, see `sync.needs`.
+      is_by_region: whether each event is of one region alone.
     """
 
     num_fragments: int
@@ -169,12 +168,12 @@ class Schedule(abc.ABC):
 
     @property
     def is_measured(self) -> bool:
-        """Whether its numbers follow what syncs take."""
+        """Whether it depends on measured times."""
         return "times" in self.needs
 
     @property
     def warm_up_steps(self) -> int:
-        """Steps after which every program it calls for has run at least once."""
+        """Steps after which every program that it uses has run at least once."""
         return 2 * self.sync_interval + self.delay_steps
 
     @abc.abstractmethod
@@ -189,20 +188,20 @@ class Schedule(abc.ABC):
     def next_event(
         self, state: Any, step: int, observe: Observe = nothing
     ) -> tuple[Any, Event | None]:
-        """Return what happens next at `step`, and the state after it.
+        """Return the next event at `step`, and the state after it.
 
         Args:
           state: up to `step`.
           step: inner steps done.
-          observe: gives what the schedule needs to know, when it needs it.
+          observe: returns observations, when the schedule needs them.
 
         Returns:
-          The new state, and the event; None when nothing more happens at this step,
-          also when asked again.
+          The new state, and the event; None if nothing more happens at this step, also
+          if called again.
         """
 
     def learn(self, state: Any, applied: Applied) -> Any:
-        """Return the state that knows of an update that was applied."""
+        """Return the state with an applied update's observations."""
         del applied
         return state
 
@@ -213,7 +212,8 @@ class Schedule(abc.ABC):
     def begin_at(self, step: int) -> Any:
         """Return the state of a schedule whose first step comes after `step`.
 
-        Every fragment counts as sent then; what other schedules learned is not known.
+        Every fragment counts as sent then; observations of other schedules are not
+        used.
         """
         state = self.landed(self.init())
         if not step:
@@ -229,8 +229,8 @@ class Schedule(abc.ABC):
         """Return the schedule for these regions.
 
         Args:
-          regions: whose clocks it may go by.
-          looks_midway: whether `MIDWAY` events are wanted.
+          regions: whose speeds it may use.
+          looks_midway: whether to return `MIDWAY` events.
 
         Raises:
           ValueError: naming what does not fit.
@@ -266,12 +266,12 @@ def events_at(
 
 
 def replaced(values: tuple, index: int, value: Any) -> tuple:
-    """Return `values` with one of them replaced."""
+    """Return `values` with one entry replaced."""
     return (*values[:index], value, *values[index + 1 :])
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse what is no whole number, or below `least`: events are at whole steps.
+    """Refuse a value that is not a whole number of at least `least`.
 
     Raises:
       ValueError: naming the argument and its value.

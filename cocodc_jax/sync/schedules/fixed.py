@@ -1,21 +1,20 @@
-"""Fragments in a fixed order: all alike, whatever the updates are.
+"""Fragments in a fixed order, independent of the updates.
 
 - `staggered` (Streaming DiLoCo, arXiv 2501.18512): slot j serves fragment j mod K with
   slots H / K apart, so fragment p starts at p H / K, then every H steps; it is applied
-  tau steps later. With K = 1 this is DiLoCo's whole model every H steps. With a phase
-  f every start is f steps sooner: where f is tau, or tau mod H / K, merges fall on the
+  tau steps later. With K = 1 this is DiLoCo: the full model every H steps. With a phase
+  f every start is f steps sooner: if f is tau, or tau mod H / K, merges are at the
   multiples of H / K, as in programs that count from the merge.
-- `one_step_stale`: a message is applied one whole round after it left (CO2, DiLoCoX,
-  eager updates). What leaves tells what the round learned, before what arrives is
+- `one_step_stale`: a message is applied one full round after it was sent (CO2, DiLoCoX,
+  eager updates). It is sent, with the progress of the round, before the previous one is
   applied. The message of the round before the first is zero, so that at the first slot
   the regions go back to the outer parameters: an update never counts twice.
 
-At a step what arrives is applied before anything leaves: with tau = H / K and more, a
-fragment that starts where another one arrives is sent with that one merged already.
-So is a fragment itself with tau = H: it comes back in the step in which it leaves
-again, is merged first, and what leaves is the merged one, whose pseudo-gradient is
-measured from the outer fragment that has just stepped.
-Only where messages are one step stale it is the other way round.
+At a step, arriving fragments are applied before others are sent: with tau >= H / K, a
+fragment that starts where another one arrives is sent with that one merged already. The
+same holds for a single fragment with tau = H: it arrives in the step of its next start,
+is merged first, and the merged one is sent, with a pseudo-gradient measured from the
+new outer fragment. Only one-step-stale messages have the opposite order.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Staggered(Slotted):
         return ScheduleState.from_json(value)
 
     def serve(self, state, step, observe: Observe, slot_steps: int):
-        """Return the fragment whose turn it is, None while it is in flight."""
+        """Return the next fragment in order, None while it is in flight."""
         del observe
         del slot_steps
         k = self.slot(step) % self.num_fragments
@@ -54,14 +53,10 @@ class Staggered(Slotted):
 
 @dataclasses.dataclass(frozen=True)
 class OneStepStale(Staggered):
-    """Each fragment is applied as its next message has left; see `one_step_stale`."""
+    """Each fragment is applied when its next message is sent; see `one_step_stale`."""
 
     def __post_init__(self):
-        """Check that the delay is one round.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check that the delay is one round."""
         super().__post_init__()
         if self.phase_steps:
             raise ValueError(
@@ -76,7 +71,7 @@ class OneStepStale(Staggered):
             )
 
     def init(self) -> ScheduleState:
-        """Return the state with messages of zero, sent a round before the first."""
+        """Return the state with zero messages, sent a round before the first."""
         flying = []
         for j in range(1 - self.num_fragments, 1):
             start = j * self.slot_steps
@@ -92,7 +87,7 @@ class OneStepStale(Staggered):
         return dataclasses.replace(super().init(), in_flight=tuple(flying))
 
     def begin_at(self, step: int) -> ScheduleState:
-        """Return the state with messages of zero, each to arrive at its next slot."""
+        """Return the state with zero messages, each to arrive at its next slot."""
         if not step:
             return self.init()
         flying, half = [], self.delay_steps - self.delay_steps // 2
@@ -106,9 +101,9 @@ class OneStepStale(Staggered):
         return dataclasses.replace(super().begin_at(step), in_flight=tuple(flying))
 
     def next_event(self, state, step, observe: Observe = nothing):
-        """Return what leaves, then what arrives; see `Schedule.next_event`."""
+        """Return starts, then arrivals; see `Schedule.next_event`."""
         if step > 0 and step % self.slot_steps == 0:
-            # What arrives now makes room.
+            # An arrival frees its fragment.
             due = tuple(p for p in state.in_flight if p.apply_step <= step)
             rest = tuple(p for p in state.in_flight if p.apply_step > step)
             left, event = self.leave(
@@ -130,14 +125,14 @@ def staggered(
     delay_steps: int = 0,
     phase_steps: int = 0,
 ) -> Staggered:
-    """Start each fragment every `sync_interval` steps, spread evenly over them.
+    """Start each fragment every `sync_interval` steps, evenly spaced.
 
     Args:
       sync_interval: H.
       num_fragments: K.
       delay_steps: tau.
-      phase_steps: steps by which starts come before the multiples of H / K, which is
-        more.
+      phase_steps: steps by which starts precede the multiples of H / K; less than H /
+        K.
 
     Raises:
       ValueError: if `sync_interval` is not a multiple of `num_fragments`, the delay is

@@ -1,4 +1,4 @@
-"""Schedules whose numbers follow the network, as it is measured while a run goes on.
+"""Schedules that adapt to the network's measured speed during a run.
 
 Two numbers of a schedule depend on the network:
 
@@ -12,20 +12,19 @@ Two numbers of a schedule depend on the network:
 
       N = max(K, floor(gamma H T_c / T_s)) ;  h = floor(H / N)
 
-All regions must come to the same numbers, so what each has measured travels with its
-messages, and the schedule learns of it as a sync is applied. T_c is the slowest
-region's. T_s is the shortest of any region: it is the last one to send that waits for
-nothing but the network. Over the last few syncs the median of T_c counts, and for the
-delay the longest T_s (a sync that comes late holds everybody up, one that comes early
-nobody), for the slots the median.
+All regions must use the same numbers, so measured times are sent with the messages, and
+the schedule reads them when a sync is applied. T_c is the slowest region's. T_s is the
+minimum over regions: the last region to send waits only for the network. Of the last
+few syncs, T_c is the median; T_s is the maximum for the delay (a late sync blocks all
+regions, an early one none), and the median for the slots.
 
-A delay is chosen as its sync starts. To see the arrivals themselves first, regions
-would have to talk beside their messages, a round trip of the network for each.
+A delay is chosen when its sync starts. Waiting for the arrivals instead would need
+another network round trip for each.
 
-When h changes between two slots, the next may come sooner than h after the last, so
-that all deadlines can still be kept: with d_0 <= d_1 <= ... the last steps by which the
-fragments must have started, the next slot after step t is at most
-min_i floor((d_i - t) / (i + 1)) steps away.
+When h changes between two slots, the next slot may come sooner than h after the last,
+so that all deadlines can still be met: with d_0 <= d_1 <= ... the last steps by which
+the fragments must have started, the next slot after step t is at most min_i floor((d_i
+- t) / (i + 1)) steps away.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredState:
-    """What a measured schedule remembers.
+    """State of a measured schedule.
 
     Attributes:
       base: of the schedule that chooses what starts.
-      next_slot: step of the next slot, where slots are measured, else 0.
-      step_times: seconds of an inner step as the last messages told, newest last.
+      next_slot: step of the next slot, if slots are measured, else 0.
+      step_times: seconds of an inner step from the last messages, newest last.
       sync_times: seconds of a sync, likewise.
     """
 
@@ -71,7 +70,7 @@ class MeasuredState:
 
     @property
     def step(self) -> int:
-        """The step up to which events were given out."""
+        """The step up to which events were returned."""
         return self.base.step
 
     @property
@@ -81,7 +80,7 @@ class MeasuredState:
 
     @property
     def rank(self) -> int:
-        """Of the messages sent now; no measured schedule sets one."""
+        """Rank of the messages sent now; no measured schedule sets one."""
         return 0
 
     def to_json(self) -> dict:
@@ -91,14 +90,14 @@ class MeasuredState:
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Schedule):
-    """A schedule whose delay, or slots, or both, follow the network.
+    """A schedule whose delay, or slots, or both, adapt to the network.
 
     Attributes:
       base: chooses what starts; its `slot_steps` are those of the first slots.
-      delay_steps: the longest delay; the delay, where that is not measured.
-      measures_delay: whether the delay follows the network.
-      network_share: gamma in (0, 1], the share of the network that may be used, where
-        the slots follow it; None keeps them.
+      delay_steps: the maximum delay; the delay itself, if that is not measured.
+      measures_delay: whether the delay is measured.
+      network_share: gamma in (0, 1], the share of the network that may be used, if
+        slots are measured; None keeps them.
       window: how many syncs count.
     """
 
@@ -109,12 +108,8 @@ class Measured(Schedule):
     window: int = 5
 
     def __post_init__(self):
-        """Check that every fragment can be on time.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
-        # Slots that move can wait for a fragment, up to its deadline.
+        """Check that every fragment can be on time."""
+        # Measured slots can wait for a fragment, up to its deadline.
         fixed = self.network_share is None
         longest = self.base.longest_delay if fixed else self.sync_interval
         if self.measures_delay and not 1 <= self.delay_steps <= longest:
@@ -148,7 +143,7 @@ class Measured(Schedule):
 
     @property
     def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What syncs take, and what the choice goes by."""
+        """Measured times, and the needs of the base."""
         return self.base.needs | {"times"}
 
     def init(self) -> MeasuredState:
@@ -166,7 +161,7 @@ class Measured(Schedule):
         return dataclasses.replace(state, base=self.base.landed(state.base))
 
     def begin_at(self, step: int) -> MeasuredState:
-        """Return the state of a schedule that begins; nothing is measured yet."""
+        """Return the state of a schedule that starts, without measurements."""
         return MeasuredState(self.base.begin_at(step), step + self.slot_steps)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Measured:
@@ -183,8 +178,8 @@ class Measured(Schedule):
         return min([self._next_slot(state), *ahead(state.base)])
 
     def next_event(self, state, step, observe: Observe = nothing):
-        """Return what arrives, then what leaves; see `Schedule.next_event`."""
-        # Slots are told from the state before its step moves on.
+        """Return arrivals, then starts; see `Schedule.next_event`."""
+        # Slots are read from the state before its step advances.
         is_slot = step > 0 and step == self._next_slot(state, step - 1)
         base, event = self.base.arrive(state.base, step)
         state = dataclasses.replace(state, base=base)
@@ -203,11 +198,11 @@ class Measured(Schedule):
         return state, event
 
     def learn(self, state: MeasuredState, applied: Applied) -> MeasuredState:
-        """Return the state that knows T_c and T_s of every region, and the update."""
+        """Return the state with T_c and T_s of every region, and the update."""
         base = self.base.learn(state.base, applied)
         state = dataclasses.replace(state, base=base)
         times = applied.seen.get("times")
-        if times is None or min(min(pair) for pair in times) <= 0:  # Not known yet.
+        if times is None or min(min(pair) for pair in times) <= 0:  # Not yet measured.
             return state
         step_time = max(step for step, _ in times)
         sync_time = min(sync for _, sync in times)
@@ -225,7 +220,7 @@ class Measured(Schedule):
     def _delay(self, state: MeasuredState) -> int:
         if not self.measures_delay:
             return self.delay_steps
-        wanted = self.slot_steps  # One fragment on its way, until something is known.
+        wanted = self.slot_steps  # One fragment in flight, until measured.
         if state.sync_times:
             step_time = statistics.median(state.step_times)
             wanted = math.ceil(max(state.sync_times) / step_time)
@@ -250,7 +245,7 @@ class Measured(Schedule):
 
 
 def _seen_already(observe: Observe) -> Observe:
-    """Answer for what the choice itself asks: updates have been told already."""
+    """Answer the base's queries: updates have been passed on already."""
     return lambda name: [] if name == "applied" else observe(name)
 
 
@@ -267,11 +262,11 @@ def staggered(
       sync_interval: H.
       num_fragments: K.
       delay_steps: tau, or "auto".
-      max_delay_steps: the longest that "auto" may choose, at most H; None is H.
-      phase_steps: steps by which starts come before the multiples of H / K.
+      max_delay_steps: the maximum for "auto", at most H; None is H.
+      phase_steps: steps by which starts precede the multiples of H / K.
 
     Raises:
-      ValueError: naming the argument, its value and what would be right.
+      ValueError: naming the argument, its value and a value that works.
     """
     _check_delay(delay_steps, max_delay_steps)
     if isinstance(delay_steps, int):
@@ -296,14 +291,13 @@ def adaptive(
       sync_interval: H.
       num_fragments: K.
       delay_steps: tau, or "auto".
-      syncs_per_interval: N, or "auto", which begins with K.
+      syncs_per_interval: N, or "auto", which starts with K.
       transmission_score: see `schedules.adaptive`.
-      max_delay_steps: the longest that "auto" may choose; None is the longest there
-        can be, about H.
+      max_delay_steps: the maximum for "auto"; None is the largest possible, about H.
       network_share: gamma in (0, 1] of an automatic N; None is 0.4.
 
     Raises:
-      ValueError: naming the argument, its value and what would be right.
+      ValueError: naming the argument, its value and a value that works.
     """
     _check_delay(delay_steps, max_delay_steps)
     _check_count_or_auto("syncs_per_interval", syncs_per_interval)

@@ -1,18 +1,18 @@
 """Rounds whose length follows the rank of the messages that they hide.
 
-A round is as long as its message is on its way. A message of rank r is r / r_1 as long
-as one of rank r_1, so it needs that part of the steps; and the rank is what the
-updates of late turned out to need:
+A round is as long as its message is in flight. A message of rank r has r / r_1 times
+the size of one of rank r_1, so it needs that share of the steps. The rank is the one
+that recent updates turned out to need:
 
     r_t = the smallest bucket that holds mean(effective ranks of the last five means)
     H_t = ceil(H_1 r_t / r_1)
 
-The message that leaves at the start of round t has rank r_t, and is applied H_t steps
-later, as the next one leaves (`fixed.one_step_stale`). A mean is measured when it is
-applied and looked at when the next message leaves, so nothing waits for it. Ranks come
-in buckets, as every rank has programs of its own.
+The message that is sent at the start of round t has rank r_t, and is applied H_t steps
+later, when the next one is sent (`fixed.one_step_stale`). A mean is measured when it is
+applied and read when the next message is sent, so nothing waits for it. Ranks come in
+buckets, as every rank compiles its own programs.
 
-Every region must choose alike: an effective rank is that of a reduced mean.
+All regions make the same choice: an effective rank is that of a reduced mean.
 
 Source: DiLoCoX (arXiv 2506.21263), from memory. The buckets and their rounding upwards
 are ours.
@@ -38,12 +38,12 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class RankedState(ScheduleState):
-    """What ranked rounds remember.
+    """State of ranked rounds.
 
     Attributes:
       sent_rank: of the messages sent now.
-      round_steps: steps of the round that goes on.
-      effective_ranks: of the last means applied, newest last.
+      round_steps: steps of the current round.
+      effective_ranks: of the last applied means, newest last.
     """
 
     sent_rank: int
@@ -52,18 +52,18 @@ class RankedState(ScheduleState):
 
     @property
     def rank(self) -> int:
-        """Of the messages sent now."""
+        """Rank of the messages sent now."""
         return self.sent_rank
 
 
 @dataclasses.dataclass(frozen=True)
 class RankedRounds(Schedule):
-    """A schedule of the whole model, one round late, see `ranked_rounds`.
+    """A schedule of the full model, one round late, see `ranked_rounds`.
 
     Attributes:
       sync_interval: H_1, steps of a round at the first rank.
       ranks: the buckets, descending; the first is r_1.
-      window: over how many means effective ranks are averaged.
+      window: number of means to average effective ranks over.
     """
 
     sync_interval: int
@@ -74,25 +74,21 @@ class RankedRounds(Schedule):
     needs = frozenset({"effective_rank"})
 
     def __post_init__(self):
-        """Check the interval.
-
-        Raises:
-          ValueError: if it is below 1.
-        """
+        """Validate the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     @property
     def delay_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """tau, the longest."""
+        """The maximum of tau."""
         return self.sync_interval
 
     def init(self) -> RankedState:
-        """Return the state before the first step: a message of zero is on its way."""
+        """Return the initial state, with a zero message in flight."""
         first, steps = self.ranks[0], self.sync_interval
         return RankedState(0, (Pending(0, 0, steps, rank=first),), (-1,), first, steps)
 
     def begin_at(self, step: int) -> RankedState:
-        """Return the state at the start of a round, a message of zero on its way."""
+        """Return the state at the start of a round, with a zero message in flight."""
         first = self.init()
         (pending,) = first.in_flight
         pending = pending._replace(apply_step=step + self.sync_interval)
@@ -110,11 +106,11 @@ class RankedRounds(Schedule):
         return -(-self.sync_interval * rank // self.ranks[0])
 
     def next_step(self, state: RankedState) -> int:
-        """Return the end of the round that goes on."""
+        """Return the end of the current round."""
         return max(state.last_start[0], 0) + state.round_steps
 
     def next_event(self, state, step, observe: Observe = nothing):
-        """Return the next round's start, then what arrives; see `Schedule`."""
+        """Return the next round's start, then the arrival; see `Schedule`."""
         if step == self.next_step(state):
             for applied in observe("applied"):
                 state = self.learn(state, applied)
@@ -139,7 +135,7 @@ class RankedRounds(Schedule):
         return dataclasses.replace(state, in_flight=rest), due[0].event(FINISH)
 
     def learn(self, state: RankedState, applied: Applied) -> RankedState:
-        """Return the state that knows the effective rank of an applied mean."""
+        """Return the state with the effective rank of an applied mean."""
         newest = (*state.effective_ranks, applied.seen["effective_rank"])
         return dataclasses.replace(state, effective_ranks=newest[-self.window :])
 
@@ -157,10 +153,10 @@ def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
     Args:
       sync_interval: H_1.
       rank: r_1, the largest.
-      min_rank: the smallest. Between the two every bucket is half of the one above.
+      min_rank: the smallest. Between the two, every bucket is half of the one above.
 
     Raises:
-      ValueError: naming the argument, its value and what would be right.
+      ValueError: naming the argument, its value and a value that works.
 
     >>> ranked_rounds(125, 64, 4).ranks
     (64, 32, 16, 8, 4)

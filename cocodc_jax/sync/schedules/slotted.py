@@ -1,6 +1,6 @@
 """Schedules whose fragments start at slots, `slot_steps` inner steps apart.
 
-What a slot serves is left to `Slotted.serve`: a fixed order (`fixed.py`), or a choice
+`Slotted.serve` says what a slot serves: a fixed order (`fixed.py`), or a choice
 (`adaptive.py`); `measured.py` moves the slots themselves.
 """
 
@@ -30,7 +30,7 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Slotted(Schedule):
-    """A schedule whose fragments start at slots; what a slot serves is left open.
+    """A schedule whose fragments start at slots; subclasses define `serve`.
 
     Attributes:
       num_fragments: K.
@@ -39,7 +39,7 @@ class Slotted(Schedule):
       slot_steps: h, inner steps between two slots.
       participating: the regions whose messages count, ascending; None is all of them.
       looks_midway: whether there are `MIDWAY` events.
-      phase_steps: steps by which every slot comes before a multiple of `slot_steps`.
+      phase_steps: steps by which every slot precedes a multiple of `slot_steps`.
     """
 
     num_fragments: int
@@ -51,11 +51,7 @@ class Slotted(Schedule):
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
-        """Check that every fragment can be on time.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check that every fragment can be on time."""
         check_at_least("num_fragments", self.num_fragments, 1)
         check_at_least("sync_interval", self.sync_interval, 1)
         check_at_least("delay_steps", self.delay_steps, 0)
@@ -83,7 +79,7 @@ class Slotted(Schedule):
 
     @property
     def longest_delay(self) -> int:
-        """A fragment must be back before the slot that is its deadline."""
+        """Maximum delay: a fragment must arrive before the slot of its deadline."""
         return self.sync_interval // self.slot_steps * self.slot_steps
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Slotted:
@@ -106,20 +102,20 @@ class Slotted(Schedule):
     def serve(
         self, state: Any, step: int, observe: Observe, slot_steps: int
     ) -> tuple[Any, int | None]:
-        """Return what a slot at `step` serves, and the state after the choice.
+        """Return which fragment a slot serves, and the state after the choice.
 
         Args:
-          state: after what arrives at `step`.
+          state: after the arrivals of `step`.
           step: of the slot.
           observe: see `Schedule.next_event`.
           slot_steps: steps to the slots after it.
 
         Returns:
-          The state and the fragment; None where each that might be is in flight.
+          The state and the fragment; None if all candidates are in flight.
         """
 
     def slot(self, step: int) -> int:
-        """Return the number of the last slot up to `step`; 0 is before the first."""
+        """Return the index of the last slot up to `step`; 0 is before the first."""
         return (step + self.phase_steps) // self.slot_steps
 
     def next_slot(self, step: int) -> int:
@@ -131,7 +127,7 @@ class Slotted(Schedule):
         return min([self.next_slot(state.step), *ahead(state)])
 
     def next_event(self, state, step, observe: Observe = nothing):
-        """Return what arrives, then what leaves; see `Schedule.next_event`."""
+        """Return arrivals, then starts; see `Schedule.next_event`."""
         state, event = self.arrive(state, step)
         if event is not None or step <= 0 or step != self.next_slot(step - 1):
             return state, event
@@ -156,10 +152,10 @@ class Slotted(Schedule):
     def leave(
         self, state: Any, step: int, observe: Observe, delay_steps: int, slot_steps: int
     ) -> tuple[Any, Event | None]:
-        """Return the start that a slot at `step` makes, if any.
+        """Return the start at a slot at `step`, if any.
 
         Args:
-          state: after what arrives at `step`.
+          state: after the arrivals of `step`.
           step: of the slot.
           observe: see `Schedule.next_event`.
           delay_steps: of the sync that starts.
@@ -178,7 +174,7 @@ class Slotted(Schedule):
         """Return the start of a fragment at `step`, and the state after it.
 
         Args:
-          state: after what arrives at `step`.
+          state: after the arrivals of `step`.
           step: of the slot.
           fragment_id: what the slot serves.
           delay_steps: of the sync that starts.
@@ -202,7 +198,7 @@ class Slotted(Schedule):
 
 
 def ahead(state: ScheduleState) -> Iterator[int]:
-    """Yield the steps at which something happens to what is in flight."""
+    """Yield the steps of events of the fragments in flight."""
     each = ((p.midway_step, p.apply_step) for p in state.in_flight)
     return (step for step in itertools.chain(*each) if step is not None)
 

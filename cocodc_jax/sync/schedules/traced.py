@@ -1,8 +1,8 @@
-"""Slotted schedules inside a compiled program: what they remember, as arrays.
+"""Slotted schedules inside a compiled program, with their state as arrays.
 
-The same schedules and the same rule of choice as on the host (`adaptive.py`), asked
-once for each step; in float32 where the host has float64, so that of two scores that
-differ by less than float32 tells apart the other fragment may be chosen.
+The same schedules and rule of choice as on the host (`adaptive.py`), evaluated at each
+step. Scores are float32, where the host has float64: of two scores that are equal in
+float32 the other fragment may be chosen.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NEVER = -1
 
 
 class Times(NamedTuple):
-    """What a slotted schedule remembers, an entry a fragment.
+    """State of a slotted schedule, one entry per fragment.
 
     Attributes:
       last_start: int32 `[K]`, step of the last start, -1 for never.
-      apply_step: int32 `[K]`, when what is in flight is applied, -1 for nothing.
+      apply_step: int32 `[K]`, when the fragment in flight is applied, -1 for none.
       interval: int32 `[K]`, steps between the last two starts.
-      observed_interval: int32 `[K]`, that `norm` was gathered over.
+      observed_interval: int32 `[K]`, the interval that `norm` was accumulated over.
       norm: float32 `[K]`, of the last applied mean pseudo-gradient.
     """
 
@@ -40,7 +40,7 @@ class Times(NamedTuple):
 
 
 def why_not(schedule: Schedule) -> str | None:
-    """Tell why a schedule cannot be had inside a program, None if it can."""
+    """Return why a schedule cannot run inside a program, None if it can."""
     if schedule.is_by_region:
         return "its regions come one by one, each at a time of its own"
     if schedule.is_measured:
@@ -51,9 +51,9 @@ def why_not(schedule: Schedule) -> str | None:
 
 
 def first_times(schedule: Slotted) -> Times:
-    """Return what is remembered before the first step."""
+    """Return the initial state."""
     apply_step = np.full(schedule.num_fragments, _NEVER, np.int32)
-    for pending in schedule.init().in_flight:  # Messages of zero.
+    for pending in schedule.init().in_flight:  # Zero messages.
         apply_step[pending.fragment_id] = pending.apply_step
     never = jnp.full(len(apply_step), _NEVER, jnp.int32)
     none = jnp.zeros(len(apply_step), jnp.int32)
@@ -62,23 +62,23 @@ def first_times(schedule: Slotted) -> Times:
 
 
 def is_slot(schedule: Slotted, step: jax.Array) -> jax.Array:
-    """Tell whether a fragment may start at `step`, bool scalar."""
+    """Return whether a fragment may start at `step`, bool scalar."""
     return (step + schedule.phase_steps) % schedule.slot_steps == 0
 
 
 def is_due(schedule: Slotted, times: Times, step: jax.Array) -> jax.Array:
-    """Tell whether anything may happen at `step`, bool scalar."""
+    """Return whether anything may happen at `step`, bool scalar."""
     due = is_slot(schedule, step) | arriving(times, step).any()
     return due | midway(schedule, times, step).any() if schedule.looks_midway else due
 
 
 def arriving(times: Times, step: jax.Array) -> jax.Array:
-    """Tell which fragment is applied at `step`, bool `[K]`."""
+    """Return which fragments are applied at `step`, bool `[K]`."""
     return times.apply_step == step
 
 
 def midway(schedule: Slotted, times: Times, step: jax.Array) -> jax.Array:
-    """Tell which fragment is half of its delay old, bool `[K]`."""
+    """Return which fragments are halfway through their delay, bool `[K]`."""
     rest = schedule.delay_steps - schedule.delay_steps // 2
     return times.apply_step == step + rest
 
@@ -90,17 +90,17 @@ def leaving(
     step: jax.Array,
     observe: Observe,
 ) -> jax.Array:
-    """Tell which fragment starts at `step`, bool `[K]`, as `Slotted.serve` chooses.
+    """Return which fragment starts at `step`, bool `[K]`, as `Slotted.serve` chooses.
 
     Args:
-      schedule: one that `why_not` has nothing against.
+      schedule: one for which `why_not` returns None.
       num_params: of each fragment.
-      times: after what is applied before.
+      times: after the arrivals of `step`.
       step: int32 scalar, at least 1.
-      observe: gives what a score is made of, see `Adaptive.scores`.
+      observe: returns inputs of a score, see `Adaptive.scores`.
     """
     each = np.arange(len(num_params))
-    free = times.apply_step <= step  # What arrives now makes room.
+    free = times.apply_step <= step  # An arrival frees it.
     open_to = is_slot(schedule, step) & free
     if not isinstance(schedule, Adaptive):
         return open_to & (schedule.slot(cast(Any, step)) % len(each) == each)
@@ -119,7 +119,7 @@ def leaving(
 
 
 def started(times: Times, which: jax.Array, step: jax.Array, delay_steps: int) -> Times:
-    """Return what is remembered once `which`, bool `[K]`, has started."""
+    """Return the state after `which`, bool `[K]`, has started."""
     since = step - jnp.maximum(times.last_start, 0)
     return times._replace(
         last_start=jnp.where(which, step, times.last_start),
@@ -129,11 +129,11 @@ def started(times: Times, which: jax.Array, step: jax.Array, delay_steps: int) -
 
 
 def applied(times: Times, which: jax.Array, step: jax.Array, norm: jax.Array) -> Times:
-    """Return what is remembered once `which`, bool `[K]`, is applied.
+    """Return the state after `which`, bool `[K]`, is applied.
 
     Args:
       times: before it.
-      which: that arrived; one that has started again at once stays in flight.
+      which: arrivals; a fragment that has started again at once stays in flight.
       step: int32 scalar.
       norm: float32 scalar or `[K]`, of its mean.
     """
