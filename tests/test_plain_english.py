@@ -22,7 +22,7 @@ PACKAGES = [
     "netlab",
     "network",
 ]
-PACKAGES += ["program", "report", "sharding", "sync", "train", "transforms"]
+PACKAGES += ["program", "report", "run", "sharding", "sync", "train", "transforms"]
 
 # What to write in place of each.
 WORDS = {

@@ -1,13 +1,13 @@
-"""What programs are made of: configuration, session, processes, flags, presets.
+"""Configuration, session, processes, flags and presets of training programs.
 
     from cocodc_jax import run
 
     config = run.PRESETS["tiny"].replace(method="diloco", steps=100)
     summary = run.prepare(config, "runs/mine").train()
 
-A run is a `TrainConfig`, `prepare` checks it against data and devices, and
-`Session.train` trains and writes its files, going on where they stop. `flags` makes a
-command line of the same; it alone needs absl, and is imported by its own name.
+A run is a `TrainConfig`. `prepare` checks it against data and devices, and
+`Session.train` trains, writes the run's files, and resumes from them. `flags` makes a
+command line of the same; only it needs absl, and it is imported by its own name.
 """
 
 from __future__ import annotations

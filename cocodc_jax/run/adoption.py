@@ -1,4 +1,4 @@
-"""A new run that goes on from another one's checkpoint, see `RegionProgram.adopt`."""
+"""Start a new run from another run's checkpoint, see `RegionProgram.adopt`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The run that another one goes on from.
+    """The run to start from.
 
     Attributes:
       folder: its workdir.
@@ -37,11 +37,11 @@ class Source:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Source | None:
-        """Find what `--adopt_from` names, None where it is empty.
+        """Find the run of `--adopt_from`, None if the flag is empty.
 
         Raises:
-          ValueError: naming the flag, if there is no such run, one of another model,
-            or one that has come as far as the new one shall.
+          ValueError: naming the flag, if there is no such run, it has another model, or
+            it has reached the last step of the new one.
         """
         text = config.run.adopt_from
         if not text:
@@ -88,13 +88,13 @@ class Source:
         mesh: Mesh,
         stream: TrainStream,
     ) -> TrainState:
-        """Return the new run's first state, and print what was kept and lost.
+        """Return the new run's initial state, and print what was kept and lost.
 
         Args:
           program: of the new run.
           model: of both.
-          mesh: of the new run, whose devices the old program gets too.
-          stream: of the new run; it goes on where the old one was, if it is the same.
+          mesh: of the new run, also used for the old program.
+          stream: of the new run; it continues the old one's if it is the same.
 
         Raises:
           ValueError: if the checkpoint cannot be restored or does not fit.

@@ -1,4 +1,4 @@
-"""What attends a run: the clock's files, the progress bar, and the request to stop."""
+"""Observers of a run: timing files, the progress bar, and the request to stop."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ with extra("train"):
 
 
 class Watch:
-    """Takes the loop's clock to the progress bar and the timing file.
+    """Passes the loop's clock to the progress bar and the timing file.
 
     Attributes:
-      seconds: of the run so far, those of its earlier parts included.
+      seconds: of the run so far, including its earlier parts.
     """
 
     def __init__(self, writer: MetricsWriter, bar: RunProgress, earlier_s: float):
-        """Begins at what earlier parts of the run took."""
+        """Start at the seconds of the run's earlier parts."""
         self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
         self._stall_s = 0.0
         self.seconds = earlier_s
 
     def __call__(self, clock: Clock) -> None:
-        """Show and write where the run is."""
+        """Show and write the progress."""
         self.seconds = self._earlier_s + clock.wall_s
         self._bar.update(
             clock.step,
@@ -57,7 +57,7 @@ class Watch:
 def progress_bar(
     config: TrainConfig, step: int, console: Console | None
 ) -> RunProgress:
-    """Return the bar of a run that begins at `step`; process 0 alone shows it."""
+    """Return the bar of a run that starts at `step`; only process 0 shows it."""
     if jax.process_index() > 0:  # Process 0 reports.
         console = Console(quiet=True)
     run, optimizer = config.run, config.optimizer.inner_optimizer
@@ -67,11 +67,11 @@ def progress_bar(
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[Callable[[], bool]]:
-    """SIGTERM, as schedulers send before they kill, ends the run after a checkpoint.
+    """Stop the run after a checkpoint on SIGTERM, as schedulers send before they kill.
 
-    So does Ctrl-C; a second one ends it at once. With several processes, JAX catches
-    SIGTERM in any of them, and has all say yes at the same call: the first that none of
-    them has come to yet.
+    Ctrl-C does the same; a second one ends the run at once. With several processes, JAX
+    catches SIGTERM in any of them, and all return True at the same call: the first that
+    none of them has reached yet.
     """
     if jax.process_count() > 1:
         calls = itertools.count(1)
@@ -89,7 +89,7 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
         signal.SIGINT: interrupt,
     }
     before = {number: signal.getsignal(number) for number in handlers}
-    # Shells have it ignored in the background; None is a handler that is not Python's.
+    # Background jobs of shells ignore it; None is a handler that is not Python's.
     if before[signal.SIGINT] in (signal.SIG_IGN, None):
         del handlers[signal.SIGINT]
     for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""What the others are told of a region each turn, and what its folder keeps of it."""
+"""What a region reports to the others each turn, and what its folder records of it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
 
 SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
-_TAIL_BYTES = 65536  # Of the merges: the last whole line is among them.
+_TAIL_BYTES = 65536  # Enough to contain the last full line.
 
 
 class Attendance:
     """One region's part in a run, from its start to its end.
 
     Attributes:
-      step: the last that the others were told of.
+      step: the last one that was reported to the others.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Attendance:
         folder: pathlib.Path,
         digests: bool,
     ):
-        """Write to the region's own folder."""
+        """Open the region's own folder for writing."""
         assert isinstance(program.exchange, BetweenJobs)
         self._program, self._exchange, self._link = program, program.exchange, link
         self._folder, self._digests = folder, digests
@@ -49,13 +49,13 @@ class Attendance:
         self._shared: Any = None
 
     def told_by(self, hooks: Hooks) -> Hooks:
-        """Return a loop's hooks by which the others are told of this region."""
+        """Return a loop's hooks, extended to report to the other regions."""
         return dataclasses.replace(
             hooks, handed_out=self.handed_out, stopping=self.leave
         )
 
     def leave(self) -> None:
-        """Tell the others to do without this region, which was asked to stop."""
+        """Announce that this region was asked to stop."""
         print(
             f"asked to stop: leaving the other regions at step {self.step}",
             file=sys.stderr,
@@ -64,11 +64,11 @@ class Attendance:
         self._link.leave()
 
     def finish(self) -> None:
-        """Stay until the other regions have what they need of this one to end too."""
+        """Wait until the other regions have all they need of this one to end too."""
         self._link.finish(self._link.place.timing.grace_s)
 
     def handed_out(self, state: TrainState, output: Output) -> None:
-        """Tell the others how far this region is; let in who waits for it."""
+        """Report this region's progress to the others, and admit regions that wait."""
         assert state.sync is not None
         starts = [start for _, start in state.sync.in_flight]
         self.step, oldest = state.step, min(starts, default=state.step)
@@ -96,10 +96,10 @@ class Attendance:
             self._write(SYNCS_FILE, line)
 
     def _note_shared(self, state: TrainState) -> None:
-        """Keep the outer parameters that a run cut in two had in common.
+        """Keep the last outer parameters that both parts of a cut network share.
 
-        They are those at the end of the turn in which regions were first missed; nobody
-        knows which part of it will go on.
+        Those are from the end of the turn in which regions were first missed; it is not
+        yet known which part goes on.
         """
         assert state.sync is not None
         before, self._view = self._view, self._link.view
@@ -110,7 +110,7 @@ class Attendance:
             self._shared = None
 
     def joined(self, line: dict[str, Any]) -> None:
-        """Note that this region takes part now."""
+        """Record that this region takes part now."""
         self._write(JOINS_FILE, line)
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def _digest(fragment: Any) -> str:
 
 
 def last_merge(folder: pathlib.Path) -> int:
-    """Return the last step whose merge a region has noted, 0 for none."""
+    """Return the last step whose merge a region has recorded, 0 for none."""
     try:
         with (folder / SYNCS_FILE).open("rb") as file:
             file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)

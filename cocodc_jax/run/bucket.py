@@ -1,14 +1,14 @@
-"""A run whose folder is in a bucket: `--workdir=gs://BUCKET/RUN`.
+"""Runs whose folder is in a bucket: `--workdir=gs://BUCKET/RUN`.
 
-Checkpoints are Orbax's, which writes to buckets itself, every process its own arrays.
-All other files of a run grow, line by line or in place, which files of a bucket cannot:
-each process writes its own to a folder of its machine, and sends those that changed at
-every checkpoint, before that refers to them, and when it ends. Whoever goes on begins
-by fetching its own: the bucket is what counts, and the machine may be another.
+Orbax writes checkpoints to buckets itself, every process its own arrays. All other
+files of a run grow, line by line or in place, which a bucket does not support. So each
+process writes its own to a local folder, and uploads those that changed at every
+checkpoint, before the checkpoint refers to them, and when it ends. A resumed run first
+downloads its files: the bucket's files count, as the machine may be another.
 
-Given up against a folder that processes share: there is no lock. A process leaves a
-mark while it writes; one that finds another's says so, and cannot know whether that is
-alive. And checkpoints have no checksums of this package, as a bucket has its own.
+Unlike in a shared folder there is no lock. A process leaves a mark while it writes; one
+that finds another's mark reports it, and cannot know whether that process is alive. And
+checkpoints have no checksums of this package, as a bucket has its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARK = ".writer"
 
 
 def folder_here(workdir: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the folder of this machine that a run's files are written to first."""
+    """Return the local folder that a run's files are first written to."""
     if is_in_bucket(workdir):
         return here_of(workdir, cache_dir())
     return pathlib.Path(workdir)
@@ -38,11 +38,11 @@ def folder_here(workdir: str | os.PathLike[str]) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Where the files of a run go, and where they are written first.
+    """The remote and the local folder of a run's files.
 
     Attributes:
       folder: of the run in the bucket, an `etils.epath.Path`.
-      workdir: the folder here that stands for it.
+      workdir: the local folder.
       sent: see `buckets.send`, by folder.
     """
 
@@ -54,10 +54,10 @@ class Bucket:
 
     @classmethod
     def of(cls, workdir: str | os.PathLike[str]) -> Bucket | None:
-        """Open the bucket that `workdir` names, None where it names a folder.
+        """Open the bucket that `workdir` names, None if it names a folder.
 
         Raises:
-          MissingExtraError: if what reaches buckets is not installed.
+          MissingExtraError: if a package for buckets is not installed.
           ValueError: if it cannot be reached.
         """
         if not is_in_bucket(workdir):
@@ -65,10 +65,10 @@ class Bucket:
         return cls(in_bucket(workdir), folder_here(workdir))
 
     def begin(self, process: int) -> None:
-        """Fetch what a process needs of the run: its own files, and the configuration.
+        """Download a process's files of the run, and the configuration.
 
         Raises:
-          OSError: if that cannot be.
+          OSError: if that fails.
         """
         fetch(*self._own(process))
         config = self.folder / CONFIG_FILE
@@ -76,7 +76,7 @@ class Bucket:
             fetch_file(config, self.workdir / CONFIG_FILE)
 
     def send(self, process: int) -> None:
-        """Send the files of a process that changed.
+        """Upload the files of a process that changed.
 
         Raises:
           OSError: if they cannot be written.
@@ -86,7 +86,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def writing(self, process: int) -> Iterator[None]:
-        """Mark that a process writes, and send its files however it ends."""
+        """Mark that a process writes, and upload its files however it ends."""
         target, folder = self._own(process)
         mark = target / MARK
         if mark.exists():
@@ -106,7 +106,7 @@ class Bucket:
         mark.unlink(missing_ok=True)
 
     def _own(self, process: int) -> tuple[Any, pathlib.Path]:
-        """Return the folders of a process, there and here."""
+        """Return the remote and the local folder of a process."""
         name = f"process_{process}"
         if not process:
             return self.folder, self.workdir

@@ -1,4 +1,4 @@
-"""What a run's configuration says, as devices, a program and an evaluation."""
+"""Build devices, program and evaluation from a run's configuration."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from cocodc_jax.transforms.second_moment import adam_second_moment
 
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
-    """Return the devices regions may use; on a CPU virtual ones, outer ones besides.
+    """Return the devices for regions; on a CPU virtual ones, with outer devices.
 
     Args:
-      run: how many regions, and devices in each.
-      num_processes: that share them; 0 if that is not known yet.
+      run: number of regions, and devices in each.
+      num_processes: that share them; 0 if not yet known.
 
     Raises:
-      ValueError: if more are asked for than there are, or the processes cannot share
-        the regions out.
+      ValueError: if there are too few devices, or the processes cannot share the
+        regions evenly.
     """
     wanted = run.regions * run.devices_per_region
     each = wanted // max(num_processes, 1)
-    # Ignored by other platforms, where it gives the outer state devices of its own.
-    with contextlib.suppress(RuntimeError):  # JAX has started: what it has must do.
+    # On other platforms it only makes devices for the outer state.
+    with contextlib.suppress(RuntimeError):  # JAX has started: use its devices.
         cc.use_cpu_devices(max(each, run.devices) + run.outer_channels)
     if jax.process_count() > 1:
         return _shared_devices(run, wanted)
@@ -63,7 +63,7 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
 
 
 def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
-    """As many devices of every process as regions need, in the order of processes."""
+    """Return as many devices of every process as regions need, ordered by process."""
     count = jax.process_count()
     if run.devices:
         raise ValueError(
@@ -85,7 +85,7 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
 
 
 def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
-    """Make the inner mesh of a run, of these devices."""
+    """Make the inner mesh of a run from these devices."""
     return make_mesh(
         run.regions,
         run.data_axis,
@@ -97,10 +97,10 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
-    """Refuses a model that the devices of a region cannot share.
+    """Refuse a model that the devices of a region cannot share.
 
     Raises:
-      ValueError: naming what does not divide, and what would.
+      ValueError: naming what does not divide, and a value that works.
     """
     run = config.run
     models.check_divisible(
@@ -120,9 +120,9 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
 def init_params(
     run: RunConfig, model: models.TransformerConfig, key: jax.Array
 ) -> models.Params:
-    """Draw or read one region's first parameters, confined where they are to stay so.
+    """Initialize or read one region's parameters, projected to any subspace.
 
-    Adapters are drawn, the model that they are of is read.
+    Adapters are initialized, their base model is read.
 
     Raises:
       ValueError: if the folder to read from does not hold this model.
@@ -136,7 +136,7 @@ def init_params(
 
 
 def program_key(config: TrainConfig) -> tuple:
-    """Return what two runs of one model have in common if one program serves both."""
+    """Return a key that is equal for runs that can share a compiled program."""
     run = config.run
     regions = run.unequal(config.data.batch_per_region)
     pipeline = (
@@ -152,10 +152,10 @@ def program_key(config: TrainConfig) -> tuple:
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
-    """Return the run as this process trains it: of one region, if that is a job.
+    """Return the run as this process trains it: of one region, if regions are jobs.
 
     Raises:
-      ValueError: if regions that are jobs are not alike, or share a pipeline's routes.
+      ValueError: if regions that are jobs differ, or share a pipeline's routes.
     """
     run = config.run
     if place is None:
@@ -171,18 +171,18 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
 
 
 def check_jobs(config: TrainConfig) -> None:
-    """Refuse what cannot be jobs, for a program that starts one for each region.
+    """Refuse configurations that cannot run as jobs, before a program starts them.
 
     Raises:
-      ValueError: as `own_part`, if there is no exchange between jobs, or another one
-        was asked for.
+      ValueError: as for `own_part`, if there is no exchange between jobs, or another
+        one was requested.
     """
     if config.run.exchange not in ("auto", "jobs"):
         raise ValueError(
             f"exchange={config.run.exchange!r} is not how regions that are jobs of "
             "their own exchange; leave it out"
         )
-    # Nobody listens there: where regions are makes no difference to what they can do.
+    # Placeholder addresses: they make no difference to the checks.
     addresses = tuple(f"region-{number}:1" for number in range(config.run.regions))
     place = Place(0, addresses, bytes(MIN_KEY_BYTES))
     own_part(config.replace(exchange="jobs"), place)
@@ -200,10 +200,10 @@ def build_program(
       config: of the run.
       model: with the tokenizer's vocabulary.
       mesh: the inner mesh.
-      place: of this region, if each is a job of its own.
+      place: of this region, if each is a separate job.
 
     Raises:
-      ValueError: if the method has no use for `step_seconds`.
+      ValueError: if the method does not support `step_seconds`.
     """
     steps = config.run.steps
     shapes = jax.eval_shape(
@@ -271,7 +271,7 @@ def open_for(
 def list_evaluation(
     config: TrainConfig, model: models.TransformerConfig, program: cc.RegionProgram
 ) -> LoweredProgram:
-    """Name the program of `build_evaluate`, to be compiled without being run."""
+    """Return the program of `build_evaluate`, for compiling without running it."""
     data = config.data
     shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
     judged = (program.param_shapes,)
@@ -286,10 +286,10 @@ def list_evaluation(
 def build_evaluate(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
 ) -> Callable[[models.Params], jax.Array]:
-    """Return what judges parameters on the validation batches; compiles nothing.
+    """Return the evaluation on the validation batches; compiles nothing.
 
     Raises:
-      ValueError: naming the flag, if the corpus holds fewer.
+      ValueError: naming the flag, if the corpus has fewer batches.
     """
     # The same batches whatever the method and the seed.
     try:

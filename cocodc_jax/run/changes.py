@@ -1,7 +1,7 @@
-"""Going on with a run whose configuration has changed: what is refused, and noted.
+"""Resume a run with a changed configuration: what is refused, and what is recorded.
 
-See `kinds` for what the kinds of fields are, and `changes.jsonl` for what has changed:
-a line for each time that a run went on otherwise, with the step.
+See `kinds` for the kinds of fields. `changes.jsonl` has a line for each time that a run
+was resumed with changes, with the step.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _OR_ELSE = {
 def check(
     found: TrainConfig, config: TrainConfig, workdir: pathlib.Path, done: int
 ) -> None:
-    """Refuse what a run that has begun cannot go on with.
+    """Refuse changes that a run that has begun cannot be resumed with.
 
     Args:
       found: the configuration in its folder.
-      config: the one that it is to go on with.
+      config: the new one.
       workdir: its folder.
       done: step of its newest checkpoint, 0 without one.
 
@@ -71,13 +71,13 @@ def check(
 def note(
     found: TrainConfig, config: TrainConfig, workdir: pathlib.Path, step: int
 ) -> None:
-    """Write down that a run goes on with a changed configuration, and say so.
+    """Record and print that a run is resumed with a changed configuration.
 
     Args:
       found: the configuration in its folder.
-      config: the one that it goes on with.
+      config: the new one.
       workdir: its folder.
-      step: that it goes on from.
+      step: that it is resumed from.
     """
     changes = dict(found.changes(config))
     line = {"step": step, "changes": {n: list(pair) for n, pair in changes.items()}}
@@ -97,7 +97,7 @@ def note(
 
 
 def say_unused(changes: Changes, workdir: pathlib.Path) -> None:
-    """Say that what has changed makes no difference to a finished run."""
+    """Print that the changes make no difference to a finished run."""
     if changes:
         print(
             f"note: the run in {workdir} is finished; it was not run again with "
@@ -107,7 +107,7 @@ def say_unused(changes: Changes, workdir: pathlib.Path) -> None:
 
 
 def has(kind: Kind, changes: Collection[str]) -> bool:
-    """Whether a field of a kind is among the changes."""
+    """Return whether a field of a kind is among the changes."""
     return any(kind_of(name) is kind for name in changes)
 
 

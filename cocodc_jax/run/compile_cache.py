@@ -1,9 +1,9 @@
-"""Compiled programs kept on disk, so that a command compiles what is new to it alone.
+"""Cache compiled programs on disk, so that a command compiles only what is new.
 
-JAX has a persistent compilation cache and leaves it off. Here every command uses one,
-in the user's cache folder. `JAX_COMPILATION_CACHE_DIR` names another folder, and
-`JAX_ENABLE_COMPILATION_CACHE=false` does without. A cached program is the machine code
-that the compiler made before, so no number changes.
+JAX has a persistent compilation cache, which is off by default. Here every command uses
+one, in the user's cache folder. `JAX_COMPILATION_CACHE_DIR` sets another folder, and
+`JAX_ENABLE_COMPILATION_CACHE=false` disables it. A cached program is the same machine
+code, so no number changes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from cocodc_jax.data.config import cache_dir
 DIR = "JAX_COMPILATION_CACHE_DIR"
 MIN_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
-# A run has dozens of small programs that compile in less than JAX's own second.
+# Below JAX's default of 1 s: a run has dozens of small programs.
 _MIN_COMPILE_S = 0.05
 _KEPT_S = 30 * 24 * 3600.0
 
 
 def keep_programs() -> pathlib.Path | None:
-    """Have JAX, here and in commands started from here, keep compiled programs.
+    """Enable the compilation cache, here and in commands started from here.
 
     Returns:
-      The folder; None where the environment or the caller has chosen already.
+      The folder; None if the environment or the caller has chosen already.
     """
     if DIR in os.environ or os.environ.get("JAX_ENABLE_COMPILATION_CACHE") == "false":
         return None
@@ -39,14 +39,14 @@ def keep_programs() -> pathlib.Path | None:
         return None
     folder = cache_dir() / "xla" / _machine()
     try:
-        # What is in it is run: nobody else may write there.
+        # Its content is executed: no other user may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # A home that cannot be written to: then without.
+    except OSError:  # Home is not writable: no cache.
         return None
     _forget_unused(folder)
     os.environ[DIR] = str(folder)
     os.environ.setdefault(MIN_TIME, str(_MIN_COMPILE_S))
-    if jax is not None:  # It has read its environment.
+    if jax is not None:  # Imported: it has read its environment.
         jax.config.update("jax_compilation_cache_dir", str(folder))
         least_s = float(os.environ[MIN_TIME])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", least_s)
@@ -54,7 +54,7 @@ def keep_programs() -> pathlib.Path | None:
 
 
 def _machine() -> str:
-    """Name the kind of processor: machines that share a home may not share its code."""
+    """Name the kind of processor: machines may share a home, but not code."""
     text = platform.machine() + platform.processor()
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
@@ -64,10 +64,10 @@ def _machine() -> str:
 
 
 def _forget_unused(folder: pathlib.Path) -> None:
-    """Remove programs that nothing has read for a month."""
+    """Remove programs that were not read for a month."""
     limit_s = time.time() - _KEPT_S
     for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # Another command was quicker.
+        with contextlib.suppress(OSError):  # Removed by another command.
             found = path.stat()
             if max(found.st_atime, found.st_mtime) < limit_s:
                 path.unlink()

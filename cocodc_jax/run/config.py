@@ -1,8 +1,8 @@
-"""A run's configuration: frozen dataclasses, one flag a leaf, JSON and back.
+"""A run's configuration: frozen dataclasses with one flag per leaf, and JSON.
 
-Leaf names are unique over the sections, because every leaf is a flag. The meaning of
-each is in its class's docstring, or for a method's arguments in the docstring of its
-function, which is also the flag's help text.
+Leaf names are unique over the sections, because every leaf is a flag. The docstring of
+its class, or of a method's function for arguments of methods, documents each leaf and
+is also the flag's help text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cocodc_jax.run.method_config import ARGUMENTS, WHERE_TAKEN, MethodConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.run_config import RunConfig
 
-# Fields that are no leaves: what other sections decide (the tokenizer, the run's own
-# seed), and what holds the arguments of methods.
+# Fields that are no leaves: set by other sections (the tokenizer, the run's own seed),
+# or holding the arguments of methods.
 DERIVED = {
     "model": ("vocab_size",),
     "data": ("seed",),
@@ -49,7 +49,7 @@ class TrainConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
-        """Check what sections say of one another."""
+        """Validate sections against one another."""
         if self.optimizer.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="
@@ -88,15 +88,15 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one step of all regions, where they are alike."""
+        """Tokens of one step of all regions, if their batch sizes are equal."""
         of_region = self.data.batch_per_region * self.data.sequence_length
         return self.run.regions * of_region
 
     def replace(self, **leaves: Any) -> TrainConfig:
-        """Return a copy with leaves replaced by name, wherever they belong.
+        """Return a copy with leaves replaced by name, in any section.
 
         Raises:
-          ValueError: for a name that no section has, or a value that one refuses.
+          ValueError: for an unknown name, or a value that its section refuses.
         """
         sections: dict[str, dict[str, Any]] = {}
         for name, value in leaves.items():
@@ -113,11 +113,11 @@ class TrainConfig:
         return dataclasses.replace(self, **changed)
 
     def where(self, **arguments: Any) -> TrainConfig:
-        """Return a copy with arguments for whichever method takes them."""
+        """Return a copy with arguments for those methods that take them."""
         return dataclasses.replace(self, method=self.method.where(**arguments))
 
     def resolve(self) -> TrainConfig:
-        """Return a copy with the method's defaults written out, as runs are known."""
+        """Return a copy with the method's defaults filled in, as recorded with runs."""
         beta2 = self.optimizer.second_moment_decay(self.method.build())
         return dataclasses.replace(
             self,
@@ -131,11 +131,11 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
-        """Inverse of `to_json`; a field that was not there yet takes its default.
+        """Invert `to_json`; a field that is missing takes its default.
 
         Raises:
-          ValueError: for an unknown key, one without a default that is missing, or a
-            value of another type.
+          ValueError: for an unknown key, a missing one without a default, or a value of
+            another type.
         """
         try:
             return cls._from_table(value)
@@ -163,18 +163,18 @@ class TrainConfig:
         return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
     def differences(self, other: TrainConfig) -> str:
-        """Say where two configurations differ, as `name: mine, not theirs`."""
+        """Describe differences to `other`, as `name: mine, not theirs`."""
         pairs = self.changes(other).items()
         return "; ".join(f"{name}: {a}, not {b}" for name, (a, b) in pairs)
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a field; what is no leaf is a name, or follows from one."""
+    """Return the kind of a field; one that is no leaf is a name, or derived."""
     return LEAVES[name].kind if name in LEAVES else Kind.FREE
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of all sections of a configuration's plain values."""
+    """Return the fields of all sections of a configuration in plain values."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         flat |= value if isinstance(value, dict) else {name: value}
@@ -219,5 +219,5 @@ def _from_dict(name: str, cls: Any, value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """JSON text as all files of a run are written."""
+    """Return JSON text in the format of a run's files."""
     return json.dumps(value, indent=2) + "\n"

@@ -1,7 +1,4 @@
-"""What several processes have to know of one another: is this the same run?
-
-It crosses as JSON text, the same way as arrays do.
-"""
+"""Check that all processes have the same run; values are gathered as JSON text."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from cocodc_jax.run.config import flat
 
 
 def gather(value: Any) -> list[Any]:
-    """Return what every process has to say, in the order of their ids; waits for all.
+    """Return every process's value, in the order of their ids; waits for all.
 
     Args:
       value: JSON-able.
     """
     if jax.process_count() == 1:
         return [value]
-    # What follows crosses all devices, those of the outer mesh too. Of two exchanges
-    # between the same devices, one process may begin the first and one the second.
+    # Later collectives use all devices, including the outer mesh. Two concurrent ones
+    # between the same devices could start in different orders in different processes.
     jax.block_until_ready(jax.live_arrays())
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     longest = int(np.max(multihost_utils.process_allgather(np.array(len(mine)))))
@@ -67,7 +64,7 @@ def check_alike(config: dict[str, Any]) -> None:
 
 
 def code_digest() -> str:
-    """Twelve hex digits that tell one version of this package's source from another."""
+    """Return twelve hex digits that identify the version of this package's source."""
     root = pathlib.Path(cc.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

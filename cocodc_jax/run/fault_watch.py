@@ -1,4 +1,4 @@
-"""Names what is faulty among regions that are jobs, while they train."""
+"""Detect faulty regions and links among regions that are jobs, while they train."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from cocodc_jax.network.faults import Finding, Messages, Regions
 
 FAULTS_FILE = "faults.jsonl"
 ON_FAULT = ("warn", "exclude", "route")
-# What is told of who is faulty: a region, not a link.
+# Findings about a region, not a link.
 _OF_A_REGION = ("sender", "region", "slow")
-# Of `robust_z`: a step counts as slow above 2.2 times its own past, if the others' are
-# not as well.
+# Of `robust_z`: a step counts as slow above 2.2 times its own past, unless those of the
+# others do too.
 _STEP_FLOOR = 0.2
 
 
 class FaultWatch:
-    """Looks at what messages and steps took, sync by sync.
+    """Evaluates the times of messages and steps, sync by sync.
 
-    What is named goes to the console and to a file, with the evidence, when it begins
-    and when it ends.
+    Findings go to the console and to a file, with the evidence, when they begin and
+    end.
     """
 
     def __init__(self, folder: pathlib.Path, on_fault: str, least_s: float):
-        """Begin with nothing known."""
+        """Start without history."""
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
         self._messages = Messages(least=least_s)
         self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
@@ -43,7 +43,7 @@ class FaultWatch:
         self._last: SyncId = (0, 0)
 
     def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
-        """Take in one sync; see `membership.link.Watch`."""
+        """Add one sync; see `membership.link.Watch`."""
         self._last = measured.sync
         found = self._messages.observe(np.array(measured.seconds))
         found += self._steps.observe(np.array(measured.step_s))
@@ -59,7 +59,7 @@ class FaultWatch:
         return self._to_do(named)
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
-        """Take in who is silent; see `membership.link.Watch`."""
+        """Add which regions are silent; see `membership.link.Watch`."""
         found = {}
         for region, (seconds, usual) in silences.items():
             ratio = seconds / usual if usual else np.inf
@@ -68,7 +68,7 @@ class FaultWatch:
         self._silent = found
 
     def _tell_changes(self, before: dict, now: dict) -> None:
-        """Tell which findings are new, and which are there no more."""
+        """Report new findings, and those that ended."""
         for key in sorted(now.keys() - before.keys()):
             self._tell("begins", now[key])
         for key in sorted(before.keys() - now.keys()):
@@ -108,5 +108,5 @@ class FaultWatch:
 
 
 def _plain(number: float) -> float | None:
-    """Return a number that JSON has; None is a message that never came."""
+    """Return a JSON number; None for a message that never came."""
     return number if np.isfinite(number) else None

@@ -1,6 +1,6 @@
-"""Flags from the configuration's leaves, and errors that a person can act on.
+"""Flags from the configuration's leaves, and actionable errors.
 
-The only file of the package that knows absl. A run's configuration is its preset with
+The only file of the package that imports absl. A run's configuration is its preset with
 the flags that were given; it is rebuilt from them, so its own checks always run.
 """
 
@@ -37,12 +37,12 @@ RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on 
 JOBS = leaves_of("jobs", Jobs)
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
-# Those of the program; a test puts others in their place.
+# The program's flags; tests replace them.
 FLAGS = flags.FLAGS
 
 
 class _CountOrWord(flags.ArgumentParser):
-    """A whole number becomes one; what else there may be, the configuration says."""
+    """Parse whole numbers; the configuration validates words."""
 
     syntactic_help = "a whole number or a word"
 
@@ -71,8 +71,8 @@ def define_one(kind: Any, name: str, default: Any, text: str, **settings: Any) -
     Args:
       kind: int, float, bool, str, list (of words, with commas) or `COUNT_OR_WORD`.
       name: of the flag.
-      default: its value where it is not given.
-      text: what it means.
+      default: its default value.
+      text: its help.
       **settings: of absl's, such as `lower_bound`.
     """
     _DEFINE[kind](name, default, text, flag_values=FLAGS, **settings)
@@ -84,8 +84,8 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     """Define `--preset`, `--workdir` and a flag for every leaf.
 
     Args:
-      without: leaves that the program gives another flag for.
-      workdir: what its folder is.
+      without: leaves for which the program defines another flag.
+      workdir: help of the folder.
     """
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
@@ -139,21 +139,21 @@ def define_tracking() -> None:
 
 
 def tracking() -> Tracking:
-    """Where runs are shown.
+    """Return where to show runs.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: naming the flag, its value and a value that works.
     """
     return Tracking(value("wandb"), value("wandb_mode"))
 
 
 def given(name: str) -> bool:
-    """Whether the flag stands on the command line."""
+    """Return whether the flag is on the command line."""
     return bool(FLAGS[name].present)
 
 
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
-    """Refuse flags of the training that the program which starts it decides.
+    """Refuse training flags that the program that starts the training sets itself.
 
     Args:
       before: those that are its own flags too, before `--`.
@@ -195,14 +195,14 @@ def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
 
 
 def processes() -> Processes:
-    """Who takes part: the flags, over what a launcher has set.
+    """Return which processes take part: the flags, over what a launcher has set.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: naming the flag, its value and a value that works.
     """
     told = {name: value(name) for name in PROCESSES if given(name)}
     if "region_id" in FLAGS and given("region_id"):
-        return Processes(**told)  # A job of its own, whatever its launcher has set.
+        return Processes(**told)  # A separate job, whatever its launcher has set.
     return Processes.from_environment(**told)
 
 
@@ -222,8 +222,8 @@ def config(
 
     Args:
       without: leaves that were not defined, see `define`.
-      methods: that the program trains one after another. Their arguments then hold for
-        whichever of them takes them; without, they are those of `--method`.
+      methods: that the program trains one after another. Arguments then apply to those
+        that take them; without, they are those of `--method`.
       **own: leaves that the program sets itself.
 
     Raises:
@@ -246,7 +246,7 @@ def config(
 
 
 def check_methods(methods: Iterable[str]) -> None:
-    """Refuses a flag that is an argument of other methods only.
+    """Refuse a flag that is an argument of other methods only.
 
     Args:
       methods: that the program trains.
@@ -259,7 +259,7 @@ def check_methods(methods: Iterable[str]) -> None:
 
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
-    """Refuses a flag that no inner optimizer of the runs goes by.
+    """Refuse a flag that no inner optimizer of the runs uses.
 
     Raises:
       ValueError: naming the flag, its value and the optimizers.
@@ -274,16 +274,16 @@ def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
 
 
 def run_main(main: Callable[[], None], doc: str = "") -> None:
-    """Parse the flags and call `main`; a flag that is wrong exits with code 2.
+    """Parse the flags and call `main`; a wrong flag exits with code 2.
 
     Args:
       main: the program.
-      doc: what it does, for `--help`.
+      doc: its description, for `--help`.
     """
 
     @as_a_command()
     def call(argv: Sequence[str]) -> None:
-        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+        logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
         say_once(logging.get_absl_handler())
         if len(argv) > 1:
             _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
@@ -295,7 +295,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
         main()
 
     app.define_help_flags()
-    # In place of absl's, which cannot know what the other flags come to.
+    # In place of absl's, which does not know defaults that depend on other flags.
     for name in ("help", "helpfull"):
         define_one(bool, name, False, "Print this and exit.", allow_override=True)
     app.run(call, flags_parser=_parse)
@@ -305,7 +305,7 @@ def help_of(doc: str, is_full: bool = False) -> str:
     """Return the text of `--help`, with the values that hold given the other flags.
 
     Args:
-      doc: what the program does.
+      doc: the program's description.
       is_full: explain all flags, not only those that most runs set.
 
     Raises:
@@ -330,7 +330,7 @@ def help_of(doc: str, is_full: bool = False) -> str:
 
 
 def _is_own(name: str) -> bool:
-    """Whether a flag is the program's: a leaf with a default of its own is."""
+    """Return whether a flag is the program's, such as a leaf with its own default."""
     if name in LEAVES:
         return name in FLAGS and FLAGS[name].default is not None
     return name not in PROCESSES and name not in JOBS
@@ -340,8 +340,8 @@ def _is_own(name: str) -> bool:
 def usage_errors() -> Iterator[None]:
     """Turn a `ValueError` of the set-up into one line and exit code 2.
 
-    Only what is raised before training starts belongs inside: a `ValueError` of the
-    training itself must keep its traceback.
+    Use it only around code before training starts: a `ValueError` of the training must
+    keep its traceback.
     """
     try:
         yield
@@ -350,7 +350,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str]) -> None:
-    """Read the flags of a command line that may have nothing else.
+    """Parse a command line that has flags only.
 
     Args:
       argv: the program's name, and flags.

@@ -1,4 +1,4 @@
-"""The text of `--help`: what a program does, and its flags by sections."""
+"""The text of `--help`: a program's description, and its flags by section."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _WIDTH, _COLUMN = 88, 28
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A flag as it is shown.
+    """A flag in the help.
 
     Attributes:
       name: of the flag.
-      value: that holds if it is not given; None is shown without one.
-      text: what it means.
-      choices: what its value may be, where there are few.
+      value: its default; None shows none.
+      text: its help.
+      choices: its possible values, if there are few.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Option:
     choices: Collection[str] = ()
 
     def __str__(self) -> str:
-        """Return its name and value, with what they mean beside or below."""
+        """Return its name and value, with its help next to or below them."""
         text = self.text if self.text.endswith("...") else f"{self.text.rstrip('.')}."
         if self.choices:
             text += f" One of {', '.join(self.choices)}."
@@ -47,8 +47,8 @@ def render(doc: str, sections: Sections) -> str:
     """Return the text of a program's help.
 
     Args:
-      doc: what it does.
-      sections: its flags, and what else there is to say of them, by title.
+      doc: its description.
+      sections: its flags and other text, by title.
     """
     parts = [doc.strip()]
     for title, entries in sections.items():
@@ -57,7 +57,7 @@ def render(doc: str, sections: Sections) -> str:
 
 
 def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
-    """Return flags as they are shown.
+    """Return flags as options of the help.
 
     Args:
       flags: absl's `FlagValues`.
@@ -71,16 +71,16 @@ def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
 
 
 def _text_and_choices(flag: Any) -> tuple[str, Collection[str]]:
-    """Return what a flag means and may be, which absl puts before it as <a|b>."""
+    """Split a flag's help from its choices, which absl puts before it as <a|b>."""
     choices = getattr(flag.parser, "enum_values", ())
     return flag.help.removeprefix(f"<{'|'.join(choices)}>: "), choices
 
 
 def sections_of(define: Mapping[str, Callable[[Any], None]], values: Any) -> Sections:
-    """Return flags by sections.
+    """Return flags by section.
 
     Args:
-      define: what defines those of each section, by title.
+      define: functions that define each section's flags, by title.
       values: absl's `FlagValues`, of all of them.
     """
     found = {}

@@ -1,4 +1,4 @@
-"""Runs that begin with the files of a Hugging Face LLaMA, and runs that end as such."""
+"""Start runs from a Hugging Face LLaMA, and export runs as one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerCon
 
     Args:
       config: of the run.
-      tokenizer: whose vocabulary it is, unless the model to begin with has more rows.
+      tokenizer: sets the vocabulary, unless the model of `init_from` has more rows.
 
     Raises:
       ValueError: naming what differs between the folder, the flags and the tokenizer.
@@ -47,7 +47,7 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerCon
                 f"vocab_size is {rows} there, and tokenizer={config.data.tokenizer!r} "
                 f"has {tokenizer.num_tokens} tokens; use the model's own tokenizer"
             )
-        # One id, or several that end a turn or a text.
+        # One id, or several ids that end a turn or a text.
         ends = ends if isinstance(ends, list) else [ends]
         if ends != [None] and tokenizer.eos_id not in ends:
             raise ValueError(
@@ -72,11 +72,11 @@ def export(
     open_text: Callable[..., TextData] = load,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """Write what a run has learnt as a folder that `LlamaForCausalLM` loads.
+    """Write a run's parameters as a folder that `LlamaForCausalLM` loads.
 
     The outer parameters, or the mean of the regions', as safetensors in float32, with
     `config.json` and the files of the run's tokenizer. Adapters (`lora_rank`) are
-    merged in. The folder appears when it is whole.
+    merged. The folder appears when it is complete.
 
     Args:
       workdir: of the run, which must not be running.
@@ -84,14 +84,13 @@ def export(
       step: of the checkpoint; None is the newest.
       params: "outer" or "mean".
       open_text: as in `cocodc_jax.run.prepare`.
-      adapter: write the adapters alone, as `peft` loads them onto the model that the
-        run began with.
+      adapter: write the adapters alone, as `peft` loads them onto the run's base model.
 
     Returns:
-      step, parameters, and the names of the files.
+      Step, parameters, and the names of the files.
 
     Raises:
-      ValueError: naming the argument, its value and what would be right.
+      ValueError: naming the argument, its value and a value that works.
       OSError: if the folder cannot be written, or no checkpoint can be read.
     """
     from cocodc_jax.run.preparing import prepare

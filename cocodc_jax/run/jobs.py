@@ -1,4 +1,4 @@
-"""The flags of a run whose regions are jobs of their own: where they are, and times."""
+"""Flags of a run whose regions are separate jobs: addresses, and timeouts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Jobs:
     outer_digests: bool = False
 
     def __post_init__(self):
-        """Check the times."""
+        """Validate the times."""
         for name in ("beat_s", "grace_s", "start_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
@@ -77,10 +77,10 @@ class Jobs:
             )
 
     def place(self, exchange: str) -> Place | None:
-        """Return the place of this region, None where regions are no jobs.
+        """Return the place of this region, None if regions are not jobs.
 
         Raises:
-          ValueError: naming the flag, its value and what would be right.
+          ValueError: naming the flag, its value and a value that works.
         """
         if exchange != "jobs":
             if self != NO_JOBS:
@@ -110,10 +110,10 @@ class Jobs:
         )
 
     def check_several(self, num_processes: int) -> None:
-        """Refuse what a region of several processes cannot do.
+        """Refuse settings that a region of several processes does not support.
 
         Raises:
-          ValueError: naming the flag, its value and what would be right.
+          ValueError: naming the flag, its value and a value that works.
         """
         if self.late_mean == "merge":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The configuration's leaves as `--help` shows them: by sections, with their values."""
+"""The configuration's leaves in `--help`: by section, with their values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cocodc_jax.transforms.co2 import GAPS
 from cocodc_jax.transforms.curvature import NAMES
 from cocodc_jax.transforms.lion import RULES
 
-# What each leaf is checked against, where there are few.
+# Possible values of each leaf, if there are few.
 CHOICES: dict[str, Collection[str]] = {
     "all_reduce": ALL_REDUCES,
     "attention": ATTENTIONS,
@@ -114,7 +114,7 @@ def _is_any(entry: Option | str, names: Collection[str]) -> bool:
 def run_sections(
     config: TrainConfig, names: Collection[str], methods: Iterable[str]
 ) -> Sections:
-    """Return the leaves of a run's configuration by its sections.
+    """Return the leaves of a run's configuration by section.
 
     Args:
       config: whose values are shown.
@@ -144,7 +144,7 @@ def run_sections(
 
 
 def _arguments(config: TrainConfig, methods: Iterable[str]) -> dict[str, Any]:
-    """Return arguments' values: of one method, or those that hold for whoever takes."""
+    """Return arguments' values: of one method, or of all that take them."""
     if list(methods) == [config.method.method]:
         return config.method.values
     return dict(config.method.where_taken)

@@ -1,7 +1,7 @@
-"""The single numbers and names that a configuration is made of, and what they mean.
+"""The leaves of a configuration, single numbers and names, and their help.
 
-What a leaf means stands once, in the docstring of the class or the function that takes
-it; flags have their help from there.
+A leaf is documented once, in the docstring of the class or function that takes it;
+flags read their help from there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Leaf:
     Attributes:
       section: the section it belongs to.
       type: int, float, bool, str or `COUNT_OR_WORD`.
-      help: what it means, with its unit.
-      kind: what becomes of a run that has begun where it changes.
+      help: its meaning, with its unit.
+      kind: what a change means for a run that has begun.
     """
 
     section: str
@@ -48,8 +48,8 @@ def leaves_of(
     Args:
       section: its name.
       cls: a dataclass with "Attributes" in its docstring.
-      without: fields that are none.
-      kind: of fields that do not say theirs.
+      without: fields that are not leaves.
+      kind: of fields that do not set theirs.
     """
     notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)
     return {
@@ -65,7 +65,7 @@ def leaves_of(
 
 
 def leaf_type(*annotations: Any) -> Any:
-    """Return the type of a leaf's values: what annotations allow and a flag can say.
+    """Return the type of a leaf's flag, from its annotations.
 
     >>> leaf_type(int | None)
     <class 'int'>
@@ -116,5 +116,5 @@ def notes_of(documented: Any, heading: str) -> dict[str, str]:
 
 
 def attribute_notes(cls: type) -> dict[str, str]:
-    """Return the "Attributes" of a class."""
+    """Return the notes of a class's "Attributes"."""
     return notes_of(cls, "Attributes")

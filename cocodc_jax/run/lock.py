@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the system takes back from the dead."""
+"""A lock on a folder, for one run at a time, which the system releases on exit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 FILE = ".lock"
 
-# Of file systems that know no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -23,16 +23,16 @@ class FolderInUseError(OSError):
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """Keep every other process out of a folder that holds a run.
+    """Lock a folder that holds a run against other processes.
 
-    The lock is the kernel's (`flock`), so it ends with the process however that ends.
-    Each process of a run locks the folder of its own files.
+    The lock is the kernel's (`flock`), so it ends with the process. Each process of a
+    run locks the folder of its own files.
 
     Args:
       folder: made if missing.
 
     Raises:
-      FolderInUseError: naming the folder, and the process that has it.
+      FolderInUseError: naming the folder, and the process that has the lock.
       OSError: if the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)

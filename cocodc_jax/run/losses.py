@@ -1,4 +1,4 @@
-"""The loss of one region, as a run's configuration and its devices want it computed."""
+"""The loss of one region, for a run's configuration and devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.LossFn:
-    """Return what regions train by.
+    """Return the training loss.
 
     Args:
       run: as this process trains it.
@@ -30,7 +30,7 @@ def make(
       mesh: the inner mesh.
 
     Raises:
-      ValueError: if the method has no use for `step_seconds`.
+      ValueError: if the method does not support `step_seconds`.
     """
     if run.is_pipelined:
         routed = run.regions if run.random_routing else None
@@ -56,7 +56,7 @@ def make(
 
 
 def judge(run: RunConfig, model: models.TransformerConfig, mesh: Mesh) -> models.LossFn:
-    """Return what models are judged by: the same loss, without stages and pace."""
+    """Return the evaluation loss: the same, without stages and simulated time."""
     return _plain(model, layout(run, mesh), 1)
 
 
@@ -69,9 +69,9 @@ def _plain(
 
 
 def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
-    """Say how a region's devices share its work.
+    """Return how a region's devices share its work.
 
-    On accelerators also where it has one device, whose kernels need it said.
+    On accelerators also for a single device, as its kernels need it.
     """
     if run.is_pipelined or (is_cpu(mesh) and run.devices_per_region == 1):
         return None
@@ -80,7 +80,7 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
 
 
 def weight_axes(run: RunConfig) -> tuple[str | tuple[str, str], str]:
-    """Name the axes over which the width of weights lies, and their features."""
+    """Return the axes that shard the width of weights, and those of their features."""
     return ((DATA, SEQUENCE) if run.sequence_axis > 1 else DATA), MODEL
 
 
@@ -91,7 +91,7 @@ def torus_steps(mesh: Mesh) -> tuple[int, ...]:
     return gather_steps(mesh.devices[0, 0, :, 0, 0])
 
 
-# Devices over whose two axes at once gathers were seen to stay gathers.
+# Number of devices up to which XLA keeps gathers over two axes as gathers.
 _AT_ONCE = 16
 
 
@@ -102,14 +102,14 @@ def gather_steps(devices: np.ndarray) -> tuple[int, ...]:
       devices: along the data axis.
 
     Returns:
-      A length for each axis of the torus that they lie on, that of neighbours first;
-      empty where all at once will do: on other platforms, few chips on two axes, and
-      chips that fill no box.
+      A length for each axis of their torus, neighbors first; empty if one gather is as
+      good: on other platforms, for few chips on two axes, and for chips that are no
+      box.
     """
     if not hasattr(devices[0], "coords"):
         return ()
     places = np.array([(getattr(x, "core_on_chip", 0), *x.coords) for x in devices])
-    # Where each axis first changes, and how long it is.
+    # The first index at which each axis changes, and its length.
     axes = sorted(
         (int(np.argmax(line != line[0])), len(np.unique(line)))
         for line in places.T
@@ -129,11 +129,10 @@ def with_kernels(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.TransformerConfig:
-    """Return the model with the attention and backward passes that it is to have.
+    """Return the model with its attention kernel and backward passes chosen.
 
     Raises:
-      ValueError: if those that are asked for cannot be had, with these devices and
-        this method.
+      ValueError: if those requested are not supported by these devices and this method.
     """
     device = mesh.devices.flat[0]
     is_divided = layout(config.run, mesh) is not None
@@ -158,7 +157,7 @@ def with_kernels(
 def subspace_of(
     run: RunConfig, model: models.TransformerConfig
 ) -> models.Subspace | None:
-    """Return what the residual stream is confined to, None for nothing.
+    """Return the subspace of the residual stream, None if there is none.
 
     Raises:
       ValueError: if the model is narrower than that.

@@ -1,4 +1,4 @@
-"""Error messages of programs, and the end of one that cannot say or write more."""
+"""Error messages of programs, and exits when output fails."""
 
 import contextlib
 import logging
@@ -16,10 +16,10 @@ from cocodc_jax.files import UnwritableError
 
 
 def one_line(error: Exception | str, flags: Container[str]) -> str:
-    """Return what to print of an error: on one line, and with the flag as it is typed.
+    """Return an error as one line, with the flag as the user types it.
 
     Args:
-      error: a message, which begins with an argument's name and `=`, if it is of one.
+      error: a message that begins with an argument's name and `=`, if it is about one.
       flags: names of the program's flags; an argument of such a name is the flag.
 
     >>> one_line(ValueError("steps=0 must be at least 1"), ["steps"])
@@ -32,7 +32,7 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
 
 @contextlib.contextmanager
 def while_read() -> Iterator[None]:
-    """End at once where whoever read standard output has gone, as `head` goes."""
+    """Exit quietly if the reader of standard output has closed it, as `head` does."""
     try:
         yield
         if sys.stdout:  # As `>&-` closes it.
@@ -40,14 +40,14 @@ def while_read() -> Iterator[None]:
     except BrokenPipeError:
         if not _is_unread(sys.stdout.fileno()):
             raise  # It was another pipe.
-        # Python flushes once more at its end, and would tell of that too.
+        # Python flushes again at exit, and would report that too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 @contextlib.contextmanager
 def as_a_command() -> Iterator[None]:
-    """End as commands do where Ctrl-C, a full disk or a reader that goes ends them."""
+    """Exit as commands do on Ctrl-C, a full disk or a closed pipe."""
     with until_interrupted(), while_writable(), while_read():
         yield
 
@@ -79,7 +79,7 @@ def _is_said_here_only(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def until_interrupted() -> Iterator[None]:
-    """End with one line and a shell's exit code where Ctrl-C is not heard otherwise."""
+    """Exit with one line and a shell's exit code on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def until_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def while_writable() -> Iterator[None]:
-    """End with one line where a result cannot be written, as on a full disk."""
+    """Exit with one line if a result cannot be written, as on a full disk."""
     try:
         yield
     except UnwritableError as error:
@@ -98,14 +98,14 @@ def while_writable() -> Iterator[None]:
 
 
 def _is_unread(descriptor: int) -> bool:
-    """Tell whether the other end of a pipe is closed."""
+    """Return whether the other end of a pipe is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def check_numbers(values: Any) -> None:
-    """Refuse numbers that are none, and infinite ones.
+    """Refuse NaN and infinite numbers.
 
     Args:
       values: a program's own flags, absl's `FlagValues`.

@@ -1,8 +1,7 @@
-"""What methods take: their arguments, read from the functions that make them.
+"""The arguments of methods, read from the functions that make them.
 
 Names, types and defaults are those of the signatures of the functions in `METHODS`,
-their meaning is in the "Args" there. A new argument of a method is known everywhere,
-as a flag too, when it stands in that function.
+their help is in "Args" there. A new argument of such a function is a flag everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from cocodc_jax.run.leaves import Leaf, leaf_type, notes_of
 
 _FEW = 3  # methods that are named in the help of a flag
 
-# The arguments of `COMMON`, which no method's function has to document.
+# Arguments of `COMMON`, which methods' functions need not document.
 _OF_ALL: dict[str, tuple[type, str, Kind]] = {
     "compress": (
         str,
@@ -62,13 +61,13 @@ def method_leaves(
     """Return a leaf for each argument that any method takes.
 
     Args:
-      methods: functions by name, each of which returns a method; the table's by
-        default.
+      methods: functions by name, each of which returns a method; by default the
+        table's.
       section: of the leaves.
 
     Raises:
-      ValueError: for an argument without a type or a word on what it means, or of
-        types that do not go together.
+      ValueError: for an argument without a type or documentation, or of types that do
+        not fit together.
     """
     methods = cc.methods.METHODS if methods is None else methods
     defaults: dict[str, dict[str, Any]] = {}
@@ -102,7 +101,7 @@ def method_leaves(
 
 
 def _whose(defaults: Mapping[str, Any]) -> str:
-    """Which methods take an argument, as a sentence of its help."""
+    """Return which methods take an argument, as a sentence of its help."""
     if len(defaults) > _FEW:
         return f"For {len(defaults)} methods."
     told = [f"{n} ({x})" if x not in (None, "") else n for n, x in defaults.items()]
@@ -110,7 +109,7 @@ def _whose(defaults: Mapping[str, Any]) -> str:
 
 
 def check_taken(arguments: Mapping[str, Any], methods: Iterable[str]) -> None:
-    """Refuses arguments that none of the methods takes.
+    """Refuse arguments that none of the methods takes.
 
     Args:
       arguments: by name.

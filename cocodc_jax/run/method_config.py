@@ -1,4 +1,4 @@
-"""Which method, and the numbers that it is given."""
+"""The method of a run, and its arguments."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class MethodConfig:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What this method alone was given."""
+        """Arguments given for this method only."""
         return dict(self.arguments)
 
     @property
     def values(self) -> dict[str, Any]:
-        """All arguments that this method takes, defaults filled in."""
+        """All arguments that this method takes, with defaults filled in."""
         given = dict(self.where_taken) | self.given
         defaults = cc.methods.defaults(self.method)
         return {name: given.get(name, default) for name, default in defaults.items()}
@@ -69,21 +69,20 @@ class MethodConfig:
         """Return a copy with another method or more arguments.
 
         Raises:
-          ValueError: for arguments that the method does not take, those included that
-            were given before.
+          ValueError: for arguments that the method does not take, also earlier ones.
         """
         return MethodConfig(
             method or self.method, self.given | arguments, self.where_taken
         )
 
     def where(self, **arguments: Any) -> MethodConfig:
-        """Return a copy with more arguments for whichever method takes them."""
+        """Return a copy with more arguments for those methods that take them."""
         return MethodConfig(
             self.method, self.arguments, dict(self.where_taken) | arguments
         )
 
     def resolve(self) -> MethodConfig:
-        """Return the same with the method's defaults written out, as runs are known."""
+        """Return a copy with the method's defaults filled in, as recorded with runs."""
         return MethodConfig(self.method, self.values)
 
     def build(self) -> cc.methods.Method:
@@ -91,16 +90,16 @@ class MethodConfig:
         return cc.methods.get(self.method, **self.values)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; arguments stand beside the method's name."""
+        """Return plain values, arguments next to the method's name."""
         others = {WHERE_TAKEN: dict(self.where_taken)} if self.where_taken else {}
         return {"method": self.method, **self.given, **others}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> MethodConfig:
-        """Inverse of `to_json`.
+        """Invert `to_json`.
 
-        Reads files of earlier versions too, which have the arguments of all methods:
-        null where none was given, and else for whichever method takes them.
+        Also reads files of earlier versions, which have the arguments of all methods:
+        null if not given, else for those methods that take them.
 
         Raises:
           ValueError: for an argument that no method takes.
@@ -116,5 +115,5 @@ class MethodConfig:
 
 
 def _pairs(arguments: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Pairs:
-    """Sorted, so that equal ones are equal; those that are not given left out."""
+    """Return sorted pairs, for equality, without arguments that are None."""
     return tuple(sorted((k, v) for k, v in dict(arguments).items() if v is not None))

@@ -15,7 +15,7 @@ from cocodc_jax.transforms.numerics import check_finite
 
 OPTIMIZERS = ("adamw", "mt_adam", "muon", "sgd")
 _ADAM_B2 = 0.999
-# What an optimizer goes by besides its learning rate and weight decay.
+# Arguments of each optimizer besides its learning rate and weight decay.
 _OF_ADAM = ("beta1", "beta2", "grad_clip")
 _SLOW = ("slow_beta", "slow_weight", "fast_weight")
 _GOES_BY = {
@@ -65,7 +65,7 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.1
 
     def __post_init__(self):
-        """Check the numbers."""
+        """Validate the numbers."""
         if self.inner_optimizer not in ("", *OPTIMIZERS):
             raise ValueError(
                 f"inner_optimizer={self.inner_optimizer!r} is unknown; use one of "
@@ -96,11 +96,11 @@ class OptimizerConfig:
 
     @property
     def follows_length(self) -> bool:
-        """Whether the learning rate of a step depends on how many there are."""
+        """Whether the learning rate depends on the number of steps of the run."""
         return self.final_lr_fraction != 1
 
     def learning_rate(self, steps: int, method: Method | None = None) -> optax.Schedule:
-        """Linear warm-up, then cosine down to `final_lr_fraction` at `steps`."""
+        """Return linear warm-up, then cosine down to `final_lr_fraction` at `steps`."""
         peak = self.inner_lr
         if method is not None and method.inner.steps_by_sign:
             peak *= self.sign_lr_fraction
@@ -113,12 +113,12 @@ class OptimizerConfig:
         )
 
     def name(self, method: Method | None = None) -> str:
-        """Return which optimizer a run of `method` has, None for any method."""
+        """Return the name of the optimizer for `method`, None for any method."""
         own = method.inner.optimizer if method else "adamw"
         return self.inner_optimizer or own
 
     def second_moment_decay(self, method: Method | None = None) -> float:
-        """Return `beta2`, or what the optimizer has where none was given."""
+        """Return `beta2`, or the optimizer's default."""
         if self.beta2 is not None:
             return self.beta2
         return B2 if self.name(method) == "muon" else _ADAM_B2
@@ -126,7 +126,7 @@ class OptimizerConfig:
     def build(
         self, steps: int, method: Method | None = None
     ) -> optax.GradientTransformation:
-        """Return the optimizer of a run of so many steps of `method`, None for any."""
+        """Return the optimizer for so many steps of `method`, None for any."""
         rate = self.learning_rate(steps, method)
         b2 = self.second_moment_decay(method)
         if self.name(method) == "sgd":
@@ -150,10 +150,10 @@ class OptimizerConfig:
 
 
 def check_taken(arguments: Mapping[str, Any], optimizers: Iterable[str]) -> None:
-    """Refuses arguments that none of the optimizers goes by.
+    """Refuse arguments that none of the optimizers uses.
 
     Args:
-      arguments: by name; those that are no optimizer's alone are passed over.
+      arguments: by name; those of every optimizer are skipped.
       optimizers: of `OPTIMIZERS`.
 
     Raises:

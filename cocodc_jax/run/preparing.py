@@ -1,6 +1,6 @@
-"""A session from its configuration: what can be refused is, before it compiles.
+"""Make a session from its configuration, with all checks before it compiles.
 
-The order of the checks is that in which their errors help most.
+The checks are ordered by how helpful their errors are.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def prepare(
     tracking: Tracking = NO_TRACKING,
     jobs: Jobs = NO_JOBS,
 ) -> Session:
-    """Open the data, lays out the devices and build the program; compiles nothing.
+    """Open the data, lay out the devices and build the program; compiles nothing.
 
     Args:
       config: of the run.
       workdir: its folder, or one of a bucket (`gs://`); made if missing.
-      open_text: `cocodc_jax.data.load`, or something that remembers what it opened.
-      earlier: sessions whose compiled programs to use again where they are the same.
+      open_text: `cocodc_jax.data.load`, or a cached version of it.
+      earlier: sessions whose compiled programs to reuse if they are the same.
       processes: who takes part; started already.
-      tracking: where process 0 shows its records besides.
-      jobs: where regions are, if each is a job of its own.
+      tracking: where process 0 also shows its records.
+      jobs: where regions are, if each is a separate job.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: naming the flag, its value and a value that works.
     """
-    # A default may change with the version; a run keeps the one it began with.
+    # Defaults may change between versions; a run keeps those it began with.
     config = config.resolve()
-    check_model(config, config.model)  # Before so many devices are made.
+    check_model(config, config.model)  # Before the devices are made.
     place = jobs.place(config.run.exchange)
     if place is not None and processes.num_processes != 1:
         jobs.check_several(processes.num_processes)
@@ -80,7 +80,7 @@ def prepare(
     check_exchange(folder, is_job=place is not None)
     check_workdir(config, workdir, folder / CHECKPOINTS)
     if not steps_in(folder / CHECKPOINTS):
-        Source.of(config)  # Its own checks; a run under way needs it no more.
+        Source.of(config)  # For its checks; a run that has begun does not use it.
     text = open_for(open_text, config, mesh, place)
     model = model_of(config, text.tokenizer)
     check_model(config, model)

@@ -1,13 +1,12 @@
-"""Several JAX processes that train one model: how they meet, and what they agree on.
+"""Several JAX processes that train one model: how they connect, and their checks.
 
-Every process runs the same command. One of them, process 0, is the coordinator that
-the others look for; on SLURM, Cloud TPU pods, GKE and under MPI, JAX finds all of that
-by itself. A process holds whole regions, or a region is several processes that follow
-one another.
+Every process runs the same command. Process 0 is the coordinator that the others
+connect to; on SLURM, Cloud TPU pods, GKE and under MPI, JAX detects all of that by
+itself. A process holds full regions, or a region spans several consecutive processes.
 
-When one process ends, so do all. Its connections close, so the next exchange fails in
-the others within a second or so; if its machine is gone without a word, or the network,
-they are ended after `heartbeat_timeout_s`.
+When one process ends, so do all. Its connections close, so the next collective fails in
+the others within about a second. If its machine or network fails silently, they are
+ended after `heartbeat_timeout_s`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 import jax
 
-# What `experiments.wan` and `experiments.launch_local` tell their processes.
+# Set by `experiments.wan` and `experiments.launch_local` for their processes.
 ADDRESS, COUNT, ID = (
     "COCODC_COORDINATOR_ADDRESS",
     "COCODC_NUM_PROCESSES",
@@ -55,7 +54,7 @@ class Processes:
     heartbeat_timeout_s: int = 30
 
     def __post_init__(self):
-        """Check what can be checked alone."""
+        """Validate what can be checked without the other processes."""
         for name in ("start_timeout_s", "heartbeat_timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -98,7 +97,7 @@ class Processes:
         """Return what a launcher of this project has set, or a run in one process.
 
         Args:
-          **given: fields that are known better.
+          **given: fields that take precedence.
         """
         found: dict[str, Any] = {}
         if os.environ.get(COUNT, "1") != "1":
@@ -110,15 +109,15 @@ class Processes:
         return cls(**found | given)
 
     def start(self, num_regions: int, devices_per_region: int = 1) -> None:
-        """Meets the other processes; call before the first JAX computation.
+        """Connect to the other processes; call before the first JAX computation.
 
         Args:
           num_regions: regions of the run.
           devices_per_region: devices that share one region.
 
         Raises:
-          ValueError: if the regions cannot be shared out, the coordinator cannot be
-            reached or its port is taken, naming what would be right.
+          ValueError: if the processes cannot share the regions evenly, the coordinator
+            cannot be reached, or its port is taken.
         """
         if self.num_processes == 1:
             return
@@ -128,7 +127,7 @@ class Processes:
             self._check_port()
         # Without it CPU processes have no collectives; other platforms ignore it.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # In a thread, as JAX ends the process when its own time is over.
+        # In a thread, as JAX ends the process on its own timeout.
         failures: list[Exception] = []
         meeting = threading.Thread(target=self._meet, args=[failures], daemon=True)
         meeting.start()
@@ -147,11 +146,11 @@ class Processes:
                 initialization_timeout=self.start_timeout_s + 60,
                 heartbeat_timeout_seconds=self.heartbeat_timeout_s,
             )
-        except Exception as error:  # JAX lets through whatever its runtime raised.
+        except Exception as error:  # JAX passes on any exception of its runtime.
             failures.append(error)
 
     def _explain(self, error: Exception) -> str:
-        if self.num_processes == 0:  # JAX says little of what it looked for.
+        if self.num_processes == 0:  # JAX's message says little.
             return (
                 "num_processes=0 asks the cluster who takes part, and JAX did not find "
                 f"out ({_first_line(error)}); give coordinator_address, num_processes "
@@ -166,8 +165,8 @@ class Processes:
         )
 
     def _check_port(self) -> None:
-        # On all addresses, as JAX listens: behind NAT, the one given is no own one. It
-        # would share the port with another coordinator without a word.
+        # On all addresses, like JAX: behind NAT, the given one is not local. JAX would
+        # silently share the port with another coordinator.
         port = self.coordinator_address.rpartition(":")[2]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,15 +185,15 @@ ONE_PROCESS = Processes()
 def check_shares(
     num_regions: int, num_processes: int, devices_per_region: int = 1
 ) -> None:
-    """Refuses a number of processes that cannot share the regions out.
+    """Refuse a number of processes that cannot share the regions evenly.
 
     Args:
       num_regions: regions of the run.
-      num_processes: processes, each of whole regions or so many to each region.
+      num_processes: processes, each of full regions or so many to each region.
       devices_per_region: devices that share one region, and so its processes.
 
     Raises:
-      ValueError: naming the numbers and what would be right.
+      ValueError: naming the numbers and values that work.
     """
     if num_regions % num_processes and num_processes % num_regions:
         raise ValueError(
@@ -215,10 +214,10 @@ def check_shares(
 
 @contextlib.contextmanager
 def failing_alone() -> Iterator[None]:
-    """End a process that fails soon, also where the others do not.
+    """End a process that fails promptly, even if the others do not fail.
 
-    At its end a process waits for all others to come to theirs; but they may wait for
-    this one, in an exchange. Does nothing in a run of one process.
+    At exit a process waits for all others, but they may wait for this one, in a
+    collective. Does nothing in a run of one process.
     """
     try:
         yield
@@ -240,7 +239,7 @@ def _shut_down() -> None:
 
 
 def _report(error: BaseException) -> int:
-    """Tells what went wrong, unless somebody has; returns the exit code."""
+    """Print the error, unless it was reported; return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else error.code is not None
     if isinstance(error, jax.errors.JaxRuntimeError) and _NETWORK.search(str(error)):

@@ -1,4 +1,4 @@
-"""Going on with a run: whether a folder holds it, and where it stopped."""
+"""Resume a run: whether a folder holds it, and where it stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResumeError(Exception):
 
 
 def check_folder(workdir: pathlib.Path) -> None:
-    """Refuse a workdir that is a file, or would be in a bucket.
+    """Refuse a workdir that is a file, or in a bucket.
 
     Raises:
       ValueError: naming it.
@@ -58,7 +58,7 @@ def make_folder(workdir: pathlib.Path) -> None:
 
 
 def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:
-    """Return what to say of a workdir that cannot be written to."""
+    """Return the message for a workdir that cannot be written to."""
     return ValueError(
         f"workdir={str(workdir)!r} cannot be written to ({error.strerror}); make "
         "room, change its permissions, or name another folder"
@@ -68,7 +68,7 @@ def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:
 def check_workdir(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig | None:
-    """Refuses a folder that holds anything but this run.
+    """Refuse a folder that holds anything but this run.
 
     Args:
       config: of the run, resolved.
@@ -76,7 +76,8 @@ def check_workdir(
       checkpoints: the folder of its checkpoints, if that is not in `workdir`.
 
     Returns:
-      The configuration in the folder, of which some fields may be others; None without.
+      The configuration in the folder, in which some fields may differ; None if there is
+      none.
 
     Raises:
       ValueError: naming the folder and what is in it.
@@ -98,7 +99,7 @@ def check_workdir(
             f"({error}); bring it back from a copy, delete it if the folder holds this "
             "very run, or name another folder"
         ) from error
-    # An argument that the method has been given since takes its default there too.
+    # Arguments that are newer than the file take their defaults there too.
     found = found.resolve()
     changes.check(
         found, config, workdir, max(steps_in(checkpoints or saved), default=0)
@@ -107,13 +108,13 @@ def check_workdir(
 
 
 def check_exchange(folder: Any, is_job: bool) -> None:
-    """Refuse a folder whose run has its regions in one job where they are now jobs.
+    """Refuse a folder of a run with regions in one job if they are now jobs.
 
-    The other way round too: each job has checkpoints of its own region.
+    And vice versa: each job has checkpoints of its own region.
 
     Args:
       folder: of the run, or of the region that is a job; maybe in a bucket.
-      is_job: whether that is so.
+      is_job: whether regions are jobs now.
 
     Raises:
       ValueError: naming it.
@@ -133,7 +134,7 @@ def check_exchange(folder: Any, is_job: bool) -> None:
 def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -> None:
     """Write a run's configuration to its folder, unless another process trains there.
 
-    That is told as soon as this one begins to train.
+    It is written just before training, so that a conflict is reported early.
 
     Raises:
       ValueError: if the folder cannot be written to, or holds another run by now.
@@ -150,19 +151,19 @@ def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -
 def write_config(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig:
-    """Write a run's configuration to its folder, unless it stands there already.
+    """Write a run's configuration to its folder, unless it is there already.
 
     Args:
       config: of the run, resolved.
-      workdir: its folder, which this process has for itself.
-      checkpoints: as of `check_workdir`.
+      workdir: its folder, locked by this process.
+      checkpoints: as for `check_workdir`.
 
     Returns:
-      The configuration in the folder. Where it is another one that the run may go on
-      with, it is left to `go_on`.
+      The configuration in the folder. If it differs and the run may be resumed with it,
+      it is left to `go_on`.
 
     Raises:
-      ValueError: if it holds another run: one may have begun since it was looked at.
+      ValueError: if it holds another run: one may have begun since it was checked.
       OSError: if it cannot be written to.
     """
     found = check_workdir(config, workdir, checkpoints)
@@ -173,7 +174,7 @@ def write_config(
 
 
 def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
-    """Note in the folder of a run what has changed where it goes on from a step."""
+    """Record in a run's folder what has changed when it is resumed at a step."""
     path = workdir / CONFIG_FILE
     found = TrainConfig.from_json(read_table(path)).resolve()
     if found != config:
@@ -187,13 +188,13 @@ def resume(
     stream: TrainStream,
     regions: Sequence[int],
 ) -> tuple[TrainState, dict, dict] | None:
-    """Goes to the newest checkpoint, None if there is none.
+    """Restore the newest checkpoint, None if there is none.
 
     Args:
       saved: the run's checkpoints.
       program: of the run.
-      stream: is set to where it was.
-      regions: that this process has.
+      stream: is set to its position.
+      regions: of this process.
 
     Returns:
       The state, the records' sums, and this process's positions in its files.
@@ -211,11 +212,11 @@ def resume(
 
 
 def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
-    """Say that a run goes back; return what the summary tells of it.
+    """Print that a run goes back, and return its entry of the summary.
 
     Args:
       error: with the spikes.
-      saved: the run's checkpoints, without the one that would have had a spike.
+      saved: the run's checkpoints, without the one refused after the spike.
     """
     if jax.process_index() == 0:
         print(
@@ -227,7 +228,7 @@ def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
 
 
 def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:
-    """Return the summary of so many steps that a run wrote at its end, None without."""
+    """Return the summary of a run that ended after so many steps, None without."""
     if not path.exists():
         return None
     try:
@@ -240,7 +241,7 @@ def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:
             file=sys.stderr,
         )
         return None
-    return summary if summary["steps"] == steps else None  # It had another length.
+    return summary if summary["steps"] == steps else None  # Of another length.
 
 
 def open_records(
@@ -249,17 +250,17 @@ def open_records(
     step: int,
     mirrors: Sequence[OpenMirror] = (tensorboard,),
 ) -> MetricsWriter:
-    """Open the files of records where a process goes on.
+    """Open the files of records where a process resumes.
 
     Args:
       folder: of the process.
       found: its `position`, empty for a new run.
-      step: that the run goes on from. A process that the run did not have when it was
-        saved may have been there before: what it wrote up to this step is kept.
-      mirrors: where the records go besides.
+      step: that the run resumes from. Files of a process that the run did not have at
+        the save are kept up to this step.
+      mirrors: other places that the records go to.
 
     Raises:
-      ResumeError: if the records were damaged or cut since.
+      ResumeError: if the records were corrupted or truncated since.
       OSError: if the files cannot be written.
     """
     try:
@@ -275,10 +276,10 @@ def open_records(
 
 
 def position(saved: list[dict]) -> dict:
-    """Where this process goes on: its own files, and whatever regions it reads now.
+    """Return where this process resumes, in its own files and in its regions' data.
 
-    Its files are those of the process that had its number when the run was saved, if
-    there was one, whatever the number of processes now.
+    Its files are those of the process that had its id when the run was saved, if there
+    was one, whatever the number of processes now.
     """
     process = jax.process_index()
     clock = {name: saved[0][name] for name in ("seconds", "began_s")}
@@ -291,7 +292,7 @@ def position(saved: list[dict]) -> dict:
 
 
 def progress(saved: list[dict], regions: Sequence[int]) -> dict:
-    """Return the records' sums of this process, with losses of the regions it has."""
+    """Return the records' sums of this process, with losses of its regions."""
     process = jax.process_index()
     own = saved[process] if len(saved) == jax.process_count() else saved[0]
     losses = {

@@ -16,7 +16,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.cadence import Cadence
 from cocodc_jax.train.spikes import SpikeWatch
 
-# More than any system of today has: a slip of the keyboard, and not a run.
+# More than any system has today: a typo.
 MAX_DEVICES = 2**20
 
 
@@ -122,7 +122,7 @@ class RunConfig:
     max_rollbacks: int = 0
 
     def __post_init__(self):
-        """Check the numbers."""
+        """Validate the numbers."""
         for name in (
             "steps",
             "regions",
@@ -211,11 +211,10 @@ class RunConfig:
         """Return the regions as a value.
 
         Args:
-          batch_per_region: sequences per step of a region that `batch_sizes` does not
-            tell of.
+          batch_per_region: sequences per step of a region without `batch_sizes`.
 
         Raises:
-          ValueError: naming the flag, its value and what would be right.
+          ValueError: naming the flag, its value and a value that works.
         """
         times = _numbers("step_times", self.step_times, self.regions, float)
         sizes = _numbers("batch_sizes", self.batch_sizes, self.regions, int)
@@ -225,12 +224,12 @@ class RunConfig:
 
     @property
     def how_mapped(self) -> str:
-        """How a device computes several regions; where steps are paced, in turn."""
+        """How a device computes several regions; in turn if step time is simulated."""
         return "in_turn" if self.step_seconds else self.local_regions
 
     @property
     def own_regions(self) -> int:
-        """Regions that are one JAX job: all, or one where each is a job of its own."""
+        """Regions in one JAX job: all, or one if each is a separate job."""
         return 1 if self.exchange == "jobs" else self.regions
 
     @property
@@ -250,26 +249,26 @@ class RunConfig:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether a region's step is computed by a pipeline."""
+        """Whether a pipeline computes a region's step."""
         return self.stages > 1 or self.microbatches > 1 or self.random_routing
 
     @property
     def stage_codec(self) -> StageCodec | None:
-        """How stages write what they send; None is as it is."""
+        """Codec of what stages send; None is uncompressed."""
         return build_codec(self.stage_compress) if self.stage_compress else None
 
     def spikes(self, rollbacks_left: int) -> SpikeWatch:
-        """Return whether to look for spikes; to go back if there is a time left."""
+        """Return whether to look for spikes, and to go back if rollbacks are left."""
         return SpikeWatch(self.spike_zscore, rollbacks_left > 0)
 
     @property
     def cadence(self) -> Cadence:
-        """The loop's part of the run."""
+        """How often the loop logs, evaluates and saves."""
         return Cadence(self.log_every, self.eval_every, self.checkpoint_every)
 
 
 def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
-    """Read "1,1,2,4"; empty is ()."""
+    """Parse "1,1,2,4"; empty is ()."""
     if not text:
         return ()
     try:

@@ -1,7 +1,7 @@
 """One run from its configuration: data, model, devices, files; then the loop.
 
-`preparing.py` does everything that can go wrong because of what was asked for, before
-anything is compiled; `Session.train` is the run.
+`preparing.py` runs all checks of the user's settings before anything is compiled;
+`Session.train` is the run.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ with extra("train"):
 
 SUMMARY_FILE = "summary.json"
 
-# What may end a run for a reason that a person can act on without a traceback: a
-# loss that is not finite, a disk that is full or gone, a checkpoint of other data, rows
-# without text, others that went on.
+# Errors that a user can act on without a traceback: a non-finite loss, a full or
+# missing disk, a checkpoint of other data, rows without text, regions that went on.
 RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError, LeftBehindError)
 
 Begun = tuple[TrainState, dict | None, dict]
@@ -85,11 +84,11 @@ class Session:
       model: the transformer, with the tokenizer's vocabulary.
       mesh: the inner mesh.
       program: the method, not yet compiled.
-      evaluate: judges parameters on the validation batches.
-      tracking: where process 0 shows its records besides.
-      place: of this region, if each is a job of its own.
+      evaluate: evaluates parameters on the validation batches.
+      tracking: where process 0 also shows its records.
+      place: of this region, if each is a separate job.
       jobs: the flags of such regions.
-      bucket: that the workdir stands for, if it does.
+      bucket: behind the workdir, if any.
     """
 
     config: TrainConfig
@@ -105,7 +104,7 @@ class Session:
     bucket: Bucket | None = None
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
-        """Trains to the last step, going on from the newest checkpoint if there is one.
+        """Train to the last step, resuming from the newest checkpoint if there is one.
 
         Returns:
           The summary, which is also written to the workdir.
@@ -114,10 +113,10 @@ class Session:
           NonFiniteLossError: naming step, region and last good checkpoint.
           ResumeError: if the newest checkpoint does not belong to this run, or another
             run has begun in the folder since this one was prepared.
-          LeftBehindError: if the other jobs go on without this region, and it has
-            nothing to come back with.
-          OSError: if nobody lets this region in, or the disk refuses; a
-            `CheckpointError` names the last good one.
+          LeftBehindError: if the other jobs go on without this region, and it cannot
+            rejoin.
+          OSError: if no region admits this one, or the disk fails; a `CheckpointError`
+            names the last good one.
         """
         run = self.config.run
         stream = self.text.train_stream()
@@ -133,7 +132,7 @@ class Session:
             began_s, rollbacks = time.time(), []
             carried: Carried | None = None
             while True:
-                # A rollback goes on with the data that come next.
+                # A rollback continues with the next data.
                 ahead = stream.get_state() if rollbacks else None
                 try:
                     seconds = time.time() - began_s
@@ -159,7 +158,7 @@ class Session:
                     rollbacks.append(rolled_back(error, saved))
 
     def _check_folder(self) -> changes.Changes:
-        """Have a configuration in the folder; return where this one differs from it."""
+        """Write the configuration to the folder; return its differences to this one."""
         found = {}
         if jax.process_index() == 0:
             try:
@@ -179,11 +178,11 @@ class Session:
         began_s: float,
         rollbacks: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Train from where the run is; see `train`."""
+        """Train from the run's current step; see `train`."""
         run, (state, progress, position) = self.config.run, begun
         if jax.process_index() == 0:
             go_on(self.config, self.workdir, state.step)
-        if state.step < run.steps:  # It may have been finished, of fewer steps.
+        if state.step < run.steps:  # Else it was finished, with fewer steps.
             (self.own_dir / SUMMARY_FILE).unlink(missing_ok=True)
         everyone = self.program.regions.batch_sizes
         sizes = [everyone[region] for region in self.text.regions]
@@ -244,7 +243,7 @@ class Session:
         carried: Carried | None,
         seconds: float,
     ) -> Iterator[tuple[Begun, Attendance | None]]:
-        """Yield where to go on from, and this region's part among others."""
+        """Yield where to resume, and this region's part among others."""
         if carried is None:
             begun = self.begin(saved, stream)
         else:
@@ -264,23 +263,23 @@ class Session:
             FaultWatch(self.own_dir, self.jobs.on_fault, self.place.timing.beat_s / 10),
             carried,
         ) as (begun, attendance):
-            if carried is not None:  # It may have been further than the others.
+            if carried is not None:  # It may have been ahead of the others.
                 saved.forget_after(begun[0].step)
             yield begun, attendance
             if attendance.step == self.config.run.steps:
                 attendance.finish()
 
     def _first_params(self) -> tuple[models.Params, jax.Array]:
-        """Return one region's first parameters, and the key that regions' come of."""
+        """Return one region's initial parameters, and the key for the regions' keys."""
         key = jax.random.key(self.config.run.seed)
         return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
 
     def _finished(
         self, saved: Checkpoints, changed: changes.Changes
     ) -> dict[str, Any] | None:
-        """Return the summary, if every process has one of the whole run."""
+        """Return the summary, if every process has one of the full run."""
         summary, steps = None, self.config.run.steps
-        # Whether the data are the same elsewhere, the checkpoint knows.
+        # Whether the data are the same, the checkpoint checks.
         if saved.latest_step == steps and not changes.has(Kind.DATA, changed):
             summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
         if not all(gather(summary is not None)):
@@ -296,7 +295,7 @@ class Session:
             timeline.show(self.workdir)
 
     def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
-        """State, progress and positions at the newest checkpoint, or at step 0."""
+        """Return state, progress and positions at the newest checkpoint, or step 0."""
         try:
             found = resume(saved, self.program, stream, self.text.regions)
             source = None if found else Source.of(self.config)
@@ -318,28 +317,28 @@ class Session:
         return self.bucket.writing(jax.process_index())
 
     def _sent(self, offset: int) -> int:
-        """Have the files that a checkpoint refers to where they outlive the machine."""
+        """Upload the files that a checkpoint refers to, if there is a bucket."""
         if self.bucket:
             self.bucket.send(jax.process_index())
         return offset
 
     @property
     def checkpoint_dir(self) -> Any:
-        """Where the checkpoints are, in a folder or a bucket."""
+        """Folder or bucket of the checkpoints."""
         return (self.bucket.folder if self.bucket else self.workdir) / CHECKPOINTS
 
     @property
     def own_dir(self) -> pathlib.Path:
-        """Where this process writes what is its own: the workdir for process 0."""
+        """Folder of this process's own files: the workdir for process 0."""
         process = jax.process_index()
         return self.workdir / f"process_{process}" if process else self.workdir
 
     def init_params(self, key: jax.Array) -> models.Params:
-        """One region's first parameters; all regions and the outer model begin so."""
+        """Return one region's initial parameters, equal in all regions."""
         return init_params(self.config.run, self.model, key)
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that all regions together have trained on by `step`."""
+        """Return the tokens that all regions together have trained on by `step`."""
         data = self.config.data
         sequences = self.program.regions.sequences_done(step).sum()
         return int(sequences) * data.sequence_length

@@ -1,15 +1,15 @@
-"""Steps that take as long as an accelerator's, with the host's cores free meanwhile.
+"""Simulate an accelerator's step time, with the host's cores free meanwhile.
 
-Where all regions of the lab share a few cores, computing steals time from sending and
-relaying, as in no deployment. A paced loss leaves the numbers what they are, and lets
-each gradient last a given time, asleep. One callback reads the clock before the loss,
-a second one sleeps after the gradient until the time is over, and so before whatever a
-method exchanges at every step; what a region waits for elsewhere is not counted.
+If all regions of the lab share a few cores, computing takes time from sending and
+relaying, which no deployment does. A paced loss computes the same numbers, and makes
+each gradient last a given time, asleep. One callback reads the clock before the loss. A
+second one sleeps after the gradient until the time is over, and so before any exchange
+at every step. Waiting elsewhere is not counted.
 
-The order is one of data: the first callback takes the parameters and returns the 0
-that is added to the batch, the second takes the gradient and returns the truth by
-which a conditional hands the gradient on. A number added to the gradient would do, but
-for XLA: it compiled the optimizer otherwise, and last bits changed.
+Data dependencies enforce the order. The first callback takes the parameters and returns
+the 0 that is added to the batch. The second takes the gradient and returns the
+predicate of a conditional that passes the gradient on. Adding a number to the gradient
+instead made XLA compile the optimizer differently, and changed the last bits.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _ZERO_MS = time.monotonic_ns() // 1_000_000  # int32 counts 24 days from here
 
 
 def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
-    """Return the same loss, whose gradient takes at least a given time.
+    """Return the same loss with a gradient that takes at least a given time.
 
-    To be called where `runtime.step` does: in a `jax.shard_map` over regions, with
-    one device a region. Derivatives in reverse mode only. The program itself may need
-    longer: then nothing sleeps.
+    Call it like `inner_step.make_step`: in a `jax.shard_map` over regions, with one
+    device per region. Reverse mode only. If the program itself takes longer, nothing
+    sleeps.
 
     Args:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; leaves of the batch
         are integers.
       step_seconds: of the gradients of all regions of a block.
-      block: the regions a device holds.
+      block: number of regions on a device.
     """
-    # One after another, they share the time that they would have side by side.
+    # In turn, each takes its share of the time.
     seconds = step_seconds / block.size if block.one_by_one else step_seconds
 
     def until(began_ms, *_):
@@ -78,7 +78,7 @@ def _begin(*_):
 
 
 def _never(grads: PyTree) -> PyTree:
-    """Return what the compiler must not find equal to the gradient."""
+    """Return a value that the compiler cannot prove equal to the gradient."""
     return jax.tree.map(jnp.negative, grads)
 
 
@@ -87,7 +87,7 @@ def _now_ms() -> int:
 
 
 def _call(function, result, *arguments):
-    """Return a callback; JAX wants it manual over every axis of the mesh."""
+    """Return a callback; JAX requires it to be manual over all mesh axes."""
     inside = jax.shard_map(
         lambda *x: io_callback(function, result, *x),
         axis_names=set(INSIDE),
@@ -98,5 +98,5 @@ def _call(function, result, *arguments):
 
 
 def _parts(tree: PyTree) -> list[jax.Array]:
-    """Return a number of each leaf, there when the leaf is and small to hand over."""
+    """Return one number of each leaf, which is ready when the leaf is."""
     return [x.ravel()[0] for x in jax.tree.leaves(tree)]

@@ -1,4 +1,4 @@
-"""What `summary.json` says of a run."""
+"""The content of a run's `summary.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cocodc_jax.train.hooks import Result
 
 
 class _Session(Protocol):
-    """What is needed of a `session.Session`."""
+    """The part of `session.Session` that is used here."""
 
     @property
     def config(self) -> TrainConfig: ...
@@ -37,18 +37,18 @@ def summarize(
     wall_s: float,
     rollbacks: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the numbers that a run came to.
+    """Return the numbers of a finished run.
 
     Args:
       session: the run.
       result: of its loop.
       seconds: in the loop, of all parts of the run.
       wall_s: seconds since the run began.
-      rollbacks: what spikes of the loss it went back from, and to which step.
+      rollbacks: loss spikes that it went back from, and to which step.
 
     Returns:
-      "left_out" where regions may be left out of means, "rollbacks" where the run may
-      go back, and the rest.
+      "left_out" if the method has a robust mean, "rollbacks" if the run may go back,
+      and the rest.
     """
     run = session.config.run
     evaluated, step = result.last_eval or {}, result.state.step
@@ -82,10 +82,9 @@ def summarize(
 
 
 def _exposed_share(session: _Session) -> float | None:
-    """Tell the share of a step in which something is sent and nothing computed.
+    """Return the share of time with exposed communication.
 
-    What is exchanged at every step is part of the step's own program, and cannot be
-    told from it.
+    Exchanges at every step are part of the step's own program, and cannot be separated.
     """
     method = session.program.method
     if method.per_step:

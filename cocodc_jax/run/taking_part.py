@@ -1,12 +1,12 @@
-"""A region that is a job of its own: how it takes part in a run, and comes back to it.
+"""A region that is a separate job: how it takes part in a run, and rejoins it.
 
-Each region runs the same command with another `--region_id`. It listens first whether
-the others have begun. Where they have, it compiles and tries out its programs before
-it asks to be let in, so that nobody waits for that; then it goes on from the memory of
-one of them. A region that all others went on without, cut off or only silent, is let in
-again as soon as it hears of them: with its own inner optimizer, and at the outer
-parameters moved by what it did since the last outer step that it shared with them, so
-that this work is in its next messages.
+Each region runs the same command with another `--region_id`. First it checks whether
+the others have begun. If so, it compiles and runs its programs once before it asks to
+join, so that the others need not wait; then it continues from the memory of one of
+them. A region that all others went on without, cut off or only silent, rejoins as soon
+as it can reach them. It keeps its own inner optimizer, and starts from the outer
+parameters plus its progress since the last outer step that it had in common with them,
+so that its next messages contain this work.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _LISTEN_BEATS = 4
 
 
 def run_digest(config: TrainConfig, fingerprint: str) -> str:
-    """Return what two jobs have in common if they are of one run."""
-    may_differ = Kind.FREE, Kind.DATA  # The fingerprint tells of the data.
+    """Return a digest that is equal for two jobs of one run."""
+    may_differ = Kind.FREE, Kind.DATA  # The fingerprint covers the data.
     fields = flat(config.to_json()).items()
     same = {name: x for name, x in fields if kind_of(name) not in may_differ}
     text = json.dumps([same, code_digest(), fingerprint], sort_keys=True)
@@ -73,22 +73,22 @@ def taking_part(
       program: of the region.
       folder: of the region.
       begun: state, sums and positions of the region's own checkpoint, or of step 0.
-      stream: of the region, where `begun` is.
-      make_params: makes one region's first parameters, and the key of the run.
+      stream: of the region, positioned at `begun`.
+      make_params: makes one region's initial parameters, and the key of the run.
       digests: whether to write digests of outer fragments.
-      watch: names what is faulty.
-      carried: what the region had done when the others went on without it; `begun` is
-        that state then.
+      watch: detects faults.
+      carried: the region's own state from before the others went on without it; `begun`
+        has the same state then.
 
     Yields:
-      State, sums and positions to go on from, and what has to be told of every turn.
+      State, sums and positions to resume from, and the `Attendance` that reports turns.
 
     Raises:
       OSError: if the region cannot listen.
       LeftBehindError: if the others go on without this region.
-      TimeoutError: if nobody lets it in.
-      ResumeError: if it would begin anew, without all others, a run that it was in, or
-        if its own checkpoint is ahead of what the others go on from.
+      TimeoutError: if no region admits it.
+      ResumeError: if it would restart, without all others, a run that it was in, or if
+        its own checkpoint is ahead of the others'.
     """
     assert isinstance(program.exchange, BetweenJobs)
     own, _, position = begun
@@ -109,11 +109,11 @@ def taking_part(
             rehearse(program, make_params, stream)
             stream.set_state(initial)
             seconds["rehearsed"] = time.monotonic() - began_s - listen_s
-            # Who was asked to stop saved all its steps, and may be back before the
-            # others have done as many: data are not gone back in.
+            # A region that was asked to stop saved all its steps, and may return before
+            # the others have done as many: data never go back.
             link.wait_for_step(own.step, place.timing.start_s)
         asked_s = time.monotonic()
-        # Others have as long to start, and then as long to come to a turn's end.
+        # The others have this long to start, and again to end a turn.
         copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
         if copy is None:
             _begins(place, link.view, own.step, max(gather(last_merge(folder))))
@@ -146,7 +146,7 @@ def taking_part(
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
-    """Say where this region begins if not all are there, and whether it may."""
+    """Return where this region starts if not all are there, and whether it may."""
     missing = [r for r in range(place.num_regions) if r not in view.seats]
     if not missing:
         return
@@ -171,7 +171,7 @@ def rehearse(
     make_params: Callable[[], tuple[Any, jax.Array]],
     stream: TrainStream,
 ) -> None:
-    """Compile and try out the programs of a whole round, alone and for nothing."""
+    """Compile and run the programs of a full round, alone, and discard the result."""
     schedule = program.method.schedule
     assert schedule is not None
     state = program.init(*make_params())
@@ -192,7 +192,7 @@ def _go_on(
     make_params: Callable[[], tuple[Any, jax.Array]],
     carried: joining.Carried | None,
 ) -> TrainState:
-    """Return the state made of a copy, with the data where that is, or further."""
+    """Return the state made from a copy, with the data at its position, or further."""
     if own_step > copy.step and carried is None:
         raise ResumeError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "

@@ -1,7 +1,7 @@
-"""When a run computed, waited and had fragments on their way, by the clock.
+"""Timeline of a run: when it computed, waited and had fragments in flight.
 
-Every process of a run writes a timeline.json; `read` makes one timeline of them, and
-`show` a trace, which ui.perfetto.dev opens, and a plot.
+Every process of a run writes a timeline.json; `read` merges them, and `show` writes a
+plot and a trace for ui.perfetto.dev.
 """
 
 import itertools
@@ -20,24 +20,24 @@ from cocodc_jax.network import trace
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run.method_config import MethodConfig
 
-_LEAST_OVERLAP = 0.05  # of a stretch, to count as one beside a sync
+_LEAST_OVERLAP = 0.05  # of a stretch, to count as overlapping a sync
 FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 
 
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     """Return the timeline of a run from the files of its processes.
 
-    Each process's clock began when it did. A mean is there at about the same moment
-    everywhere, within a delay of the network, so clocks are laid over one another by
-    the arrivals; without any they stay as they are.
+    Each process's clock starts with it. A mean arrives at about the same time
+    everywhere, within a network delay, so clocks are aligned by the arrivals; without
+    any they stay as they are.
 
     Args:
       workdir: of the run.
       since_step: steps to leave out, such as those in which programs were compiled.
 
     Raises:
-      ValueError: if there is no such file, one is damaged, or there is nothing in it
-        after `since_step`.
+      ValueError: if there is no such file, one is corrupt, or none has data after
+        `since_step`.
     """
     found = _files(workdir)
     steps = _marked(workdir, found, since_step)
@@ -65,10 +65,10 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
 
 
 def first_marked_step(workdir: pathlib.Path, since_step: int) -> int:
-    """Return the step that `read` begins at: the first mark from `since_step` on.
+    """Return the step that `read` starts at: the first mark from `since_step` on.
 
     Raises:
-      ValueError: as `read`.
+      ValueError: as for `read`.
     """
     return _marked(workdir, _files(workdir), since_step)[0]
 
@@ -97,7 +97,7 @@ def _marked(
 
 
 def _on_one_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the files with the times of each by the clock of the first."""
+    """Return the files with times on the clock of the first."""
     arrivals = [
         {(s["start_step"], s["fragment"]): s["arrival_s"] for s in each["syncs"]}
         for each in found
@@ -128,7 +128,7 @@ def _later(found: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _step_times(steps: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Seconds of one step: the median over the stretches between two marks."""
+    """Return the seconds of one step: the median over stretches between marks."""
     lengths = np.diff(steps)
     seconds = np.diff(np.array(rows), axis=0)
     return [statistics.median(column / lengths) for column in seconds.T]
@@ -165,11 +165,11 @@ def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRe
 
 
 def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
-    """Write one process's timeline, after what an earlier part of the run wrote.
+    """Write one process's timeline, after that of an earlier part of the run.
 
     Args:
       folder: of the process.
-      found: "marks" and "syncs", as `runtime.loop.clock` gives them.
+      found: "marks" and "syncs", as `train.clock` returns them.
       first_step: the step that this part began at.
     """
     path = folder / FILE
@@ -189,7 +189,7 @@ def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
 
 
 def _table(path: pathlib.Path) -> dict[str, Any]:
-    """Return what a timeline.json holds."""
+    """Return the content of a timeline.json."""
     table = read_table(path)
     if not all(isinstance(table.get(name), list) for name in ("marks", "syncs")):
         raise ValueError(f"{path} is damaged: it holds no marks and syncs")
@@ -197,20 +197,20 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
-    """Whether regions go slower while something is on its way.
+    """Return whether steps are slower while a sync is in flight.
 
     Args:
       timeline: measured, with marks at starts and merges of syncs as every run has
-        them. Only where steps and syncs share a processor or a bus should they differ.
+        them. Only if steps and syncs share a processor or a bus should they differ.
 
     Returns:
-      Seconds of a step of the slowest process, waiting left out: while a sync is on its
-      way, and without; NaN where nothing tells. Without is the median over stretches
-      between two marks that have none; with is what all others took longer than that,
-      laid on the time in which a sync was on its way.
+      Seconds of a step of the slowest process, without waiting: with a sync in flight,
+      and without; NaN if unknown. Without is the median over stretches between two
+      marks that have none. With attributes the excess of all other stretches to the
+      time in which a sync was in flight.
     """
     waited: dict[int, float] = {}
-    for sync in timeline.syncs:  # A mark is made before the waiting that follows it.
+    for sync in timeline.syncs:  # Marks precede the waiting.
         waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
     flights = timeline.flights()
     quiet, beside = [], []
@@ -229,7 +229,7 @@ def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
         return math.nan, quiet_s
     overlap_s = sum(overlap for _, _, overlap in beside)
     longer_s = sum(took - num * quiet_s for num, took, _ in beside)
-    if longer_s >= overlap_s:  # As good as no step was done.
+    if longer_s >= overlap_s:  # Almost no step was done.
         return math.inf, quiet_s
     return quiet_s * overlap_s / (overlap_s - longer_s), quiet_s
 
@@ -242,8 +242,8 @@ def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
       warm_step: the step by which every program has been compiled.
 
     Returns:
-      That of the steps after `warm_step`, if the run went on so long, else of all of
-      them; None where there are too few to tell.
+      Of the steps after `warm_step`, if the run was that long, else of all of them;
+      None if there are too few.
     """
     for since in (warm_step, 0):
         try:
@@ -254,19 +254,19 @@ def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
 
 
 def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
-    """Return the share of a run's time that its steps would have taken undisturbed.
+    """Return the share of a run's time that its steps take when undisturbed.
 
-    The rest is compiling, evaluating, saving, waiting for others, steps done again and
-    the time in which nothing ran.
+    The rest is compiling, evaluating, saving, waiting for others, repeated steps and
+    downtime.
 
     Args:
-      folder: of its timelines, as of `exposed_share`.
-      steps: that the run came to.
-      seconds: since it began, by the wall.
+      folder: of its timelines, as for `exposed_share`.
+      steps: that the run has done.
+      seconds: of wall time since it began.
 
     Returns:
-      At most 1; None where there are too few marks to tell. An undisturbed step takes
-      the median of what steps took without waiting for syncs, in the slowest process.
+      At most 1; None if there are too few marks. An undisturbed step takes the median
+      time of steps that did not wait for syncs, in the slowest process.
     """
     try:
         stretches = read(folder).stretches()
@@ -277,12 +277,12 @@ def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
 
 
 def show(workdir: pathlib.Path) -> None:
-    """Write a run's trace and plot, if it went on after its first two intervals."""
+    """Write a run's trace and plot, if it is longer than its first two intervals."""
     since = first_warm_step(workdir)
     try:
         since = first_marked_step(workdir, since)
         timeline = read(workdir, since)
-    except ValueError:  # Too short: all of its steps were compiled in.
+    except ValueError:  # Too short: compiling in all steps.
         return
     write(workdir, timeline, f"{workdir.name}, measured from step {since}")
 
@@ -297,7 +297,7 @@ def first_warm_step(workdir: pathlib.Path) -> int:
     """Return the step by which every program of a run has been compiled.
 
     Raises:
-      ValueError: if the folder holds no run, or its configuration is damaged.
+      ValueError: if the folder holds no run, or its configuration is corrupt.
     """
     path = workdir / "config.json"
     if not path.exists():

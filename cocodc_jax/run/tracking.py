@@ -1,7 +1,6 @@
-"""Whether a run is shown in Weights & Biases, and how.
+"""Whether and how a run is shown in Weights & Biases.
 
-No part of the configuration: it changes no number, and an interrupted run may go on
-with another choice.
+Not part of the configuration: it changes no number, and may change when a run resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Tracking:
     wandb_mode: str = ""
 
     def __post_init__(self):
-        """Check the words."""
+        """Validate the words."""
         if self.wandb_mode not in ("", *MODES):
             raise ValueError(
                 f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"
@@ -44,7 +43,7 @@ class Tracking:
             )
 
     def check(self) -> None:
-        """Refuse a project where process 0 misses the package.
+        """Refuse a project if process 0 lacks the package.
 
         Raises:
           ValueError: naming the flag, and the command that installs it.
@@ -79,7 +78,7 @@ class Tracking:
 
     @property
     def _is_here(self) -> bool:
-        """One run there, whatever the number of processes."""
+        """Whether this process shows the run: only one does."""
         return bool(self.wandb) and jax.process_index() == 0
 
 
