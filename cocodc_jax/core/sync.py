@@ -70,7 +70,6 @@ def start(
     key_data: jax.Array,
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
-    weight: jax.Array | None = None,
 ) -> tuple[Started, PyTree]:
     """Send one region's fragment.
 
@@ -82,13 +81,12 @@ def start(
       key_data: of the region's PRNG key.
       reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
-      weight: as of `encode`.
 
     Returns:
       What is on its way, and the compressor's memory after it.
     """
     message, memory = encode(
-        sync, None, part, anchor, memory, key_data, weight, sync_key
+        sync, None, part, anchor, memory, key_data, sync_key=sync_key
     )
     mean, memory = reduce(message, memory)
     mean = sync.message.average.after(mean, anchor, sync_key)

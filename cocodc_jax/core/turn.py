@@ -213,7 +213,8 @@ class Turn:
             return region
 
         def norms():
-            return jnp.stack([part.norm for part in parts])
+            norms = jnp.stack([part.norm for part in parts])
+            return reduce.same_in_all(norms, self.axis_name)
 
         if schedule.looks_midway:
             once(traced.midway(schedule, times, step), self.look, region)
@@ -305,11 +306,12 @@ class Turn:
             mean_of = reduce.group_mean(sync.outer, compressor, self.axis_name, draw)
             mean, part = mean_of(message), part._replace(opt_states=opt_state)
         else:
-            everyone, who = Regions.alike(self.num_regions), sync.schedule.participating
-            weights = everyone.weights(0, 1, sync.weigh, who)
-            index, memory = jax.lax.axis_index(self.axis_name), part.memories
+            weights = Regions.alike(self.num_regions).weights(
+                0, 1, sync.weigh, sync.schedule.participating
+            )
+            memory = part.memories
             if sync.message.is_numbered:
-                memory = memory._replace(region=index)
+                memory = memory._replace(region=jax.lax.axis_index(self.axis_name))
             (mean, _), memory = core.start(
                 sync,
                 own,
@@ -318,7 +320,6 @@ class Turn:
                 data,
                 reduce.weighted_mean(sync.message, self.axis_name, weights),
                 key if sync.message.average.draws else None,
-                None if who is None else jnp.asarray(weights)[index],
             )
             part = part._replace(memories=memory)
         copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)
