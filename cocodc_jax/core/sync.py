@@ -256,7 +256,7 @@ def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Ar
         lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), outer, local
     )
     size = sum(x.size for x in jax.tree.leaves(outer))
-    return sum(jax.tree.leaves(gaps)) * share / size
+    return jnp.asarray(sum(jax.tree.leaves(gaps)) * share / size)
 
 
 def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from cocodc_jax.sync.needs import HALFWAY, STAGED, STALE, Supplies
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import OneStepStale, traced
+from cocodc_jax.sync.schedules import OneStepStale, Slotted, traced
 from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
 from cocodc_jax.transforms.numerics import vary_like, wide_dtype, widen
 
@@ -116,7 +116,7 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
         parts.append((own, opt_state, memory, *flight))
     names = ("outer", "opt_states", "memories", *Flight._fields)
     columns = dict(zip(names, map(tuple, zip(*parts, strict=True)), strict=True))
-    return columns | {"times": traced.first_times(sync.schedule)}
+    return columns | {"times": traced.first_times(_slotted(sync))}
 
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
@@ -170,6 +170,11 @@ class Turn:
     num_regions: int
     value_fn: Callable | None
 
+    @property
+    def schedule(self) -> Slotted:
+        """Of the syncs."""
+        return _slotted(self.sync)
+
     def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
         """Do what is due.
 
@@ -180,7 +185,7 @@ class Turn:
         Returns:
           The updates and the state after it.
         """
-        is_due = traced.is_due(self.sync.schedule, state.times, region.step)
+        is_due = traced.is_due(self.schedule, state.times, region.step)
         own = region.updates, region.inner if self.sync.moments else (), state
         if not self._wants_whole:  # What is carried twice is copied at every step.
             region = region._replace(updates=())
@@ -196,7 +201,7 @@ class Turn:
         updates, inner, state = value
         region = region._replace(updates=updates)
         sync, step, times = self.sync, region.step, state.times
-        schedule, none = sync.schedule, jnp.zeros((), jnp.float32)
+        schedule, none = self.schedule, jnp.zeros((), jnp.float32)
         nothing = vary_like((none, none), (state.norm, state.correction_ratio))
         flights = map(Flight, state.means, state.copies, state.stale)
         columns = (state.outer, state.opt_states, state.memories, flights)
@@ -248,7 +253,7 @@ class Turn:
     def leaving(self, times: traced.Times, region: Region, parts: list[Part]):
         """Tell which fragment starts, bool `[K]`; measures what the schedule needs."""
         none = jnp.zeros(len(parts), jnp.float32)
-        is_slot = traced.is_slot(self.sync.schedule, region.step)
+        is_slot = traced.is_slot(self.schedule, region.step)
 
         def gaps(name: str, _, region: Region, parts: list[Part]) -> jax.Array:
             each = []
@@ -263,12 +268,12 @@ class Turn:
             return _if(is_slot, functools.partial(gaps, name), none, region, parts)
 
         sizes = self.fragments.num_params
-        return traced.leaving(self.sync.schedule, sizes, times, region.step, observe)
+        return traced.leaving(self.schedule, sizes, times, region.step, observe)
 
     def local(self, k: int, part: Part, region: Region) -> Fragment:
         """Return the region's own fragment after what was done to it so far."""
         old, change = (self.fragments.take(x, k) for x in (region.params, part.updates))
-        return optax.apply_updates(old, change)
+        return cast(Fragment, optax.apply_updates(old, change))
 
     def key_data(self, region: Region) -> jax.Array:
         """Return the data of the region's key of this step."""
@@ -287,7 +292,7 @@ class Turn:
     def both(self, k: int, part: Part, region: Region) -> Part:
         """Send a fragment, and take in at once what arrives of it."""
         new = self.start(k, part, region)
-        if not self.sync.schedule.delay_steps:  # The same, and nothing is on its way.
+        if not self.schedule.delay_steps:  # The same, and nothing is on its way.
             return self.finish(k, new, region)._replace(flight=part.flight)
         # What left a round ago; it finds the region as what leaves did.
         done = self.finish(k, new._replace(flight=part.flight), region)
@@ -307,7 +312,7 @@ class Turn:
             mean, part = mean_of(message), part._replace(opt_states=opt_state)
         else:
             weights = Regions.alike(self.num_regions).weights(
-                0, 1, sync.weigh, sync.schedule.participating
+                0, 1, sync.weigh, self.schedule.participating
             )
             memory = part.memories
             if sync.message.is_numbered:
@@ -355,9 +360,9 @@ class Turn:
 
     def seen(self, k: int, part: Part, region: Region) -> needs.Seen:
         """Return what a merge may ask for, but for what `core.finish` fills in."""
-        rate, tau = self.supplies.learning_rate, self.sync.schedule.delay_steps
+        rate, tau = self.supplies.learning_rate, self.schedule.delay_steps
         if callable(rate):
-            rate = rate(region.step - 1)
+            rate = cast(Callable, rate)(region.step - 1)
         lead = jax.tree.map(lambda x: x[None], region.inner)
         found = needs.regional(self.sync.merge.needs, lead, self.supplies)
         own = jax.tree.map(lambda x: x[0], found)
@@ -397,7 +402,7 @@ class Turn:
         """
         if self.sync.moments is None:
             return inner, []
-        number, sent = step // self.sync.schedule.sync_interval, []
+        number, sent = step // self.schedule.sync_interval, []
         mean = functools.partial(mean_of_all, axis_name=self.axis_name)
         every = self.sync.moments.first, self.sync.moments.second
         for name, n in zip((moments.FIRST, moments.SECOND), every, strict=True):
@@ -424,6 +429,11 @@ def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyT
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, value)
 
 
+def _slotted(sync: Sync) -> Slotted:
+    assert isinstance(sync.schedule, Slotted)  # Others are refused before.
+    return sync.schedule
+
+
 def _compressor(sync: Sync) -> Compressor:
     return sync.message.compressor() or identity()
 
@@ -431,5 +441,6 @@ def _compressor(sync: Sync) -> Compressor:
 def _message_shape(sync: Sync, own: Fragment, opt_state: PyTree) -> PyTree:
     """Return the shapes of a message to regional outer models."""
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    assert isinstance(sync.outer, RegionalOuter)
     send = functools.partial(regional.send, sync.outer, _compressor(sync))
     return jax.eval_shape(send, own, own, opt_state, key)[0]

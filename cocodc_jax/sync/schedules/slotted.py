@@ -118,7 +118,7 @@ class Slotted(Schedule):
           The state and the fragment; None where each that might be is in flight.
         """
 
-    def slot(self, step: int) -> int:
+    def slot(self, step: Any) -> Any:
         """Return the number of the last slot up to `step`; 0 is before the first."""
         return (step + self.phase_steps) // self.slot_steps
 
