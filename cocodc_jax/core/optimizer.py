@@ -166,7 +166,7 @@ def synchronized(
         )
 
     def update(
-        gradients: PyTree, state: SynchronizedState, params: PyTree = None, **extra: Any
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, SynchronizedState]:
         if params is None:
             raise ValueError(
@@ -184,17 +184,17 @@ def synchronized(
         state = state._replace(step=step, times=times)
         correct = regional.make_correct(bound.sync, found, num)
         if correct is not None:
-            gradients = correct(gradients, params, (state.outer, state.opt_states))
+            updates = correct(updates, params, (state.outer, state.opt_states))
         if bound.per_step:
             key = turn.region_key(step, axis_name)
-            gradients, kept = turn.exchange(
-                bound.per_step, gradients, state.per_step, key, axis_name
+            updates, kept = turn.exchange(
+                bound.per_step, updates, state.per_step, key, axis_name
             )
             if "value" in extra:
                 extra["value"] = turn.mean_of_all(extra["value"], axis_name)
             sizes = [bound.per_step.num_bytes(params) if num > 1 else 0]
             state = state._replace(per_step=kept, counts=state.counts + 1)
-        updates, kept = inner.update(gradients, state.inner, params, **extra)
+        updates, kept = inner.update(updates, state.inner, params, **extra)
         state = state._replace(inner=kept)
         if bound.sync:
             sizes = turn.num_bytes(bound.sync, state, num)

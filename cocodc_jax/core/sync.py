@@ -70,7 +70,6 @@ def start(
     key_data: jax.Array,
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
-    weight: jax.Array | None = None,
 ) -> tuple[Started, PyTree]:
     """Send one region's fragment.
 
@@ -82,13 +81,12 @@ def start(
       key_data: data of the region's PRNG key.
       reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
-      weight: as in `encode`.
 
     Returns:
       The fragment in flight, and the compressor's state after it.
     """
     message, memory = encode(
-        sync, None, part, anchor, memory, key_data, weight, sync_key
+        sync, None, part, anchor, memory, key_data, sync_key=sync_key
     )
     mean, memory = reduce(message, memory)
     mean = sync.message.average.after(mean, anchor, sync_key)
@@ -259,8 +257,7 @@ def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Ar
         lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), outer, local
     )
     size = sum(x.size for x in jax.tree.leaves(outer))
-    total: Any = sum(jax.tree.leaves(gaps))
-    return total * share / size
+    return jnp.asarray(sum(jax.tree.leaves(gaps)) * share / size)
 
 
 def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:

@@ -116,7 +116,7 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
         parts.append((own, opt_state, memory, *flight))
     names = ("outer", "opt_states", "memories", *Flight._fields)
     columns = dict(zip(names, map(tuple, zip(*parts, strict=True)), strict=True))
-    return columns | {"times": traced.first_times(cast(Slotted, sync.schedule))}
+    return columns | {"times": traced.first_times(_slotted(sync))}
 
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
@@ -172,8 +172,8 @@ class Turn:
 
     @property
     def schedule(self) -> Slotted:
-        """The schedule, which `synchronized` has checked."""
-        return cast(Slotted, self.sync.schedule)
+        """Of the syncs."""
+        return _slotted(self.sync)
 
     def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
         """Apply the events that are due.
@@ -201,7 +201,7 @@ class Turn:
         updates, inner, state = value
         region = region._replace(updates=updates)
         sync, step, times = self.sync, region.step, state.times
-        schedule, none = sync.schedule, jnp.zeros((), jnp.float32)
+        schedule, none = self.schedule, jnp.zeros((), jnp.float32)
         nothing = vary_like((none, none), (state.norm, state.correction_ratio))
         flights = map(Flight, state.means, state.copies, state.stale)
         columns = (state.outer, state.opt_states, state.memories, flights)
@@ -218,7 +218,8 @@ class Turn:
             return region
 
         def norms():
-            return jnp.stack([part.norm for part in parts])
+            norms = jnp.stack([part.norm for part in parts])
+            return reduce.same_in_all(norms, self.axis_name)
 
         if self.schedule.looks_midway:
             once(traced.midway(self.schedule, times, step), self.look, region)
@@ -291,7 +292,7 @@ class Turn:
     def both(self, k: int, part: Part, region: Region) -> Part:
         """Start a fragment, and finish the one that arrives in the same step."""
         new = self.start(k, part, region)
-        if not self.sync.schedule.delay_steps:  # Nothing in flight.
+        if not self.schedule.delay_steps:  # The same, and nothing is on its way.
             return self.finish(k, new, region)._replace(flight=part.flight)
         # Started a round ago; both see the region before either is applied.
         done = self.finish(k, new._replace(flight=part.flight), region)
@@ -310,11 +311,12 @@ class Turn:
             mean_of = reduce.group_mean(sync.outer, compressor, self.axis_name, draw)
             mean, part = mean_of(message), part._replace(opt_states=opt_state)
         else:
-            everyone, who = Regions.alike(self.num_regions), self.schedule.participating
-            weights = everyone.weights(0, 1, sync.weigh, who)
-            index, memory = jax.lax.axis_index(self.axis_name), part.memories
+            weights = Regions.alike(self.num_regions).weights(
+                0, 1, sync.weigh, self.schedule.participating
+            )
+            memory = part.memories
             if sync.message.is_numbered:
-                memory = memory._replace(region=index)
+                memory = memory._replace(region=jax.lax.axis_index(self.axis_name))
             (mean, _), memory = core.start(
                 sync,
                 own,
@@ -323,7 +325,6 @@ class Turn:
                 data,
                 reduce.weighted_mean(sync.message, self.axis_name, weights),
                 key if sync.message.average.draws else None,
-                None if who is None else jnp.asarray(weights)[index],
             )
             part = part._replace(memories=memory)
         copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)
@@ -358,10 +359,10 @@ class Turn:
         return Part(updates, outer, opt_state, memory, flight, norm, ratio)
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
-        """Return the merge's context, except what `core.finish` fills in."""
-        rate, tau = self.supplies.learning_rate, self.sync.schedule.delay_steps
+        """Return what a merge may ask for, but for what `core.finish` fills in."""
+        rate, tau = self.supplies.learning_rate, self.schedule.delay_steps
         if callable(rate):
-            rate = rate(cast(Any, region.step) - 1)
+            rate = cast(Callable, rate)(region.step - 1)
         lead = jax.tree.map(lambda x: x[None], region.inner)
         found = needs.regional(self.sync.merge.needs, lead, self.supplies)
         own = jax.tree.map(lambda x: x[0], found)
@@ -401,7 +402,7 @@ class Turn:
         """
         if self.sync.moments is None:
             return inner, []
-        number, sent = step // self.sync.schedule.sync_interval, []
+        number, sent = step // self.schedule.sync_interval, []
         mean = functools.partial(mean_of_all, axis_name=self.axis_name)
         every = self.sync.moments.first, self.sync.moments.second
         for name, n in zip((moments.FIRST, moments.SECOND), every, strict=True):
@@ -428,6 +429,11 @@ def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyT
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, value)
 
 
+def _slotted(sync: Sync) -> Slotted:
+    assert isinstance(sync.schedule, Slotted)  # Others are refused before.
+    return sync.schedule
+
+
 def _compressor(sync: Sync) -> Compressor:
     return sync.message.compressor() or identity()
 
@@ -436,5 +442,6 @@ def _message_shape(sync: Sync, own: Fragment, opt_state: PyTree) -> PyTree:
     """Return the shapes of a message to regional outer models."""
     assert isinstance(sync.outer, RegionalOuter)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    assert isinstance(sync.outer, RegionalOuter)
     send = functools.partial(regional.send, sync.outer, _compressor(sync))
     return jax.eval_shape(send, own, own, opt_state, key)[0]

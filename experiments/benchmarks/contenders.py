@@ -103,15 +103,16 @@ def transform(
             return jax.tree.map(lambda x: x[None], out)
 
         if num_devices == case.regions > 1:
-            specs: dict[str, Any] = dict(mesh=mesh, in_specs=over, out_specs=over)
-            run = jax.shard_map(of_device, **specs, check_vma=False)
+            run = jax.shard_map(
+                of_device, mesh=mesh, in_specs=over, out_specs=over, check_vma=False
+            )
             held = [_for_all(case, first, where)]
         else:  # What is equal in all regions is there once.
             axes = (0, cc.sync_axes(chosen))
-            mesh_axis: dict[str, Any] = (
-                {"spmd_axis_name": "region"} if num_devices > 1 else {}
+            over_mesh = "region" if num_devices > 1 else None
+            run = jax.vmap(
+                scan, (axes, 0), (axes, 0), axis_name="region", spmd_axis_name=over_mesh
             )
-            run = jax.vmap(scan, (axes, 0), (axes, 0), axis_name="region", **mesh_axis)
             lying = (where, cc.sync_axes(chosen, where, NamedSharding(mesh, P())))
             spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
             held = [jax.device_put(spread(first), lying)]

@@ -56,7 +56,7 @@ CASES = {
 } | {name: (*case, optax.sgd(0.05))[:3] for name, case in VARIANTS.items()}
 # One of each kind of part; the rest are cases beside them.
 FAST = (
-    "data_parallel", "diloco", "cocodc", "loscar", "muloco", "multi_ring", "des_loc",
+    "mean loss", "diloco", "cocodc", "loscar", "muloco", "multi_ring", "des_loc",
     "co2", "eager", "noloco", "lt_admm", "distributed_lion", "merge feedback",
     "second moment", "drift, by the loss", "midway", "some regions", "factors summed",
 )  # fmt: skip
@@ -329,8 +329,37 @@ def test_loops_stay_loops_where_regions_are_mapped(tiny, tx, is_one):
     # One around all, and for each fragment one to start and one to finish.
     assert len(found) >= 1 + 2 * 2
     for eqn in found:
-        (predicate,) = eqn.params["cond_jaxpr"].jaxpr.eqns
-        assert predicate.primitive.name == "lt"
+        (predicate,) = eqn.params["cond_jaxpr"].jaxpr.outvars
+        assert predicate.aval.shape == ()
+
+
+@pytest.mark.parametrize("is_around", [True, False])
+def test_trials_choose_each_for_itself(tiny, tx, expected, is_around):
+    """Another axis around the regions', or inside of it, is another run."""
+    step, batches = make_step(tiny.loss_fn, tx), batches_of(tiny, 4, range(NUM_STEPS))
+    params = tiny.make_params()
+    first = [params, params | {"head": 0 * params["head"]}]
+    carries = [(params, tx.init(params)) for params in first]
+    trials = jax.tree.map(lambda *x: jnp.stack(x), *carries)
+
+    def scan(carry, xs):
+        return jax.lax.scan(step, carry, xs)[0]
+
+    def of_regions(fn):
+        return jax.vmap(fn, (None, 0), axis_name="region")
+
+    def of_trials(fn):
+        return jax.vmap(fn, (0, None))
+
+    go = of_trials(of_regions(scan)) if is_around else of_regions(of_trials(scan))
+    found, state = jax.jit(go)(trials, batches)
+    alone = [jax.jit(of_regions(scan))(carry, batches) for carry in carries]
+    axis = 0 if is_around else 1
+    wanted = jax.tree.map(lambda *x: jnp.stack(x, axis), *(x[0] for x in alone))
+    assert_near(found, wanted, 1e-6)
+    last = [x[1].times.last_start for x in alone]
+    assert not np.array_equal(*last)
+    np.testing.assert_array_equal(state.times.last_start, jnp.stack(last, axis))
 
 
 def test_without_syncs_updates_are_the_optimizers(tiny):

@@ -136,9 +136,15 @@ class Adaptive(Slotted):
         last_start = np.array(state.last_start)
         chosen = int(self.forced(np, free, last_start, step, slot_steps))
         if chosen == self.num_fragments:
-            norm, size = np.array(state.norm), np.array(state.size)
-            interval = np.array(state.observed_interval)
-            scores = self.scores(np, last_start, norm, size, interval, step, observe)
+            scores = self.scores(
+                np,
+                last_start,
+                np.array(state.norm),
+                np.array(state.size),
+                np.array(state.observed_interval),
+                step,
+                observe,
+            )
             chosen = int(highest(np, free, last_start, scores))
         return state, chosen
 

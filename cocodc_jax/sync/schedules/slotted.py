@@ -114,8 +114,8 @@ class Slotted(Schedule):
           The state and the fragment; None if all candidates are in flight.
         """
 
-    def slot(self, step: int) -> int:
-        """Return the index of the last slot up to `step`; 0 is before the first."""
+    def slot(self, step: Any) -> Any:
+        """Return the number of the last slot up to `step`; 0 is before the first."""
         return (step + self.phase_steps) // self.slot_steps
 
     def next_slot(self, step: int) -> int:
