@@ -30,14 +30,14 @@ DERIVED = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that fixes a run's numbers.
+    """Everything that determines a run's numbers.
 
     Attributes:
       preset: the preset that it started from.
       run: how long and where.
-      model: the transformer; its vocabulary follows from the tokenizer.
+      model: the transformer; the tokenizer sets its vocabulary.
       data: corpus, tokenizer and how regions share it.
-      method: which method and its numbers.
+      method: the method and its arguments.
       optimizer: the inner optimizer.
     """
 

@@ -11,31 +11,31 @@ from cocodc_jax.run.fault_watch import ON_FAULT
 
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """Where the regions of a run are, if each is a job of its own.
+    """Addresses and timeouts of the regions of a run, if each is a separate job.
 
     Attributes:
-      region_addresses: host:port of every region (of its process 0), with commas, in
-        their order; as many as there may ever be.
-      region_id: which of them this is.
-      key_file: file with the key that all share, at least 32 bytes, for nobody else to
-        read.
-      min_regions: regions that go on when the others are gone; more than half of them
-        keeps two parts of a cut network from going on both.
-      beat_s: seconds between two signs of life.
-      dead_after_s: seconds of silence after which a region is taken for dead; more than
-        a message takes on the slowest link, behind which signs of life wait.
-      grace_s: seconds after a quorum of a sync's messages after which nobody is waited
-        for.
-      quorum_regions: messages of a sync that are waited for however long it takes, or
-        all where fewer regions take part.
-      max_behind_syncs: decided syncs, more than are on their way at once, that a region
-        may not have come to: who is further behind begins anew at the others' step, so
-        that they need not keep ever more messages for it.
-      late_mean: "wait" for a mean that is not there when it is due, or train on and
-        "merge" it at the next slot, for its true age.
-      late_message: what becomes of the work of a message that came too late for its
-        mean: "keep" it in the region, whose next message holds it, or "drop" it.
-      on_fault: what to do when a region or a link is named as faulty: "warn",
+      region_addresses: host:port of every region (of its process 0), comma-separated,
+        in their order; as many as there may ever be.
+      region_id: index of this region.
+      key_file: file with the key that all share, at least 32 bytes, readable by its
+        owner only.
+      min_regions: minimum number of regions to go on with; more than half of them keeps
+        the two parts of a cut network from both going on.
+      beat_s: seconds between two heartbeats.
+      dead_after_s: seconds of silence after which a region counts as dead; longer than
+        a message takes on the slowest link, as heartbeats wait behind it.
+      grace_s: seconds to wait for further messages of a sync after a quorum has
+        arrived.
+      quorum_regions: number of messages of a sync to wait for without a timeout, or all
+        if fewer regions take part.
+      max_behind_syncs: maximum number of decided syncs that a region may be behind,
+        more than are in flight at once. A region further behind restarts at the others'
+        step, so that they need not keep its messages.
+      late_mean: "wait" for a mean that has not arrived when it is due, or train on and
+        "merge" it at the next slot, with its actual delay.
+      late_message: what happens to the work of a message that came too late for its
+        mean: "keep" it in the region, whose next message contains it, or "drop" it.
+      on_fault: what to do when a fault of a region or link is detected: "warn",
         "exclude" the region from the means, or "route" messages around the link.
       start_s: seconds to wait until all regions have started.
       outer_digests: write a digest of the outer fragment after every merge to

@@ -20,14 +20,13 @@ _MAY_BE_INFINITE = ("exclude_above", "momentum_clip")
 
 @dataclasses.dataclass(frozen=True)
 class MethodConfig:
-    """Which method, and its numbers.
+    """The method of a run, and its arguments.
 
     Attributes:
       method: a name of `cocodc_jax.methods.METHODS`, such as cocodc or diloco.
-      arguments: of this method, as a mapping or as pairs; None, as if it were not
-        given, is the method's own default.
-      where_taken: arguments for whichever method takes them, so that one preset serves
-        many methods; `arguments` go before.
+      arguments: of this method, as a mapping or as pairs; None is the method's default.
+      where_taken: arguments for those methods that take them, so that one preset serves
+        many methods; `arguments` take precedence.
 
     >>> config = MethodConfig("diloco", {"sync_interval": 20}, {"delay_steps": 5})
     >>> config.to_json()

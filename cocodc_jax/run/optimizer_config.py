@@ -1,4 +1,4 @@
-"""The inner optimizer of a run, and its learning rate."""
+"""The inner optimizer of a run, and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _GOES_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The inner optimizer: clip, AdamW (or another), warm-up and cosine.
+    """The inner optimizer: clipping, AdamW (or another), warm-up and cosine decay.
 
     Muon steps by sqrt(out / in) times a polar factor, AdamW by about the learning rate
     in every number, so that their best learning rates differ; see `transforms.muon`.
 
     Attributes:
-      inner_optimizer: adamw, mt_adam (AdamW with a slow momentum besides), muon or sgd
-        (no moments and no clip, for directions that a method has made already); empty
-        is the method's own.
+      inner_optimizer: adamw, mt_adam (AdamW with a second, slow momentum), muon or sgd
+        (without moments and clipping, for methods that compute update directions);
+        empty is the method's default.
       inner_lr: peak learning rate of the inner optimizer.
       sign_lr_fraction: learning rate of methods that step by a sign, as a fraction of
         inner_lr.
       weight_decay: decoupled weight decay of the inner optimizer.
       beta1: decay of the first moment.
-      beta2: decay of the second moment; without one 0.999, beside Muon 0.99.
-      slow_beta: decay of mt_adam's slow momentum, beta1 being the fast one's.
+      beta2: decay of the second moment; default 0.999, with Muon 0.99.
+      slow_beta: decay of mt_adam's slow momentum; beta1 is that of the fast one.
       slow_weight: weight of the slow momentum in a step of mt_adam.
-      fast_weight: weight of the fast one; what is left to 1 is the gradient's.
-      grad_clip: largest global norm of a gradient; 0 does not clip.
+      fast_weight: weight of the fast momentum; the rest to 1 is the gradient's.
+      grad_clip: maximum global norm of a gradient; 0 does not clip.
       warmup_steps: inner steps of linear warm-up from 0.
       final_lr_fraction: learning rate at the last step as a fraction of inner_lr.
     """

@@ -36,15 +36,16 @@ _FAREWELL_S = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """Who takes part in a run.
+    """Processes of a run.
 
     Attributes:
-      coordinator_address: host:port of process 0; empty to let JAX find it.
-      num_processes: how many; 0 to let JAX find it, 1 for a run in one process.
-      process_id: which of them this one is; -1 to let JAX find it.
+      coordinator_address: host:port of process 0; empty to let JAX detect it.
+      num_processes: number of processes; 0 to let JAX detect it, 1 for a run in one
+        process.
+      process_id: index of this process; -1 to let JAX detect it.
       start_timeout_s: seconds to wait until all have started.
-      heartbeat_timeout_s: seconds without a word from a process after which the others
-        take it for dead.
+      heartbeat_timeout_s: seconds without a heartbeat of a process after which it
+        counts as dead.
     """
 
     coordinator_address: str = ""

@@ -1,4 +1,4 @@
-"""How long a run is, and where: its steps, regions, devices and files."""
+"""Length and placement of a run: its steps, regions, devices and files."""
 
 from __future__ import annotations
 
@@ -22,70 +22,71 @@ MAX_DEVICES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How long and where.
+    """Length and placement of a run.
 
     Attributes:
-      steps: inner steps of the whole run.
+      steps: inner steps of the full run.
       seed: of parameters, data order and dropout keys.
       init_from: folder of a Hugging Face LLaMA (config.json and model.safetensors) of
-        the same shape, whose parameters all regions begin with; empty draws them.
+        the same shape, from whose parameters all regions start; empty initializes them.
       regions: regions that train, M.
       step_times: time of one inner step of each region, in steps of the fastest, as
-        1,1,2,4; empty is regions of one speed.
+        1,1,2,4; empty is regions of equal speed.
       batch_sizes: sequences per step of each region, as 8,8,4,4, each a divisor of
         batch_per_region; empty is batch_per_region for all.
-      devices: devices to use for the regions; 0 takes all that help.
-      local_regions: how a device that has several regions computes them: batched, all
-        at once, in_turn, one after another; auto is batched on accelerators, and on a
-        CPU for small models.
+      devices: number of devices for the regions; 0 uses as many as help.
+      local_regions: how a device with several regions computes them: batched, all at
+        once; in_turn, one after another; auto is batched on accelerators, and on a CPU
+        for small models.
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
       sequence_axis: devices along each region's sequence axis, which share the
-        positions of every sequence; attention gathers the keys and values of all. A
-        divisor of sequence_length.
+        positions of every sequence; attention gathers all keys and values. A divisor of
+        sequence_length.
       optimizer_memory: host keeps the inner optimizer's moments in the memory of the
-        accelerators' hosts, 8 bytes a parameter less on an accelerator; each step takes
-        them in and puts them back. device keeps them beside the parameters.
-      accumulate_steps: parts that each device cuts its share of a batch into, one after
-        another, whose gradients are averaged; the activations of one exist at a time.
-      exchange: program averages messages in a program of the inner mesh, outer on the
-        outer mesh beside the inner steps; auto is outer with several processes; jobs
-        has every region be a job of its own, which may die and come back.
-      fuse_syncs: yes makes a fragment's start, the inner steps after it and its merge
-        one program, so that its message crosses meanwhile where regions share a fabric;
-        the outer state is then kept in the memory of the accelerators' hosts. no has
-        them follow one another; auto is yes where regions lie on several accelerators
-        and messages cross in the program.
+        accelerators' hosts, 8 bytes per parameter less on an accelerator; each step
+        loads them and stores them back. device keeps them on the accelerators.
+      accumulate_steps: number of parts that each device cuts its share of a batch into;
+        their gradients are averaged. Only one part's activations exist at a time.
+      exchange: program averages messages in a program of the inner mesh; outer on the
+        outer mesh, concurrently with the inner steps; auto is outer with several
+        processes; jobs makes every region a separate job, which may die and come back.
+      fuse_syncs: yes compiles a fragment's start, the inner steps after it and its
+        merge as one program, so that its message overlaps with computation if regions
+        share a fabric; the outer state is then kept in the memory of the accelerators'
+        hosts. no runs them one after another; auto is yes if regions are on several
+        accelerators and messages cross in the program.
       all_reduce: how messages cross between processes: direct, every region with every
         other at once, or ring, the backend's own.
-      outer_channels: outer meshes side by side, so many fragments can be on their way
-        at once, each on connections of its own; at most num_fragments.
-      stages: devices along each region's stage axis (a pipeline's stages).
-      microbatches: parts that a pipeline cuts each region's batch into.
-      random_routing: whether a pipeline hands activations on to the next stage of a
+      outer_channels: number of outer meshes, so that as many fragments can be in flight
+        at once, each on its own connections; at most num_fragments.
+      stages: devices along each region's stage axis (pipeline stages).
+      microbatches: number of parts that a pipeline cuts each region's batch into.
+      random_routing: whether a pipeline passes activations to the next stage of a
         random region (NoLoCo).
       stage_subspace: k, dimensions that the residual stream is confined to, so that
-        stages send k numbers a position and not the width (Protocol Models); 0 is off.
+        stages send k numbers per position instead of the width (Protocol Models); 0 is
+        off.
       stage_compress: compressor of what stages send, both ways, such as threshold:0.1
-        (DCT) or int8, in the short forms of compress; empty sends it as it is.
-      step_seconds: least seconds of an inner step; above 0 the CPU plays an accelerator
-        of that speed, with the host's cores free meanwhile.
+        (DCT) or int8, in the short forms of compress; empty does not compress.
+      step_seconds: minimum seconds of an inner step; above 0 the CPU simulates an
+        accelerator of that speed, with the host's cores free meanwhile.
       log_every: steps that one training record averages over.
       eval_every: steps between evaluations; 0 is at the end only.
       eval_batches: validation batches in one evaluation, a multiple of `regions`.
       checkpoint_every: steps between checkpoints; 0 is at the end only.
-      keep_checkpoints: how many of the newest checkpoints to keep.
-      change_schedule: whether a run that has begun may go on with more or fewer steps
-        though its learning rate follows their number: from then on it is that of a run
-        of the new length.
-      adopt_from: WORKDIR or WORKDIR@STEP of a run of the same model, whose newest
-        checkpoint or that of STEP a new run goes on from, with other regions, devices,
-        method or optimizer; what does not fit is named. Empty begins at step 0.
+      keep_checkpoints: number of the newest checkpoints to keep.
+      change_schedule: whether a run that has begun may be resumed with another number
+        of steps although its learning rate depends on it: from then on the learning
+        rate is that of a run of the new length.
+      adopt_from: WORKDIR or WORKDIR@STEP of a run of the same model. A new run starts
+        from its newest checkpoint or that of STEP, with other regions, devices, method
+        or optimizer; state that does not fit is named. Empty starts at step 0.
       spike_zscore: robust z-score of a region's loss, against its last 64, above which
-        three steps of five are a spike, recorded as such; 0 looks for none.
-      max_rollbacks: how often a run, as long as it is not killed, goes back to its last
-        checkpoint where it would save after a spike, and goes on with the data that
-        come next, without those since; after that, spikes are recorded only.
+        three steps of five are recorded as a spike; 0 looks for none.
+      max_rollbacks: how often a process goes back to its last checkpoint instead of
+        saving after a spike, and continues with the next data, skipping those since;
+        after that, spikes are only recorded.
     """
 
     steps: int = of_kind(Kind.LENGTH, 480)

@@ -24,8 +24,8 @@ class Tracking:
 
     Attributes:
       wandb: project in Weights & Biases; empty is none.
-      wandb_mode: online, offline (`wandb sync` sends it later) or disabled; empty is
-        what WANDB_MODE says.
+      wandb_mode: online, offline (`wandb sync` uploads it later) or disabled; empty
+        uses WANDB_MODE.
     """
 
     wandb: str = ""

@@ -29,8 +29,8 @@ of region m now:
     round_robin       a                                  the control: no choice at all
 
 rms, gain, disagreement and round_robin are ours, for ablation; bytes are proportional
-to n. The exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean
-Delta||^2. Here the second term is extrapolated, so that only K numbers are sent.
+to n. The exact disagreement is the variance of messages, mean_m ||Delta^m||^2 -
+||mean Delta||^2. Here the second term is extrapolated, so that only K numbers are sent.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ another network round trip for each.
 
 When h changes between two slots, the next slot may come sooner than h after the last,
 so that all deadlines can still be met: with d_0 <= d_1 <= ... the last steps by which
-the fragments must have started, the next slot after step t is at most min_i floor((d_i
-- t) / (i + 1)) steps away.
+the fragments must have started, the next slot after step t is at most
+min_i floor((d_i - t) / (i + 1)) steps away.
 """
 
 from __future__ import annotations
