@@ -442,6 +442,5 @@ def _message_shape(sync: Sync, own: Fragment, opt_state: PyTree) -> PyTree:
     """Return the shapes of a message to regional outer models."""
     assert isinstance(sync.outer, RegionalOuter)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    assert isinstance(sync.outer, RegionalOuter)
     send = functools.partial(regional.send, sync.outer, _compressor(sync))
     return jax.eval_shape(send, own, own, opt_state, key)[0]
