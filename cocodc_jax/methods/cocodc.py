@@ -43,8 +43,7 @@ Measured here: `cocodc` 1.776 (DiLoCo's last loss after 380 of 480 steps) and
 At equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, published 2.241,
 mix(0.5) 2.210, secant 2.193 (`experiments.studies.ablate_compensation`). At tau/H 0.5
 and 1, int4, N = K, five seeds: 24 to 42 % fewer steps than Streaming DiLoCo as
-published; with the inner rate tuned, level with it or behind, and ahead by
-`merge_feedback`.
+published; inner rate tuned, level or behind, and ahead by `merge_feedback`.
 """
 
 from __future__ import annotations

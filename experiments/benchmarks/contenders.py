@@ -80,44 +80,29 @@ def transform(
     Args:
       case: what to train.
       method: its name.
-      num_devices: that the regions are spread over; those of one device are an axis of
-        `jax.vmap`, over a mesh too, unless each has a device of its own.
+      num_devices: that the regions are spread over, an axis of `jax.vmap` there too.
       **arguments: of the method.
     """
 
     def make() -> Turn:
         chosen = cc.methods.get(method, sync_interval=case.interval, **arguments)
         tx = cc.synchronized(case.optimizer, chosen, axis_name="region")
-        step, mesh, over = (
-            make_step(case, tx),
-            _mesh("region", num_devices),
-            P("region"),
+        step, mesh = make_step(case, tx), _mesh("region", num_devices)
+        where, everywhere = NamedSharding(mesh, P("region")), NamedSharding(mesh, P())
+        # What is equal in all regions is there once.
+        axes = (0, cc.sync_axes(chosen))
+        layout = (where, cc.sync_axes(chosen, where, everywhere))
+        run = jax.vmap(
+            lambda carry, xs: jax.lax.scan(step, carry, xs),
+            (axes, 0),
+            (axes, 0),
+            axis_name="region",
+            spmd_axis_name="region" if num_devices > 1 else None,
         )
-        first, where = (case.params, tx.init(case.params)), NamedSharding(mesh, over)
-
-        def scan(carry: PyTree, xs: jax.Array):
-            return jax.lax.scan(step, carry, xs)
-
-        def of_device(carry: PyTree, xs: jax.Array):
-            out = scan(*jax.tree.map(lambda x: x[0], (carry, xs)))
-            return jax.tree.map(lambda x: x[None], out)
-
-        if num_devices == case.regions > 1:
-            run = jax.shard_map(
-                of_device, mesh=mesh, in_specs=over, out_specs=over, check_vma=False
-            )
-            held = [_for_all(case, first, where)]
-        else:  # What is equal in all regions is there once.
-            axes = (0, cc.sync_axes(chosen))
-            over_mesh = "region" if num_devices > 1 else None
-            run = jax.vmap(
-                scan, (axes, 0), (axes, 0), axis_name="region", spmd_axis_name=over_mesh
-            )
-            lying = (where, cc.sync_axes(chosen, where, NamedSharding(mesh, P())))
-            spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
-            held = [jax.device_put(spread(first), lying)]
-        batches = _by_region(case)
-        loop = jax.jit(run, donate_argnums=0)
+        loop = jax.jit(run, donate_argnums=0, out_shardings=(layout, where))
+        spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
+        first = spread((case.params, tx.init(case.params)))
+        held, batches = [jax.device_put(first, layout)], _by_region(case)
 
         def turn() -> PyTree:
             held[0], _ = loop(held[0], jax.device_put(batches, where))
