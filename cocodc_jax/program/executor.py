@@ -79,7 +79,7 @@ class CollectiveGuard:
     def __init__(self, is_needed: bool):
         self._is_needed, self._last = is_needed, None
 
-    def run(self, program: Callable, proof: Callable = lambda out: out) -> Any:
+    def run(self, program: Callable, proof: Callable) -> Any:
         """Run `program()` after earlier programs have ended.
 
         Args:
@@ -202,7 +202,7 @@ class Executor:
             )
         )
         self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
-        self._is_seen = any(needs.NEEDS[n].of_mean for n in self._schedule.needs)
+        self._is_seen = needs.wants_mean(self._schedule.needs)
         self._do = {
             START: self._start,
             MIDWAY: self._look_midway,
@@ -489,7 +489,7 @@ class Executor:
         arguments = merge_arguments(
             rule,
             merging(self._spec, k, run.region),
-            {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES},
+            flight.kept,
             outer,
             run.batch,
             self._spec.supplies.rate(run.step) if "learning_rate" in rule else None,

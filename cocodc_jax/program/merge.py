@@ -174,7 +174,7 @@ def merge_arguments(
     Args:
       rule: needs of the merge rule.
       region: of all regions, before the merge.
-      kept: as for `make_merge`, like all that follow.
+      kept: of `InFlight`; this and all that follow are as for `make_merge`.
       outer: the outer fragment.
       batch: without the model's state.
       rate: the learning rate.
@@ -187,7 +187,7 @@ def merge_arguments(
         region.params,
         region.opt_state if needs.wants_state(rule) else None,
         region.key if needs.wants_key(rule) else None,
-        kept,
+        {n: x for n, x in kept.items() if n in needs.REGIONAL_COPIES},
         outer,
         (batch, region.model_state, frozen) if needs.wants_batch(rule) else None,
         rate if "learning_rate" in rule else None,

@@ -118,7 +118,7 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
     spec = place.spec
     crossings = [make_crossing(spec, k, rank) for k, rank in segment.before]
     finish = None if segment.after is None else make_finish(place, segment.after)
-    is_seen = any(needs.NEEDS[n].of_mean for n in spec.sync.schedule.needs)
+    is_seen = needs.wants_mean(spec.sync.schedule.needs)
 
     def run(region, batches, participating, starts, outer, told):
         left = []
@@ -182,7 +182,7 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
         arguments = merge_arguments(
             rule,
             region,
-            {n: x for n, x in flight.kept.items() if n in needs.REGIONAL_COPIES},
+            flight.kept,
             place.broadcast(fragment_id, params, opt_state),
             batch,
             rate,
@@ -372,7 +372,7 @@ class Segments:
     def _make(self, segment: Segment, sync: SyncState) -> Callable:
         """Wrap a segment in one jit; see `make_segment`."""
         spec, shardings = self._spec, self._spec.shardings
-        is_seen = any(needs.NEEDS[n].of_mean for n in spec.sync.schedule.needs)
+        is_seen = needs.wants_mean(spec.sync.schedule.needs)
         sent = []
         for k, _ in segment.before:
             flight = jax.tree.map(lambda x: x.sharding, self._outer.abstract_flight(k))

@@ -335,6 +335,11 @@ def wants_key(needs: Iterable[str]) -> bool:
     return any(NEEDS[name].wants_batch or NEEDS[name].wants_key for name in needs)
 
 
+def wants_mean(needs: Iterable[str]) -> bool:
+    """Return whether an applied mean pseudo-gradient is observed."""
+    return any(NEEDS[name].of_mean for name in needs)
+
+
 def regional(
     needs: Iterable[str], opt_state: PyTree, supplies: Supplies
 ) -> dict[str, PyTree]:
