@@ -176,6 +176,7 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     """Train every row that is this process's; exits where one cannot be trained."""
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
     progress, most = Progress(plan), flags.value("batch_trials")
+    batches = batched.BatchTrainer()
 
     def written() -> dict[str, rows.Row]:
         return {row["row"]: row for row in rows.read(workdir)}
@@ -183,7 +184,10 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     for stage in plan.stages(written):
         own, found = {row.row_id for row in plan.own(stage)}, written()
         todo = [r for r in stage if r.row_id in own and r.row_id not in found]
-        done = _train_batches(todo, most, workdir, progress, console) if most else set()
+        done = set()
+        if most:
+            args = batches, todo, most, workdir, progress, console
+            done = _train_batches(*args)
         for row in stage:
             if row.row_id in done:
                 continue
@@ -203,6 +207,7 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
 
 
 def _train_batches(
+    trainer: batched.BatchTrainer,
     todo: Sequence[runs.Row],
     most: int,
     workdir: pathlib.Path,
@@ -213,7 +218,7 @@ def _train_batches(
     found, alone = batched.batches(todo, most)
     for why, num in collections.Counter(alone.values()).items():
         _say(console, f"{num} rows are trained one by one: {why}")
-    trainer, done = batched.BatchTrainer(), set()
+    done = set()
     for number, batch in enumerate(found, 1):
         row = batch.rows[0]
         text = f"batch {number}/{len(found)}, {len(batch.rows)} trials with "

@@ -310,8 +310,10 @@ def train(
     while step < num_steps:
         next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
         end = min(step + MOST_STEPS, next_eval, num_steps)
-        tokens = [[next(each) for each in streams] for _ in range(step, end)]
-        state, of_steps = trials.advance(state, given, jnp.asarray(tokens), which)
+        # Read while the devices are busy, but no further ahead than the next scan.
+        tokens = np.asarray([[next(x) for x in streams] for _ in range(step, end)])
+        jax.block_until_ready(losses[-2:-1])
+        state, of_steps = trials.advance(state, given, tokens, which)
         losses.append(of_steps)
         step = end
         if step in (next_eval, num_steps):

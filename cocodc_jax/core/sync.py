@@ -218,7 +218,9 @@ def merge(
     )
 
 
-def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any:
+def remember(
+    share: float | jax.Array, part: Fragment, staged: Fragment, memory: Any
+) -> Any:
     """Put the local progress that a merge drops into the error-feedback residual.
 
     A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,
