@@ -64,7 +64,7 @@ class Inner(OptimizerConfig):
         self, steps: int, method: cc.methods.Method | None = None
     ) -> optax.Schedule:
         """Return the schedule for a peak of 1, times `inner_lr`."""
-        given = dataclasses.asdict(self) | {"inner_lr": 1.0}
+        given: dict[str, Any] = dataclasses.asdict(self) | {"inner_lr": 1.0}
         of_one = OptimizerConfig.learning_rate(Inner(**given), steps, method)
         return lambda step: self.inner_lr * of_one(step)
 
@@ -272,7 +272,8 @@ def _make(
     given = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
     method = cc.methods.get(config.method.method, **config.method.values | given)
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
-    inner = Inner(**dataclasses.asdict(config.optimizer) | own)
+    given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
+    inner = Inner(**given)
     supplies = cc.Supplies(
         inner.learning_rate(config.run.steps, method),
         adam_second_moment(inner.second_moment_decay(method)),
