@@ -1,11 +1,11 @@
 """One region's connection to the others: a thread between protocol and sockets.
 
-ZeroMQ carries the messages (`pip install cocodc_jax[jobs]`): connections that are made
-again by themselves, queues with an end, and CURVE, by which both sides prove that they
-have the shared key, and everything is encrypted. Each region listens at its own address
-and sends to the others' on a connection each; what is lost with a connection is asked
-for again by those who need it. Steps are computed by other threads: nothing here holds
-them up.
+ZeroMQ carries the messages (`pip install cocodc_jax[elastic]`): connections that are
+made again by themselves, queues with an end, and CURVE, by which both sides prove that
+they have the shared key, and everything is encrypted. Each region listens at its own
+address and sends to the others' on a connection each; what is lost with a connection is
+asked for again by those who need it. Steps are computed by other threads: nothing here
+holds them up.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _PING_MS, _PONG_MS = 2000, 10000
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
     """Return the public and the secret key, for CURVE, of those who share `key`."""
-    with extra("jobs"):
+    with extra("elastic"):
         import zmq
         import zmq.utils.z85
     digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
@@ -41,7 +41,7 @@ class Sockets:
     """The sockets of one region; one thread alone may use them."""
 
     def __init__(self, place: Place, max_frame_bytes: int, waked: socket.socket):
-        with extra("jobs"):
+        with extra("elastic"):
             import zmq
             import zmq.utils.z85
         self._zmq, self._waked = zmq, waked

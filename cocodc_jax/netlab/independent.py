@@ -151,7 +151,7 @@ def commands(
         [
             *train,
             f"--workdir={workdir}",
-            "--exchange=jobs",
+            "--exchange=elastic",
             f"--region_addresses={addresses}",
             f"--region_id={region}",
             f"--key_file={key}",

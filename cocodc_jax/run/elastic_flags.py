@@ -1,4 +1,4 @@
-"""Flags of a run whose regions are separate jobs: addresses, and timeouts."""
+"""Flags of a run whose regions are elastic: addresses, and timeouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cocodc_jax.run.fault_watch import ON_FAULT
 
 
 @dataclasses.dataclass(frozen=True)
-class Jobs:
+class ElasticFlags:
     """Addresses and timeouts of the regions of a run, if each is a separate job.
 
     Attributes:
@@ -77,21 +77,21 @@ class Jobs:
             )
 
     def place(self, exchange: str) -> Place | None:
-        """Return the place of this region, None if regions are not jobs.
+        """Return the place of this region, None if regions are not elastic.
 
         Raises:
           ValueError: naming the flag, its value and a value that works.
         """
-        if exchange != "jobs":
-            if self != NO_JOBS:
+        if exchange != "elastic":
+            if self != NOT_ELASTIC:
                 raise ValueError(
                     "region_addresses, region_id and what goes with them have no "
-                    f"meaning for exchange={exchange!r}; use exchange='jobs'"
+                    f"meaning for exchange={exchange!r}; use exchange='elastic'"
                 )
             return None
         for name, unset in (("region_addresses", ""), ("key_file", "")):
             if getattr(self, name) == unset:
-                raise ValueError(f"exchange='jobs' needs {name}; see --help=all")
+                raise ValueError(f"exchange='elastic' needs {name}; see --help=all")
         return Place(
             self.region_id,
             tuple(self.region_addresses.split(",")),
@@ -123,4 +123,4 @@ class Jobs:
             )
 
 
-NO_JOBS = Jobs()
+NOT_ELASTIC = ElasticFlags()
