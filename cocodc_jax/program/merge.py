@@ -26,7 +26,6 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.model_state import at_state
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
@@ -54,7 +53,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
     fixed_delay = None if is_told else sync.schedule.delay_steps
-    is_regional = isinstance(sync.outer, RegionalOuter)
+    is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
         learning_rate, delay_steps, start_step, frozen = told
