@@ -118,7 +118,7 @@ def finish(
       state, the norm of the mean (float32 scalar), and the merge's metrics.
     """
     assert isinstance(sync.outer, SharedOuter)
-    if sync.merge.feedback_weight:
+    if sync.merge.has_feedback:
         memory = remember(sync.merge.feedback_weight, part, started.staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(
@@ -218,7 +218,9 @@ def merge(
     )
 
 
-def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any:
+def remember(
+    share: float | jax.Array, part: Fragment, staged: Fragment, memory: Any
+) -> Any:
     """Put the local progress that a merge drops into the error-feedback residual.
 
     A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,

@@ -78,7 +78,8 @@ def noloco(
     check_unit_interval("outer_momentum", outer_momentum)
     pull = outer_lr if pair_pull is None else pair_pull
     limit = 2 * (1 - outer_momentum**2)
-    if not 0 < pull < limit:
+    numbers = (int, float)  # Arrays are not checked.
+    if isinstance(pull * limit, numbers) and not 0 < pull < limit:
         raise ValueError(
             f"pair_pull={pull} must be above 0 and below 2 (1 - outer_momentum^2) = "
             f"{limit:.4g} with outer_momentum={outer_momentum}, or regions drift apart"

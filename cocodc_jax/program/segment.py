@@ -170,7 +170,7 @@ def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Ca
     """
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     remember = None
-    if spec.sync.merge.feedback_weight:
+    if spec.sync.merge.has_feedback:
         remember = make_remember(spec, fragment_id)
 
     def finish(region: RegionState, outer, memory, flight: InFlight, batch, told):

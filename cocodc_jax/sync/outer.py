@@ -170,14 +170,16 @@ class RegionalOuter:
 Outer = SharedOuter | RegionalOuter
 
 
-def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
+def nesterov(
+    outer_lr: float | jax.Array, outer_momentum: float | jax.Array
+) -> SharedOuter:
     """Make outer Nesterov: m <- mu m + Delta; theta^g <- theta^g - eta (Delta + mu m).
 
     Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code.
 
     Args:
-      outer_lr: eta, positive and finite.
-      outer_momentum: mu, in [0, 1).
+      outer_lr: eta, positive and finite; arrays are not checked.
+      outer_momentum: mu, in [0, 1); arrays are not checked.
 
     Raises:
       ValueError: if one is out of range.
@@ -186,10 +188,12 @@ def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
 
 
 def nesterov_sgd(
-    outer_lr: float, outer_momentum: float
+    outer_lr: float | jax.Array, outer_momentum: float | jax.Array
 ) -> optax.GradientTransformation:
     """Make the optimizer of `nesterov` alone."""
     check_rate("outer_lr", outer_lr)
+    if not isinstance(outer_momentum, (int, float)):  # Traced: 0 keeps a trace too.
+        return optax.sgd(outer_lr, outer_momentum, nesterov=True)
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
     return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)
