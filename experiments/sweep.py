@@ -19,6 +19,7 @@ another sweep, seed by seed.
 Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3/3.
 """
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -26,7 +27,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -35,15 +36,29 @@ from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report import plots
 from cocodc_jax.report.units import format_bytes, format_duration
 from cocodc_jax.run import flags
+from cocodc_jax.run.attend import stop_signal
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands
-from .sweeps import cells, grid, networks, reference, report, results, roles, rows, runs
+from .sweeps import (
+    batched,
+    cells,
+    grid,
+    networks,
+    reference,
+    report,
+    results,
+    roles,
+    rows,
+    runs,
+)
 from .sweeps.schedule import Plan, Progress
+from .trials import StoppedError
 
 GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
+T = TypeVar("T")
 POLL_S = 5.0  # between looks at what other shards have written
 
 
@@ -117,8 +132,18 @@ def _plan() -> Plan | None:
         found = _only(grid.read(path))
     except OSError as error:
         raise ValueError(f"grid={path} cannot be read ({error.strerror})") from error
-    plan = Plan(found, *_shard())
-    runs.check(found.settings)
+    plan, most = Plan(found, *_shard()), flags.value("batch_trials")
+    if most < 0:
+        raise ValueError(
+            f"batch_trials={most} must be at least 0: trials of a batch at most, or 0 "
+            "for one row after another"
+        )
+    if most and flags.value("keep_runs"):
+        raise ValueError(
+            f"keep_runs=True keeps folders of runs, which batch_trials={most} does not "
+            "make; leave one of them out"
+        )
+    runs.check(batched.first_of_groups(found.settings) if most else found.settings)
     return plan
 
 
@@ -169,20 +194,24 @@ def _list(plan: Plan, console: Console) -> None:
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     """Train every row that is this process's; exits where one cannot be trained."""
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
-    progress = Progress(plan)
+    progress, most = Progress(plan), flags.value("batch_trials")
 
     def written() -> dict[str, rows.Row]:
         return {row["row"]: row for row in rows.read(workdir)}
 
     for stage in plan.stages(written):
         own, found = {row.row_id for row in plan.own(stage)}, written()
+        todo = [r for r in stage if r.row_id in own and r.row_id not in found]
+        done = _train_batches(todo, most, workdir, progress, console) if most else set()
         for row in stage:
+            if row.row_id in done:
+                continue
             if row.row_id in found:
                 trainer.forget(row)  # Where a kill came between the two.
                 progress.found(row)
             elif row.row_id in own:
                 _say(console, progress.line(row))
-                record = _trained(trainer, row)
+                record = _or_exit(row, lambda row=row: trainer.train(row))
                 rows.append(workdir, record)
                 trainer.forget(row)
                 progress.trained(row)
@@ -190,6 +219,32 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
         _wait(stage, written, console)
         if plan.history:
             write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
+
+
+def _train_batches(
+    todo: Sequence[runs.Row],
+    most: int,
+    workdir: pathlib.Path,
+    progress: Progress,
+    console: Console,
+) -> set[str]:
+    """Train rows in batches of `most` trials; return those that were."""
+    found, alone = batched.batches(todo, most)
+    for why, num in collections.Counter(alone.values()).items():
+        _say(console, f"{num} rows are trained one by one: {why}")
+    trainer, done = batched.BatchTrainer(), set()
+    for number, batch in enumerate(found, 1):
+        row = batch.rows[0]
+        text = f"batch {number}/{len(found)}, {len(batch.rows)} trials with "
+        _say(console, text + progress.line(row))
+        with stop_signal() as should_stop:
+            records = _or_exit(row, lambda b=batch: trainer.train(b, should_stop))
+        for row, record in zip(batch.rows, records, strict=True):
+            rows.append(workdir, record)
+            progress.trained(row)
+            done.add(row.row_id)
+            _say(console, f"{row.setting.name}, seed {row.seed}: {_came_to(record)}")
+    return done
 
 
 def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
@@ -242,11 +297,11 @@ def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
     return "\n" + networks.markdown(made, found, step_s)
 
 
-def _trained(trainer: runs.Trainer, row: runs.Row) -> rows.Row:
-    """Return a row that was trained; exits where it cannot be, or was stopped."""
+def _or_exit(row: runs.Row, train: Callable[[], T]) -> T:
+    """Return what training gives; exits where it cannot be done, or was stopped."""
     try:
-        return trainer.train(row)
-    except runs.StoppedError as stopped:
+        return train()
+    except StoppedError as stopped:
         print(f"stopped: {stopped}; the same command goes on", file=sys.stderr)
         sys.exit(0)
     except (ValueError, *RUN_ERRORS) as error:
@@ -322,6 +377,14 @@ def define() -> None:
     )
     flags.define_one(
         float, "step_seconds", 0.25, "Seconds of an inner step on these networks."
+    )
+    flags.define_one(
+        int,
+        "batch_trials",
+        0,
+        "Train up to so many rows at once, as inputs of one program, where they differ "
+        "in seed, learning rates, momentum, weight decay, strength or mixing alone; 0 "
+        "trains one row after another.",
     )
     flags.define_one(bool, "keep_runs", False, "Keep the folders of finished runs.")
 

@@ -139,7 +139,7 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
     Raises:
       ValueError: naming the argument and a setting that works.
     """
-    if method.sync is None or not method.sync.merge.feedback_weight:
+    if method.sync is None or not method.sync.merge.has_feedback:
         return
     part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
     state = jax.eval_shape(method.sync.message.init, part)

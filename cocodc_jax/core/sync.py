@@ -118,7 +118,7 @@ def finish(
       state, the norm of the mean (float32 scalar), and the merge's metrics.
     """
     assert isinstance(sync.outer, SharedOuter)
-    if sync.merge.feedback_weight:
+    if sync.merge.has_feedback:
         memory = remember(sync.merge.feedback_weight, part, started.staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(

@@ -259,10 +259,11 @@ def _kept(
     weight: float, compensation: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Compensate for the delay what a region keeps of its progress."""
-    if not 0 <= weight <= 1:
-        raise ValueError(f"progress_weight={weight} must be from 0 to 1")
-    if weight == 1:
-        return compensation
+    if isinstance(weight, (int, float)):
+        if not 0 <= weight <= 1:
+            raise ValueError(f"progress_weight={weight} must be from 0 to 1")
+        if weight == 1:
+            return compensation
     return optax.chain(optax.scale(weight), compensation)
 
 

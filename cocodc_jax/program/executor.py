@@ -189,7 +189,7 @@ class Executor:
         self._gaps = {n: jax.jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
         self.merges = [self._make_merge(k) for k in each]
         self._remember = None
-        if sync.merge.feedback_weight:
+        if sync.merge.has_feedback:
             self._remember = [jit_remember(spec, k) for k in each]
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None

@@ -166,7 +166,7 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
     spec = place.spec
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     remember = None
-    if spec.sync.merge.feedback_weight:
+    if spec.sync.merge.has_feedback:
         remember = make_remember(spec, fragment_id)
 
     def finish(region: RegionState, outer, memory, flight: InFlight, batch, told):

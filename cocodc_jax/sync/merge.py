@@ -59,6 +59,12 @@ class Merge:
     needs: frozenset[str] = frozenset()
     feedback_weight: float = 0.0
 
+    @property
+    def has_feedback(self) -> bool:
+        """Whether progress is fed back; True for a traced weight."""
+        weight = self.feedback_weight
+        return not isinstance(weight, int | float) or weight != 0
+
 
 # Arguments that `compensate` always passes to its transform.
 _GIVEN = frozenset({"stale_params", "delay_steps"})
@@ -94,7 +100,7 @@ def mix(alpha: float) -> Merge:
     Raises:
       ValueError: if `alpha` is outside [0, 1].
     """
-    if not 0 <= alpha <= 1:
+    if isinstance(alpha, (int, float)) and not 0 <= alpha <= 1:
         raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
 
     def apply(local, staged, outer, *, delay_steps, **extra):
@@ -176,9 +182,10 @@ def remembering(rule: Merge, kept: float) -> Merge:
     Raises:
       ValueError: if nothing is dropped, or `kept` is below 0.
     """
-    if not kept >= 0:
+    is_number = isinstance(kept, (int, float))  # Traced numbers are not checked.
+    if is_number and not kept >= 0:
         raise ValueError(f"kept={kept} must be at least 0 and below 1")
-    if kept >= 1:
+    if is_number and kept >= 1:
         raise ValueError(
             "merge_feedback=True has nothing to tell where regions keep all of their "
             "progress; leave it out, or lower mixing_alpha or progress_weight"

@@ -190,6 +190,8 @@ def nesterov_sgd(
 ) -> optax.GradientTransformation:
     """Make the optimizer of `nesterov` alone."""
     check_rate("outer_lr", outer_lr)
+    if not isinstance(outer_momentum, (int, float)):  # Traced: 0 keeps a trace too.
+        return optax.sgd(outer_lr, outer_momentum, nesterov=True)
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
     return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)
