@@ -20,6 +20,7 @@ Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3
 """
 
 import collections
+import dataclasses
 import math
 import pathlib
 import shutil
@@ -128,7 +129,7 @@ def _plan() -> Plan | None:
     if path is None:
         return None
     try:
-        found = grid.read(path)
+        found = _only(grid.read(path))
     except OSError as error:
         raise ValueError(f"grid={path} cannot be read ({error.strerror})") from error
     plan, most = Plan(found, *_shard()), flags.value("batch_trials")
@@ -144,6 +145,24 @@ def _plan() -> Plan | None:
         )
     runs.check(batched.first_of_groups(found.settings) if most else found.settings)
     return plan
+
+
+def _only(found: grid.Grid) -> grid.Grid:
+    """Return a grid with the settings alone that have the flags of --only."""
+    words = flags.value("only")
+    if not words:
+        return found
+    fitting = [
+        setting
+        for setting in found.settings
+        if reference.has_flags(setting.config.to_json(), words)
+    ]
+    if not fitting:
+        raise ValueError(
+            f"only={words!r} is no setting of the grid; give flags of some as --list "
+            "shows them, such as method=diloco"
+        )
+    return dataclasses.replace(found, settings=tuple(fitting))
 
 
 def _kept_grid(workdir: pathlib.Path) -> grid.Grid | None:
@@ -243,6 +262,8 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
     written = roles.assign(rows.read(workdir), of_grid)
+    if words := flags.value("only"):
+        written = [row for row in written if reference.has_flags(row["config"], words)]
     found = cells.cells(written, chosen)
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")
@@ -326,6 +347,13 @@ def define() -> None:
     flags.define_one(str, "grid", None, "Grid file, see experiments/grids.")
     flags.define_one(str, "workdir", None, "Folder of the rows and the report.")
     flags.define_one(str, "shard", "1/1", "Which share of the rows, as i/n.")
+    flags.define_one(
+        str,
+        "only",
+        "",
+        "Train and report the rows alone that have these flags, as "
+        "method=diloco,steps=480.",
+    )
     flags.define_one(bool, "list", False, "Print the settings of the grid and exit.")
     flags.define_one(bool, "report", False, "Train nothing; report what is there.")
     flags.define_one(

@@ -36,6 +36,7 @@ VARIANTS = {
         ADAM,
     ),
     "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
+    "as coded": ("cocodc_paper", SHORT | {"rule": "code"}),
     "midway": ("cocodc", SHORT | {"curvature": "secant"}),
     "some regions": (
         "decoupled_diloco",

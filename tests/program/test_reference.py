@@ -247,6 +247,18 @@ def pair(problem, name):
             groups[3], interval=9, slot=3, tau=6, merge="mix", alpha=0.3, **outer
         )
         return method, twin, "adamw", 27
+    if name.startswith("cocodc_paper"):
+        rule = name.split()[1]
+        method = methods.get(
+            "cocodc_paper", sync_interval=13, num_fragments=2, delay_steps=3,
+            syncs_per_interval=4, rule=rule, **OUTER,
+        )  # fmt: skip
+        product, strength, score = PAPER[rule]
+        twin = reference.Method(
+            groups[2], interval=13, slot=3, tau=3, score=score, merge="compensate",
+            curvature=product, strength=strength, **outer,
+        )  # fmt: skip
+        return method, twin, "adamw", 39
     curvature, options, product, inner, score = CURVATURES[name]
     method = methods.get(
         "cocodc", sync_interval=13, num_fragments=2, delay_steps=3,
@@ -285,12 +297,18 @@ CURVATURES = {
     ),
 }  # fmt: skip
 
+PAPER = {
+    "text": (reference.outer_product, 0.5, "pseudo_gradient"),
+    "code": (reference.as_coded, 1.0, "drift"),
+}
+
 METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+RULES = [f"cocodc_paper {rule}" for rule in PAPER]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 @pytest.mark.parametrize("problem", ["quadratic", "mlp"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *RULES])
 def test_each_method_is_its_formula(problems, problem, name, dtype):
     method, twin, inner, num_steps = pair(problems[problem], name)
     assert_agree(problems[problem], method, twin, inner, num_steps, dtype)
