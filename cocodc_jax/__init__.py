@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cocodc_jax.sharding.mesh import make_mesh, use_cpu_devices
     from cocodc_jax.sync.cutting import cut
     from cocodc_jax.sync.model_state import ModelState
-    from cocodc_jax.sync.needs import Supplies
+    from cocodc_jax.sync.needs import UserInputs
     from cocodc_jax.sync.regions import Regions
     from cocodc_jax.train.checkpoint import Checkpoints
     from cocodc_jax.train.run_steps import run as run_steps
@@ -37,7 +37,7 @@ __all__ = [
     "ModelState",
     "RegionProgram",
     "Regions",
-    "Supplies",
+    "UserInputs",
     "Transport",
     "__version__",
     "adam_second_moment",
@@ -57,7 +57,7 @@ _PLACES = {
     "ModelState": "sync.model_state:ModelState",
     "RegionProgram": "program.region_program:RegionProgram",
     "Regions": "sync.regions:Regions",
-    "Supplies": "sync.needs:Supplies",
+    "UserInputs": "sync.needs:UserInputs",
     "Transport": "exchange.transport:Transport",
     "__version__": "_version:__version__",
     "adam_second_moment": "transforms.second_moment:adam_second_moment",

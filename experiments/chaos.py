@@ -1,10 +1,10 @@
-r"""Kills regions that are jobs of their own, at random moments, and checks the run.
+r"""Kills elastic regions, at random moments, and checks the run.
 
     python -m experiments.chaos --regions=3 --kills=8 --seed=0 --workdir=DIR -- \
         --preset=smoke --steps=600 --step_seconds=0.2
 
-Every region trains in a process of its own (`--exchange=jobs`). Again and again one of
-them, whoever it is, is sent SIGKILL and started anew, once all take part again. With
+Every region trains in a process of its own (`--exchange=elastic`). Again and again one
+of them, whoever it is, is sent SIGKILL and started anew, once all take part again. With
 `--noonly_members` those that are still starting are killed too, as long as another one
 takes part, so that somebody has the run in memory. Then the records tell whether
 
@@ -37,7 +37,7 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
 from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
-from cocodc_jax.run.build import check_jobs
+from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()
-        check_jobs(config)
+        check_elastic(config)
         workdir = pathlib.Path(own.workdir)
         make_folder(workdir)
     if own.scenario:

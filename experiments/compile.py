@@ -8,8 +8,8 @@ number of --slices, or hosts of eight GPUs (h100:4, h200:4). The regions share t
 chips; the data axis is as long as there are any. Prints for each program, of one
 device: memory, operations, collectives inside and between regions and which of them
 span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
-The window of each fragment (--fuse_syncs) holds the inner steps and compiles as long as
-they do; --fuse_syncs=no tells their memory and speed much sooner, and --programs='start
+The window of each fragment (--overlap) holds the inner steps and compiles as long as
+they do; --overlap=no tells their memory and speed much sooner, and --programs='start
 fragment 0' compiles one of them alone. Exits with 1 if the run does not fit, and
 proposes flags with which it would. Needs the extra `tpu` or `cuda`, and no accelerator.
 """

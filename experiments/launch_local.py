@@ -7,7 +7,7 @@ process N to WORKDIR/process_N/output.log. When one process fails, the others ar
 and the exit code is that of the first. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run
 after a checkpoint; a second one ends it at once.
 
-With `--jobs` every region is a job of its own (`--exchange=jobs`), writes to
+With `--elastic` every region is a run of its own (`--exchange=elastic`), writes to
 WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again, but
 who refuses its flags, or dies within a minute five times in a row.
 """
@@ -24,7 +24,7 @@ from absl import flags as absl_flags
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
-from cocodc_jax.run.build import check_jobs
+from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
 
@@ -51,10 +51,11 @@ def define_flags() -> absl_flags.FlagValues:
         lower_bound=0,
     )
     for name, text in (
-        ("jobs", "every region a job of its own, which may die and come back"),
-        ("restart", "with --jobs: start regions again that died"),
+        ("elastic", "every region a run of its own, which may die and come back"),
+        ("restart", "with --elastic: start regions again that died"),
     ):
         absl_flags.DEFINE_bool(name, False, text, flag_values=values)
+    absl_flags.DEFINE_alias("jobs", "elastic", flag_values=values)
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values
 
@@ -94,7 +95,7 @@ def launch(
             group.kill()
 
 
-def launch_jobs(
+def launch_elastic(
     train_flags: Sequence[str],
     workdir: pathlib.Path,
     count: int,
@@ -102,7 +103,7 @@ def launch_jobs(
     grace_s: float,
     num_processes: int = 1,
 ) -> int:
-    """Start every region as a job of its own, and wait for their end.
+    """Start every region as a run of its own, and wait for their end.
 
     Args:
       train_flags: of `experiments.train`.
@@ -167,18 +168,18 @@ def main(argv: Sequence[str]) -> int:
         flags.parse([argv[0], *train_flags])
         config, named = train.read_flags(planned.unsaid)
         workdir = folder_here(named)  # Of the logs.
-        if own.restart and not own.jobs:
-            raise ValueError("restart=True goes with --jobs; processes end together")
-        if own.jobs:
-            check_jobs(config)
+        if own.restart and not own.elastic:
+            raise ValueError("restart=True goes with --elastic; processes end together")
+        if own.elastic:
+            check_elastic(config)
             each, rest = divmod(own.processes or config.run.regions, config.run.regions)
             if rest:
                 raise ValueError(
-                    f"processes={own.processes} with --jobs must be a multiple of "
+                    f"processes={own.processes} with --elastic must be a multiple of "
                     f"regions={config.run.regions}, each of so many processes"
                 )
             make_folder(workdir)
-            return launch_jobs(
+            return launch_elastic(
                 train_flags,
                 workdir,
                 config.run.regions,

@@ -15,7 +15,7 @@ manage (SWARM), with `--failures`, and with moves between stages every `--rebala
 Links that change (`--links`) are named by what their messages take (network/faults.py).
 `--hours_between_failures`, with `--repair_s`, predicts goodput, the share of time in
 steps that count: of one job, which goes on from the last checkpoint, and of regions
-that are jobs of their own. `--table` holds the simulator against published numbers. All
+that are elastic. `--table` holds the simulator against published numbers. All
 times are simulated seconds. Exit code 2 and one line on standard error for bad flags.
 
 Its flags are its own, apart from those of a training run (cocodc_jax/run/flags.py),

@@ -32,7 +32,11 @@ def main() -> None:
         processes.start(config.run.own_regions, config.run.devices_per_region)
         tracking = flags.tracking()
         session = prepare(
-            config, workdir, processes=processes, tracking=tracking, jobs=flags.jobs()
+            config,
+            workdir,
+            processes=processes,
+            tracking=tracking,
+            elastic=flags.elastic(),
         )
     try:
         summary = session.train()

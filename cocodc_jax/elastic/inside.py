@@ -49,7 +49,7 @@ class Ears:
         Args:
           place: of the region.
         """
-        with extra("jobs"):
+        with extra("elastic"):
             import zmq
         self._zmq, self._context = zmq, zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -218,7 +218,7 @@ class Listener:
           address: of its `Ears`.
           process: which this is.
         """
-        with extra("jobs"):
+        with extra("elastic"):
             import zmq
         self.place, self.view, self._calls = place, View(), 0
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What regions that are jobs of their own tell one another.
+"""What elastic regions tell one another.
 
 Plain values: `wire.py` writes them as bytes.
 """

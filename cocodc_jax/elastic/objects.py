@@ -62,7 +62,7 @@ def reach(via: str) -> tuple[Any, str]:
       MissingExtraError: if the package for this kind of store is not installed.
       ValueError: if it cannot be reached or made, with what its client says.
     """
-    with extra("s3" if via.startswith("s3") else "gcs" if "://" in via else "jobs"):
+    with extra("s3" if via.startswith("s3") else "gcs" if "://" in via else "elastic"):
         import fsspec
 
         try:

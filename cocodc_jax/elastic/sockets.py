@@ -30,7 +30,7 @@ _PING_MS, _PONG_MS = 2000, 10000
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
     """Return the public and the secret key, for CURVE, of those who share `key`."""
-    with extra("jobs"):
+    with extra("elastic"):
         import zmq
         import zmq.utils.z85
     digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
@@ -42,7 +42,7 @@ class Sockets:
     """A `Channel` of sockets; see `open_channel`."""
 
     def __init__(self, place: Place, max_frame_bytes: int):
-        with extra("jobs"):
+        with extra("elastic"):
             import zmq
             import zmq.utils.z85
         self._zmq = zmq

@@ -174,7 +174,7 @@ class OnOuterMesh(Exchange):
     def _layout(self, k: int, rank: int) -> ShardBuffer | None:
         """Return a message's layout over a region's devices, or None for one device.
 
-        Jobs pass full messages to threads, from one device.
+        Elastic regions pass full messages to threads, from one device.
         """
         spec = self._spec
         mesh = spec.mesh

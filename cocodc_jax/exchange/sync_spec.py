@@ -15,7 +15,7 @@ from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
@@ -33,7 +33,7 @@ class SyncSpec:
       params: shapes of one region's parameters.
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
         see there.
-      supplies: what only the user knows.
+      user_inputs: what only the user knows.
       local: how a device computes its regions.
       model_state: of the model, None if it has none.
       overlap: whether syncs and inner steps share a program, see `program/segment.py`.
@@ -45,7 +45,7 @@ class SyncSpec:
     shardings: Shardings
     params: PyTree
     loss_fn: AnyLossFn
-    supplies: Supplies
+    user_inputs: UserInputs
     local: LocalRegions
     model_state: ModelState | None = None
     overlap: bool = False

@@ -154,7 +154,7 @@ def commands(
         [
             *train,
             f"--workdir={workdir}",
-            "--exchange=jobs",
+            "--exchange=elastic",
             *where,
             f"--region_id={region}",
             f"--key_file={key}",

@@ -40,7 +40,7 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
@@ -72,7 +72,7 @@ class Given:
     own: Regions
     mesh: Mesh
     fragments: Fragments
-    supplies: Supplies
+    user_inputs: UserInputs
     transport: Transport
     model_state: ModelState | None
     exchange: str
@@ -113,7 +113,7 @@ def checked(
     regions: int | Regions,
     mesh: Mesh | None,
     fragments: Fragments | None,
-    supplies: Supplies,
+    user_inputs: UserInputs,
     transport: Transport,
     model_state: ModelState | None,
     trainable: Trainable,
@@ -136,11 +136,11 @@ def checked(
         ("method", method, Method, "methods.get(NAME, ...) gives one"),
         ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
         ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
-        ("supplies", supplies, Supplies, "Supplies(learning_rate=...), say"),
+        ("user_inputs", user_inputs, UserInputs, "UserInputs(learning_rate=...), say"),
         ("transport", transport, Transport, "Transport(exchange=...), say"),
         ("model_state", model_state, ModelState, "ModelState(init), say"),
     ):
-        if value is not None or argument in ("method", "supplies", "transport"):
+        if value is not None or argument in ("method", "user_inputs", "transport"):
             checks.check_kind(argument, value, kind, made_by)
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
@@ -150,7 +150,7 @@ def checked(
     trained = find_trained(trainable, whole, optimizer)
     params, _ = split(whole, trained)
     check_params(params)
-    needs.check(method.needs, supplies, f"method={method.name!r}")
+    needs.check(method.needs, user_inputs, f"method={method.name!r}")
     method = method.bind(regions)
     check_accumulation(accumulates, method)
     if model_state is not None:
@@ -160,12 +160,12 @@ def checked(
     overlap = transport.fuses(method, mesh, exchange)
     fragments = checked_fragments(method, params, fragments)
     check_feedback(method, fragments, params)
-    if supplies.outputs is not None:
-        outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
-        supplies = dataclasses.replace(supplies, outputs=outputs)
-    if trained is not None and supplies.second_moment is not None:
-        found = without_masks(supplies.second_moment, params)
-        supplies = dataclasses.replace(supplies, second_moment=found)
+    if user_inputs.outputs is not None:
+        outputs = tuple(map(trace_without_mesh_if_needed, user_inputs.outputs))
+        user_inputs = dataclasses.replace(user_inputs, outputs=outputs)
+    if trained is not None and user_inputs.second_moment is not None:
+        found = without_masks(user_inputs.second_moment, params)
+        user_inputs = dataclasses.replace(user_inputs, second_moment=found)
     return Given(
         trace_without_mesh_if_needed(loss_fn),
         optimizer,
@@ -177,7 +177,7 @@ def checked(
         own,
         mesh,
         fragments,
-        supplies,
+        user_inputs,
         transport,
         model_state,
         exchange,
@@ -234,7 +234,7 @@ def assemble(
         given.model_state,
     )
     if "second_moment" in method.needs:
-        checks.check_second_moment(given.supplies, first.abstract().opt_state)
+        checks.check_second_moment(given.user_inputs, first.abstract().opt_state)
     num_params = sum(x.size for x in jax.tree.leaves(given.params))
     local = LocalRegions.of(mesh, given.own.num, local_regions, num_params)
     correct = make_correct(method.sync, given.fragments, given.own.num)
@@ -278,7 +278,7 @@ def _syncs(
         shardings,
         given.params,
         given.loss_fn,
-        given.supplies,
+        given.user_inputs,
         local,
         given.model_state,
         given.overlap,

@@ -7,9 +7,9 @@ its own, or part of the segment of inner steps between them (`segment.py`):
     midway    a copy of the regions' fragments, for merges that compare two halves
     finish    `Outer.receive` takes the outer step with the mean; then the merge
 
-A mean from other jobs is waited for when it is due, or at the next slot if the exchange
-goes on without it. No fragment starts before all due means are applied, so that all
-regions make the same choice and measure from the same outer fragments.
+A mean of elastic regions is waited for when it is due, or at the next slot if the
+exchange goes on without it. No fragment starts before all due means are applied, so
+that all regions make the same choice and measure from the same outer fragments.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ class Executor:
         return isinstance(mean, PendingMean) and not mean.is_ready()
 
     def _finish(self, run: _Run, event: Event) -> None:
-        """Take an outer step with a mean and merge it; waits for other jobs' means."""
+        """Take an outer step with a mean and merge it; waits for elastic regions."""
         k = event.fragment_id
         done = run.merged.get(event.sync_id)
         if done is None:
@@ -492,7 +492,7 @@ class Executor:
             flight.kept,
             outer,
             run.batch,
-            self._spec.supplies.rate(run.step) if "learning_rate" in rule else None,
+            self._spec.user_inputs.rate(run.step) if "learning_rate" in rule else None,
             participating,
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
             np.int32(event.start_step),

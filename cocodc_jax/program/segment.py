@@ -362,7 +362,7 @@ class Segments:
         """Return the last argument of a segment, None for what no merge needs."""
         if finish is None:
             return frozen, None, None
-        rule, rate = self._spec.sync.merge.needs, self._spec.supplies.rate
+        rule, rate = self._spec.sync.merge.needs, self._spec.user_inputs.rate
         return (
             frozen,
             rate(step) if "learning_rate" in rule else None,

@@ -1,4 +1,4 @@
-"""Detect faulty regions and links among regions that are jobs, while they train."""
+"""Detect faulty regions and links among elastic regions, while they train."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import cocodc_jax as cc
 from cocodc_jax.data.config import UNDECODABLE, Partition
 from cocodc_jax.exchange.collectives import ALL_REDUCES
-from cocodc_jax.exchange.transport import EXCHANGES, FUSES
+from cocodc_jax.exchange.transport import EXCHANGES, OVERLAPS
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods.decoupled_diloco import AVERAGES
 from cocodc_jax.methods.lt_admm import GRAPHS
@@ -43,7 +43,7 @@ CHOICES: dict[str, Collection[str]] = {
     "curvature": NAMES,
     "exchange": EXCHANGES,
     "fragment_strategy": STRATEGIES,
-    "fuse_syncs": FUSES,
+    "overlap": OVERLAPS,
     "graph": GRAPHS,
     "inner_optimizer": OPTIMIZERS,
     "lion_vote": RULES,
@@ -74,7 +74,7 @@ RARE = (
 )  # fmt: skip
 # Set to test or measure this package, and listed last.
 DEVELOPER = (
-    "step_seconds", "outer_digests", "local_regions", "fuse_syncs", "all_reduce",
+    "step_seconds", "outer_digests", "local_regions", "overlap", "all_reduce",
     "outer_channels", "backward", "loss_chunk_tokens", "curvature_units",
 )  # fmt: skip
 

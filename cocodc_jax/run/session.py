@@ -37,8 +37,8 @@ from cocodc_jax.run.build import (
 )
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.fault_watch import FaultWatch
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.resume import (
     CHECKPOINTS,
@@ -87,7 +87,7 @@ class Session:
       evaluate: evaluates parameters on the validation batches.
       tracking: where process 0 also shows its records.
       place: of this region, if each is a separate job.
-      jobs: the flags of such regions.
+      elastic: the flags of such regions.
       bucket: behind the workdir, if any.
     """
 
@@ -100,7 +100,7 @@ class Session:
     evaluate: Callable[[models.Params], jax.Array]
     tracking: Tracking = NO_TRACKING
     place: Place | None = None
-    jobs: Jobs = NO_JOBS
+    elastic: ElasticFlags = NOT_ELASTIC
     bucket: Bucket | None = None
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Session:
           NonFiniteLossError: naming step, region and last good checkpoint.
           ResumeError: if the newest checkpoint does not belong to this run, or another
             run has begun in the folder since this one was prepared.
-          LeftBehindError: if the other jobs go on without this region, and it cannot
+          LeftBehindError: if the other regions go on without this region, and it cannot
             rejoin.
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
             names the last good one.
@@ -259,8 +259,10 @@ class Session:
             begun,
             stream,
             self._first_params,
-            self.jobs.outer_digests,
-            FaultWatch(self.own_dir, self.jobs.on_fault, self.place.timing.beat_s / 10),
+            self.elastic.outer_digests,
+            FaultWatch(
+                self.own_dir, self.elastic.on_fault, self.place.timing.beat_s / 10
+            ),
             carried,
         ) as (begun, attendance):
             if carried is not None:  # It may have been ahead of the others.

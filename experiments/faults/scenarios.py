@@ -1,6 +1,6 @@
-"""Faults made in the network lab while regions train as jobs: are they named?
+"""Faults made in the network lab while elastic regions train: are they named?
 
-`chaos --scenario` runs one of them. Every region is a job of its own in a network
+`chaos --scenario` runs one of them. Every region is a run of its own in a network
 namespace; for a while the lab's links are as the scenario says, then as before:
 
     link        region 1 sends to region 2 at a 150th of the rate
@@ -159,7 +159,7 @@ def run(
         *commands.python_m("train"),
         *train,
         f"--workdir={workdir}",
-        "--exchange=jobs",
+        "--exchange=elastic",
         f"--region_addresses={addresses}",
         "--region_id={region}",
         f"--key_file={workdir / 'key'}",

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from cocodc_jax.files import read_table
 from cocodc_jax.netlab import children
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 
 from .. import commands
 
 
 def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
     """Return the flags of the same training in one process, as fast as it goes."""
-    # The last of a flag counts, and what is said of jobs has no meaning there.
-    fields = dataclasses.fields(Jobs)
-    unset = [f"--{field.name}={getattr(NO_JOBS, field.name)}" for field in fields]
+    # The last of a flag counts, and flags of elastic regions have no meaning there.
+    fields = dataclasses.fields(ElasticFlags)
+    unset = [f"--{field.name}={getattr(NOT_ELASTIC, field.name)}" for field in fields]
     return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
 
 

@@ -127,7 +127,7 @@ def reference(tiny, optimizer, method, num_regions, num_steps=NUM_STEPS, params=
         params,
         num_regions,
         mesh=make_mesh(num_regions),
-        supplies=tiny.SUPPLIES,
+        user_inputs=tiny.USER_INPUTS,
     )
     state = program.init(params, jax.random.key(0))
     for batch in itertools.islice(tiny.stream(), num_steps):
@@ -149,7 +149,9 @@ def assert_near(one, other, atol):
 def test_every_method_is_the_region_program(tiny, case):
     name, options, optimizer = CASES[case]
     method, num_regions = cc.methods.get(name, **options), num_regions_of(name)
-    tx = cc.synchronized(optimizer, method, axis_name="region", supplies=tiny.SUPPLIES)
+    tx = cc.synchronized(
+        optimizer, method, axis_name="region", user_inputs=tiny.USER_INPUTS
+    )
     params, state = train(tiny, tx, method, num_regions)
     _, expected = reference(tiny, optimizer, method, num_regions)
     assert_near(params, expected.region.params, 1e-6)
@@ -454,7 +456,7 @@ def test_narrow_parameters_are_merged_but_for_a_rounding(tiny):
         ),
         (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
         (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
-        (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass Supplies"),
+        (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass UserInputs"),
         (cc.methods.get("cocodc", curvature="gauss_newton"), "needs 'model_fn', of"),
         (cc.methods.get("snoo"), "regions=4 must be 1"),
         ("dilco", "method='dilco' is unknown"),
@@ -469,13 +471,13 @@ def test_what_is_known_later_is_refused_then(tiny):
     params = tiny.make_params()
 
     def update(method, inner=ADAM, num_regions=None, given=params, **extra):
-        supplies = tiny.SUPPLIES
+        user_inputs = tiny.USER_INPUTS
         tx = cc.synchronized(
             inner,
             method,
             axis_name="region",
             num_regions=num_regions,
-            supplies=supplies,
+            user_inputs=user_inputs,
         )
         jax.vmap(
             lambda x: tx.update(params, tx.init(params), given, **extra),

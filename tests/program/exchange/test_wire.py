@@ -29,7 +29,7 @@ from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.pairs import matchings
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms import compression
@@ -93,7 +93,7 @@ def make_setting(mesh, sync):
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
     return SyncSpec(
-        sync, regions, fragments, shardings, shapes, loss_fn, Supplies(), local
+        sync, regions, fragments, shardings, shapes, loss_fn, UserInputs(), local
     )
 
 

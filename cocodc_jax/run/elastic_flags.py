@@ -1,4 +1,4 @@
-"""Flags of a run whose regions are separate jobs: addresses, and timeouts."""
+"""Flags of a run whose regions are elastic: addresses, and timeouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cocodc_jax.run.fault_watch import ON_FAULT
 
 
 @dataclasses.dataclass(frozen=True)
-class Jobs:
+class ElasticFlags:
     """Addresses and timeouts of the regions of a run, if each is a separate job.
 
     Attributes:
@@ -82,7 +82,7 @@ class Jobs:
             )
 
     def place(self, exchange: str, regions: int) -> Place | None:
-        """Return the place of this region, None if regions are not jobs.
+        """Return the place of this region, None if regions are not elastic.
 
         Args:
           exchange: of the run.
@@ -92,19 +92,19 @@ class Jobs:
           MissingExtraError: if a package that reaches `via` is not installed.
           ValueError: naming the flag, its value and a value that works.
         """
-        if exchange != "jobs":
-            if self != NO_JOBS:
+        if exchange != "elastic":
+            if self != NOT_ELASTIC:
                 raise ValueError(
                     "region_addresses, region_id and what goes with them have no "
-                    f"meaning for exchange={exchange!r}; use exchange='jobs'"
+                    f"meaning for exchange={exchange!r}; use exchange='elastic'"
                 )
             return None
         if not self.region_addresses and not self.via:
             raise ValueError(
-                "exchange='jobs' needs region_addresses or via; see --help=all"
+                "exchange='elastic' needs region_addresses or via; see --help=all"
             )
         if not self.key_file:
-            raise ValueError("exchange='jobs' needs key_file; see --help=all")
+            raise ValueError("exchange='elastic' needs key_file; see --help=all")
         place = Place(
             self.region_id,
             tuple(filter(None, self.region_addresses.split(","))),
@@ -141,4 +141,4 @@ class Jobs:
             )
 
 
-NO_JOBS = Jobs()
+NOT_ELASTIC = ElasticFlags()
