@@ -270,6 +270,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
         workdir,
         own.regions,
+        flags.value("via") or "",
     )
     logs = independent.logs(workdir, own.regions)
     # Each life compiles the same programs.

@@ -117,7 +117,10 @@ def launch_elastic(
       0, or the exit code of the region that ended badly first.
     """
     told = independent.commands(
-        [*commands.python_m("train"), *train_flags], workdir, count
+        [*commands.python_m("train"), *train_flags],
+        workdir,
+        count,
+        flags.value("via") or "",
     )
     logs = independent.logs(workdir, count)
     regions = [

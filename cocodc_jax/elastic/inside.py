@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,7 +60,9 @@ class Ears:
         self._socket.sndhwm = 0  # Nothing is dropped.
         self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
-        host = place.addresses[place.region].rpartition(":")[0]
+        host = socket.gethostname()
+        if place.addresses:
+            host = place.addresses[place.region].rpartition(":")[0]
         self.address = f"tcp://{host}:{port}"
         self._others: list[bytes] = []
 

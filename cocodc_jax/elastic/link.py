@@ -1,18 +1,13 @@
-"""One region's connection to the others: a thread between protocol and sockets.
+"""One region's connection to the others: a thread between protocol and channel.
 
-ZeroMQ carries the messages (`pip install cocodc_jax[elastic]`): connections that are
-made again by themselves, queues with an end, and CURVE, by which both sides prove that
-they have the shared key, and everything is encrypted. Each region listens at its own
-address and sends to the others' on a connection each; what is lost with a connection is
-asked for again by those who need it. Steps are computed by other threads: nothing here
-holds them up.
+A `Channel` carries the messages, by sockets or through a store; what it loses is asked
+for again by those who need it. Steps are computed by other threads: nothing here holds
+them up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,16 +15,17 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.channel import open_channel
 from cocodc_jax.elastic.messages import (
     Decision,
     Join,
+    Message,
     Snapshot,
     SyncId,
     View,
 )
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
-from cocodc_jax.elastic.sockets import Sockets
 from cocodc_jax.elastic.straggler_detector import Silence
 from cocodc_jax.elastic.times import Measured
 
@@ -85,8 +81,7 @@ class Link:
           watch: is told what messages took, and says who is faulty.
 
         Raises:
-          ImportError: if ZeroMQ is missing.
-          OSError: if the address cannot be listened at.
+          ImportError, OSError, ValueError: see `open_channel`.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot
@@ -107,13 +102,7 @@ class Link:
         self._letters: queue.SimpleQueue = queue.SimpleQueue()
         self._ended, self._answered_s, self._watch = False, 0.0, watch
         self.strangers = 0
-        self._wake, waked = socket.socketpair()
-        try:
-            self._sockets = Sockets(place, max_frame_bytes, waked)
-        except OSError:
-            self._wake.close()
-            waked.close()
-            raise
+        self._channel = open_channel(place, self.boot, max_frame_bytes)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -153,9 +142,8 @@ class Link:
                 return
             self._member.leave()
             self._ended = True
-            self._nudge()
+            self._channel.wake()
         self._thread.join()
-        self._wake.close()
 
     def wait_for_step(self, step: int, timeout_s: float) -> bool:
         """Wait until the others have come to a step; tell whether they have.
@@ -179,7 +167,7 @@ class Link:
         """
         with self._lock:
             self._member.leave()
-            self._nudge()
+            self._channel.wake()
 
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Send this region's message; the decision comes as the future's result.
@@ -197,7 +185,7 @@ class Link:
             future = self._future(sync)
             self._member.offer(sync, row, time.monotonic())
             self._hand_out()
-            self._nudge()
+            self._channel.wake()
         return future
 
     def expect(self, sync: SyncId) -> Future:
@@ -206,7 +194,7 @@ class Link:
             future = self._future(sync)
             self._member.expect(sync, time.monotonic())
             self._hand_out()
-            self._nudge()
+            self._channel.wake()
         return future
 
     def at(self, oldest_step: int) -> dict[int, int]:
@@ -235,7 +223,7 @@ class Link:
         end = time.monotonic() + timeout_s
         with self._changed:
             self._member.finish(time.monotonic())
-            self._nudge()
+            self._channel.wake()
             while self._member.is_needed(now := time.monotonic()) and now < end:
                 self._changed.wait(min(end - now, self.place.timing.beat_s))
 
@@ -244,7 +232,7 @@ class Link:
         with self._lock:
             self._letters.put((region, copy))
             self._member.admit(region, boot, copy.step, oldest_step)
-            self._nudge()
+            self._channel.wake()
 
     def join(self, timeout_s: float) -> Snapshot | None:
         """Wait until this region takes part.
@@ -261,7 +249,7 @@ class Link:
         with self._changed:
             if not self._member.is_announced:
                 self._member.announce(time.monotonic())
-                self._nudge()
+                self._channel.wake()
             while True:
                 self._check()
                 member = self._member
@@ -290,10 +278,6 @@ class Link:
         if self._member.is_over:
             raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
 
-    def _nudge(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b".")
-
     def _hand_out(self) -> None:
         for decision in self._member.delivered:
             future = self._futures.pop(decision.sync, None)
@@ -307,7 +291,7 @@ class Link:
         self._changed.notify_all()
 
     def _serve(self) -> None:
-        """Own the sockets until the end; whoever waits hears of what goes wrong."""
+        """Own the channel until the end; whoever waits hears of what goes wrong."""
         try:
             self._serve_on()
         except BaseException as error:
@@ -319,7 +303,7 @@ class Link:
     def _serve_on(self) -> None:
         pause = self.place.timing.beat_s / 2
         while True:
-            arrived = self._sockets.receive(pause)
+            arrived = self._channel.receive(pause)
             with self._lock:
                 now = time.monotonic()
                 for frames in arrived:
@@ -334,11 +318,11 @@ class Link:
                 silences = self._member.silent(now)
             while not self._letters.empty():
                 out.append(self._letters.get())
-            for region, message in out:
+            for regions, message in _shared(out):
                 letter = wire.Letter(self._run, self.region, self.boot, message)
-                self._sockets.send(region, wire.pack(letter))
+                self._channel.send(regions, wire.pack(letter))
             if ended:
-                self._sockets.close()
+                self._channel.close()
                 return
             self._look_at(measured, present, silences)
 
@@ -384,3 +368,16 @@ class Link:
                 f"region {sender} is of another run (method, model, data or code "
                 "differ): start all with the same command"
             )
+
+
+def _shared(out: Sequence[tuple[int, Message]]) -> list[tuple[list[int], Message]]:
+    """Group the regions that are told the same, so that it is written once."""
+    found: list[tuple[list[int], Message]] = []
+    for region, message in out:
+        for regions, said in found:
+            if said == message and region not in regions:
+                regions.append(region)
+                break
+        else:
+            found.append(([region], message))
+    return found

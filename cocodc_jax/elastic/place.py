@@ -8,6 +8,7 @@ import pathlib
 from cocodc_jax.elastic.failure_detector import Timing
 
 MIN_KEY_BYTES = 32
+BUCKET_BEAT_S = 2.0
 LATE = {"late_mean": ("wait", "merge"), "late_message": ("keep", "drop")}
 
 
@@ -17,7 +18,8 @@ class Place:
 
     Attributes:
       region: which.
-      addresses: host:port of every region there may be, in their order.
+      addresses: host:port of every region there may be, in their order; none with
+        `via`.
       key: shared secret, at least 32 bytes.
       timing: how long they wait for one another.
       min_regions: that go on when others are gone.
@@ -25,6 +27,9 @@ class Place:
         "merge" it at the next slot.
       late_message: what becomes of the work of a message that came too late for its
         mean: "keep" it in the region, or "drop" it.
+      via: folder or bucket through which messages go in the place of sockets, "" for
+        none.
+      regions: that there may be, with `via`.
     """
 
     region: int
@@ -34,6 +39,8 @@ class Place:
     min_regions: int = 1
     late_mean: str = "wait"
     late_message: str = "keep"
+    via: str = ""
+    regions: int = 0
 
     def __post_init__(self):
         """Check what can be checked alone.
@@ -47,13 +54,24 @@ class Place:
                 raise ValueError(
                     f"region_addresses has {address!r}; it must be host:port"
                 )
-        num = len(self.addresses)
-        if len(set(self.addresses)) < num:
+        if self.via and self.addresses:
+            raise ValueError(
+                f"via={self.via!r} needs no region_addresses="
+                f"{','.join(self.addresses)!r}; leave one out"
+            )
+        if len(set(self.addresses)) < len(self.addresses):
             raise ValueError("region_addresses has one address twice; one a region")
+        num, what = self.num_regions, "regions" if self.via else "region_addresses"
         if not 0 <= self.region < num:
             raise ValueError(
-                f"region_id={self.region} must be 0 to {num - 1}: region_addresses has "
-                f"{num}"
+                f"region_id={self.region} must be 0 to {num - 1}, as {what} "
+                + (f"is {num}" if self.via else f"has {num}")
+            )
+        if is_bucket(self.via) and self.timing.beat_s < BUCKET_BEAT_S:
+            raise ValueError(
+                f"beat_s={self.timing.beat_s:g} is too short for via={self.via!r}: a "
+                "bucket is listed once a second, and a request takes part of it; use "
+                f"beat_s={BUCKET_BEAT_S:g} and dead_after_s=30"
             )
         if not 1 <= self.min_regions <= num:
             raise ValueError(f"min_regions={self.min_regions} must be 1 to {num}")
@@ -73,7 +91,16 @@ class Place:
     @property
     def num_regions(self) -> int:
         """The most regions there may be, M."""
-        return len(self.addresses)
+        return self.regions if self.via else len(self.addresses)
+
+
+def is_bucket(via: str) -> bool:
+    """Tell whether a URL names something else than a folder.
+
+    >>> is_bucket("gs://bucket/run"), is_bucket("/mnt/run"), is_bucket("file:///run")
+    (True, False, False)
+    """
+    return "://" in via and not via.startswith("file://")
 
 
 def read_key(path: str | pathlib.Path) -> bytes:

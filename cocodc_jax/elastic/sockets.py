@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
@@ -38,13 +39,14 @@ def key_pair(key: bytes) -> tuple[bytes, bytes]:
 
 
 class Sockets:
-    """The sockets of one region; one thread alone may use them."""
+    """A `Channel` of sockets; see `open_channel`."""
 
-    def __init__(self, place: Place, max_frame_bytes: int, waked: socket.socket):
+    def __init__(self, place: Place, max_frame_bytes: int):
         with extra("elastic"):
             import zmq
             import zmq.utils.z85
-        self._zmq, self._waked = zmq, waked
+        self._zmq = zmq
+        self._wake, self._waked = socket.socketpair()
         self._public, self._secret = key_pair(place.key)
         self._raw = zmq.utils.z85.decode(self._public)
         self._context = zmq.Context()
@@ -77,8 +79,8 @@ class Sockets:
         self._poller = zmq.Poller()
         self._poller.register(self._in, zmq.POLLIN)
         self._poller.register(self._asked, zmq.POLLIN)
-        self._poller.register(waked, zmq.POLLIN)
-        waked.setblocking(False)
+        self._poller.register(self._waked, zmq.POLLIN)
+        self._waked.setblocking(False)
 
     def _secure(self, where: Any) -> None:
         where.curve_publickey, where.curve_secretkey = self._public, self._secret
@@ -98,7 +100,7 @@ class Sockets:
         return out
 
     def receive(self, seconds: float) -> list[list[bytes]]:
-        """Return what has come; waits for it, for a nudge, or so many seconds."""
+        """See `Channel.receive`."""
         self._poller.poll(round(seconds * 1000))
         with contextlib.suppress(BlockingIOError):
             while self._waked.recv(4096):
@@ -123,8 +125,17 @@ class Sockets:
         status = (b"200", b"OK") if is_known else (b"400", b"another key")
         self._asked.send_multipart([version, request, *status, b"", b""])
 
-    def send(self, region: int, frames: list[bytes]) -> None:
-        """Send, or drop it where nobody is."""
+    def wake(self) -> None:
+        """See `Channel.wake`."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b".")
+
+    def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
+        """See `Channel.send`; it is dropped where nobody is."""
+        for region in regions:
+            self._send(region, frames)
+
+    def _send(self, region: int, frames: list[bytes]) -> None:
         try:
             self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
             self._refused_s.pop(region, None)
@@ -136,11 +147,12 @@ class Sockets:
                 self._out[region] = self._connect(self._addresses[region])
 
     def close(self) -> None:
-        """Send what is still to be sent, for a few seconds."""
+        """See `Channel.close`."""
         for out in getattr(self, "_out", {}).values():
             out.close()
         self._in.close(linger=0)
         self._door.close()
         self._asked.close(linger=0)
+        self._wake.close()
         self._waked.close()
         self._context.term()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place, read_key
 from cocodc_jax.run.fault_watch import ON_FAULT
 
@@ -16,6 +17,9 @@ class ElasticFlags:
     Attributes:
       region_addresses: host:port of every region (of its process 0), comma-separated,
         in their order; as many as there may ever be.
+      via: shared folder or bucket (gs://BUCKET/RUN, s3://BUCKET/RUN) that all regions
+        reach, through which messages go in place of sockets; then no region opens a
+        port, region_addresses is left out, and regions says how many there may be.
       region_id: index of this region.
       key_file: file with the key that all share, at least 32 bytes, readable by its
         owner only.
@@ -43,6 +47,7 @@ class ElasticFlags:
     """
 
     region_addresses: str = ""
+    via: str = ""
     region_id: int = -1
     key_file: str = ""
     min_regions: int = 1
@@ -76,10 +81,15 @@ class ElasticFlags:
                 f"beat_s={self.beat_s}"
             )
 
-    def place(self, exchange: str) -> Place | None:
+    def place(self, exchange: str, regions: int) -> Place | None:
         """Return the place of this region, None if regions are not elastic.
 
+        Args:
+          exchange: of the run.
+          regions: that there may be.
+
         Raises:
+          MissingExtraError: if a package that reaches `via` is not installed.
           ValueError: naming the flag, its value and a value that works.
         """
         if exchange != "elastic":
@@ -89,12 +99,15 @@ class ElasticFlags:
                     f"meaning for exchange={exchange!r}; use exchange='elastic'"
                 )
             return None
-        for name, unset in (("region_addresses", ""), ("key_file", "")):
-            if getattr(self, name) == unset:
-                raise ValueError(f"exchange='elastic' needs {name}; see --help=all")
-        return Place(
+        if not self.region_addresses and not self.via:
+            raise ValueError(
+                "exchange='elastic' needs region_addresses or via; see --help=all"
+            )
+        if not self.key_file:
+            raise ValueError("exchange='elastic' needs key_file; see --help=all")
+        place = Place(
             self.region_id,
-            tuple(self.region_addresses.split(",")),
+            tuple(filter(None, self.region_addresses.split(","))),
             read_key(self.key_file),
             Timing(
                 self.beat_s,
@@ -107,7 +120,12 @@ class ElasticFlags:
             self.min_regions,
             self.late_mean,
             self.late_message,
+            self.via,
+            regions if self.via else 0,
         )
+        if self.via:
+            reach(self.via)
+        return place
 
     def check_several(self, num_processes: int) -> None:
         """Refuse settings that a region of several processes does not support.

@@ -62,7 +62,7 @@ def prepare(
     # Defaults may change between versions; a run keeps those it began with.
     config = config.resolve()
     check_model(config, config.model)  # Before the devices are made.
-    place = elastic.place(config.run.exchange)
+    place = elastic.place(config.run.exchange, config.run.regions)
     if place is not None and processes.num_processes != 1:
         elastic.check_several(processes.num_processes)
     run = own_part(config, place)

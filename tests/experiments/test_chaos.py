@@ -81,7 +81,7 @@ def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
     config, _ = train.read_flags()
     assert config.run.exchange == "outer"
     assert config.run.step_seconds == 0
-    assert flags.elastic().place(config.run.exchange) is None
+    assert flags.elastic().place(config.run.exchange, 4) is None
 
 
 def child(program):

@@ -23,16 +23,24 @@ def key_file(tmp_path):
 
 
 def test_a_place(key_file):
-    place = ElasticFlags(ADDRESSES, 1, key_file, min_regions=2).place("elastic")
+    place = ElasticFlags(ADDRESSES, "", 1, key_file, min_regions=2).place("elastic", 2)
     assert (place.region, place.num_regions, place.min_regions) == (1, 2, 2)
-    assert ElasticFlags().place("outer") is None
+    assert ElasticFlags().place("outer", 2) is None
+
+
+def test_a_place_without_ports(key_file, tmp_path):
+    place = ElasticFlags(via=f"{tmp_path}/new", region_id=2, key_file=key_file).place(
+        "elastic", 3
+    )
+    assert (place.region, place.num_regions, place.addresses) == (2, 3, ())
+    assert (tmp_path / "new").is_dir()
 
 
 @pytest.mark.parametrize(
     ("fields", "exchange", "message"),
     [
         ({"region_id": 0}, "outer", "have no meaning for exchange='outer'"),
-        ({}, "elastic", "exchange='elastic' needs region_addresses"),
+        ({}, "elastic", "exchange='elastic' needs region_addresses or via"),
         (
             {"region_addresses": ADDRESSES},
             "elastic",
@@ -43,13 +51,24 @@ def test_a_place(key_file):
             "elastic",
             "region_id=-1 must be 0 to 1",
         ),
+        ({"via": "x"}, "outer", "have no meaning for exchange='outer'"),
+        (
+            {"via": "x", "region_addresses": ADDRESSES, "key_file": "KEY"},
+            "elastic",
+            "via='x' needs no region_addresses='a:1,b:2'; leave one out",
+        ),
+        (
+            {"via": "/dev/null/x", "region_id": 0, "key_file": "KEY"},
+            "elastic",
+            "via='/dev/null/x' cannot be reached",
+        ),
     ],
 )
 def test_what_is_missing_is_named(key_file, fields, exchange, message):
     if "key_file" in fields:
         fields = {**fields, "key_file": key_file}
     with pytest.raises(ValueError, match=re.escape(message)):
-        ElasticFlags(**fields).place(exchange)
+        ElasticFlags(**fields).place(exchange, 2)
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,13 @@ def all_do(links, act):
     return found
 
 
-@pytest.fixture
-def regions():
+@pytest.fixture(params=["sockets", "folder"])
+def regions(request, tmp_path):
     """A region of one process, and one of three."""
-    addresses = free_addresses(2)
-    places = [Place(r, addresses, key=b"k" * 32, timing=TIMING) for r in range(2)]
+    where = {"addresses": free_addresses(2)}
+    if request.param == "folder":
+        where = {"addresses": (), "via": str(tmp_path), "regions": 2}
+    places = [Place(r, key=b"k" * 32, timing=TIMING, **where) for r in range(2)]
     links = [Link(places[0], "run", 1000)], meet(places[1], 3)
     yield links
     for link in (*links[0], *reversed(links[1])):

@@ -38,8 +38,8 @@ TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
 def places(num, **options):
     """Places of as many regions at free ports of this machine."""
     addresses = free_addresses(num)
-    options = {"key": KEY, "timing": TIMING} | options
-    return [Place(region, addresses, **options) for region in range(num)]
+    options = {"addresses": addresses, "key": KEY, "timing": TIMING} | options
+    return [Place(region, **options) for region in range(num)]
 
 
 def own_batches(tiny, region, step=0):
@@ -55,7 +55,7 @@ def make_program(tiny, method, transport, num):
     )  # fmt: skip
 
 
-def as_processes(tiny, method, num, num_steps):
+def as_processes(tiny, method, num, num_steps, **options):
     """Every region in a thread of its own; what each has at the end."""
     results, errors = {}, []
 
@@ -76,7 +76,7 @@ def as_processes(tiny, method, num, num_steps):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=job, args=[p]) for p in places(num)]
+    threads = [threading.Thread(target=job, args=[p]) for p in places(num, **options)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,14 +87,14 @@ def as_processes(tiny, method, num, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "has_ports"),
     [
-        ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}),
-        ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}),
-        ("diloco", {"compress": "ef+topk:0.1"}),
+        ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}, True),
+        ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}, False),
+        ("diloco", {"compress": "ef+topk:0.1"}, True),
     ],
 )
-def test_the_numbers_are_those_of_one_process(tiny, name, options):
+def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
     # Two regions: each compiles programs of its own.
     method, num = methods.get(name, sync_interval=4, **options), 2
     program = make_program(tiny, method, Transport("outer"), num)
@@ -103,7 +103,8 @@ def test_the_numbers_are_those_of_one_process(tiny, name, options):
     for new, _ in run(program, state, batches, 10):
         state = new
     (region, together), memory, step, sent = tiny.numbers(state)
-    for m, job in enumerate(as_processes(tiny, method, num, 10)):
+    via = {} if has_ports else {"addresses": (), "via": str(tmp_path), "regions": num}
+    for m, job in enumerate(as_processes(tiny, method, num, 10, **via)):
         (own, sync), *rest = job
         assert_within_ulps(rest, [memory, step, sent])
         assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
