@@ -16,6 +16,7 @@ PACKAGES = [
     "compiled",
     "core",
     "data",
+    "elastic",
     "exchange",
     "methods",
     "models",

@@ -1,9 +1,9 @@
 """The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
 
-A stranger's bytes are refused in the handshake, before anything of them is taken for a
-message, and how many may wait for it is bounded (`door`); a frame larger than the
-largest that can be right closes the connection before it is allocated. What cannot be
-sent to a region that is gone is dropped.
+A peer without the key is refused in the handshake, before any of its bytes is read as a
+message. `door` limits how many peers may wait for the handshake. A frame larger than
+any valid one closes the connection before memory is allocated. Messages to a region
+that is gone are dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from cocodc_jax.elastic import wire
 from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.place import Place
 
-_QUEUE = 256  # Messages that wait for one region at most.
+_QUEUE = 256  # The most messages that wait for one region.
 _FAREWELL_MS = 5000
-# ZeroMQ gives a connection up for ever when the other side's handshake fails, as it may
-# while that one ends: who cannot be sent to for so long is connected to anew.
+# ZeroMQ never retries a connection whose handshake failed, which happens when the other
+# side ends. If sending fails for so long, the connection is opened again.
 _GIVE_UP_S = 1.5
 _PING_MS, _PONG_MS = 2000, 10000
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret key, for CURVE, of those who share `key`."""
+    """Return the public and the secret CURVE key, derived from the shared `key`."""
     with extra("jobs"):
         import zmq
         import zmq.utils.z85
@@ -38,7 +38,7 @@ def key_pair(key: bytes) -> tuple[bytes, bytes]:
 
 
 class Sockets:
-    """The sockets of one region; one thread alone may use them."""
+    """The sockets of one region; only one thread may use them."""
 
     def __init__(self, place: Place, max_frame_bytes: int, waked: socket.socket):
         with extra("jobs"):
@@ -49,7 +49,7 @@ class Sockets:
         self._raw = zmq.utils.z85.decode(self._public)
         self._context = zmq.Context()
         self._context.max_sockets = 1023
-        # ZeroMQ asks here who may come in, before it lets anything through.
+        # ZeroMQ asks here whether to accept a peer, before it passes anything on.
         self._asked = self._context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
         self._in = self._context.socket(zmq.PULL)
@@ -89,7 +89,7 @@ class Sockets:
         out = self._context.socket(self._zmq.PUSH)
         self._secure(out)
         out.curve_serverkey = self._public
-        out.immediate = True  # Nothing is kept for who is not there.
+        out.immediate = True  # No queue for a peer that is not connected.
         out.setsockopt(self._zmq.RECONNECT_IVL, 100)
         out.setsockopt(self._zmq.RECONNECT_IVL_MAX, 1000)
         out.setsockopt(self._zmq.HEARTBEAT_IVL, _PING_MS)
@@ -98,7 +98,7 @@ class Sockets:
         return out
 
     def receive(self, seconds: float) -> list[list[bytes]]:
-        """Return what has come; waits for it, for a nudge, or so many seconds."""
+        """Return new messages; wait for one, for a nudge, or at most `seconds`."""
         self._poller.poll(round(seconds * 1000))
         with contextlib.suppress(BlockingIOError):
             while self._waked.recv(4096):
@@ -117,14 +117,14 @@ class Sockets:
         return found
 
     def _answer(self, asked: list[bytes]) -> None:
-        """Let in who has the run's key pair (ZeroMQ's RFC 27)."""
+        """Accept a peer that has the run's key pair (ZeroMQ's RFC 27)."""
         version, request, *_ = asked
         is_known = asked[5] == b"CURVE" and asked[6] == self._raw
         status = (b"200", b"OK") if is_known else (b"400", b"another key")
         self._asked.send_multipart([version, request, *status, b"", b""])
 
     def send(self, region: int, frames: list[bytes]) -> None:
-        """Send, or drop it where nobody is."""
+        """Send a message, or drop it if the region is not connected."""
         try:
             self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
             self._refused_s.pop(region, None)
@@ -136,7 +136,7 @@ class Sockets:
                 self._out[region] = self._connect(self._addresses[region])
 
     def close(self) -> None:
-        """Send what is still to be sent, for a few seconds."""
+        """Close, after a few seconds at most for unsent messages."""
         for out in getattr(self, "_out", {}).values():
             out.close()
         self._in.close(linger=0)

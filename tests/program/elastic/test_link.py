@@ -170,7 +170,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     path = tmp_path / "key"
     path.write_bytes(KEY)
     path.chmod(0o644)
-    with pytest.raises(ValueError, match="can be read by others; chmod 600"):
+    with pytest.raises(ValueError, match="can be read by others; run chmod 600"):
         read_key(path)
     path.chmod(0o600)
     assert read_key(path) == KEY
