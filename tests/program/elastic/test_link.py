@@ -119,7 +119,7 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
             for each in held:
                 each.close()
             lost.close()
-    assert "without the key" in capfd.readouterr().err
+    assert "have not shown the key" in capfd.readouterr().err
 
 
 def test_a_frame_that_is_too_large_never_arrives():
