@@ -3,10 +3,10 @@ r"""Kills regions at random moments while they train, and checks the run.
     python -m experiments.chaos --regions=3 --kills=8 --seed=0 --workdir=DIR -- \
         --preset=smoke --steps=600 --step_seconds=0.2
 
-Every region trains in a process of its own (`--exchange=jobs`). Again and again one of
-them, whoever it is, is sent SIGKILL and started anew, once all take part again. With
-`--noonly_members` those that are still starting are killed too, as long as another one
-takes part, so that somebody has the run in memory. Then the records tell whether
+Every region trains in a process of its own (`--exchange=jobs`). Repeatedly a random
+region is sent SIGKILL, and restarted once all others take part again. With
+`--noonly_members` regions that are still starting are killed too, as long as another
+one takes part and has the run in memory. Then the records must show that
 
 - survivors did every step: a region's steps have gaps only while it was dead;
 - outer parameters were equal, bit for bit, in all regions after every merge;

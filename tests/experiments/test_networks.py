@@ -292,7 +292,7 @@ marks = [[2, 1.0], [4, 3.0]]
     [
         ([], "workdir=None is missing"),
         (["--workdir={}", "--methods=snoo"], "methods=snoo cannot be run by several"),
-        (["--workdir={}", "--methods=multi_ring"], "its rings lie on the inner mesh"),
+        (["--workdir={}", "--methods=multi_ring"], "its rings use the inner mesh"),
         (["--workdir={}", "--networks=20,20"], "networks=20,20 must be names"),
         (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
     ],
