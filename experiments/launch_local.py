@@ -1,11 +1,11 @@
-"""Trains in several processes on this machine, which share the regions out.
+"""Trains in several processes on this machine, which share the regions.
 
     python -m experiments.launch_local --regions=4 -- --preset=tiny --method=cocodc
 
 The flags after `--` are those of `experiments.train`. Process 0 writes to the terminal,
-process N to WORKDIR/process_N/output.log. When one process fails, the others are ended,
-and the exit code is that of the first. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run
-after a checkpoint; a second one ends it at once.
+process N to WORKDIR/process_N/output.log. If a process fails, the others end too, and
+its exit code is the program's. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after a
+checkpoint; a second one ends it at once.
 
 With `--elastic` every region is a run of its own (`--exchange=elastic`), writes to
 WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again, but
@@ -35,10 +35,10 @@ def define_flags() -> absl_flags.FlagValues:
     """Return this program's flags, apart from those of the training."""
     values = absl_flags.FlagValues()
     for name, text in (
-        ("regions", "regions that train; default: what the flags after -- say"),
+        ("regions", "regions that train; default: as the flags after -- say"),
         (
             "processes",
-            "processes that share the regions out, or several to a region; "
+            "processes that share the regions, or several to a region; "
             "default: one per region",
         ),
     ):
@@ -63,13 +63,13 @@ def define_flags() -> absl_flags.FlagValues:
 def launch(
     train_flags: Sequence[str], workdir: pathlib.Path, count: int, grace_s: float
 ) -> int:
-    """Start the processes and wait for their end.
+    """Start the processes and wait until they end.
 
     Args:
-      train_flags: of `experiments.train`.
+      train_flags: flags of `experiments.train`.
       workdir: folder of the run.
-      count: processes.
-      grace_s: between asking them to end and killing them.
+      count: number of processes.
+      grace_s: seconds between asking them to end and killing them.
 
     Returns:
       0, or the exit code of the process that failed first.
@@ -106,15 +106,15 @@ def launch_elastic(
     """Start every region as a run of its own, and wait for their end.
 
     Args:
-      train_flags: of `experiments.train`.
+      train_flags: flags of `experiments.train`.
       workdir: folder of the run.
-      count: regions.
-      restarts: whether to start again who died.
-      grace_s: between asking them to end and killing them.
-      num_processes: of each region.
+      count: number of regions.
+      restarts: whether to restart regions that died.
+      grace_s: seconds between asking them to end and killing them.
+      num_processes: processes of each region.
 
     Returns:
-      0, or the exit code of the region that ended badly first.
+      0, or the exit code of the region that failed first.
     """
     told = independent.commands(
         [*commands.python_m("train"), *train_flags],
@@ -148,7 +148,7 @@ def launch_elastic(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     own = define_flags()
     train.define()
     with flags.usage_errors():
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
                     f"by --regions={own.regions}; leave one out"
                 )
             train_flags.append(f"--regions={own.regions}")
-        # Read here too, so that what is wrong is said once, before anything starts.
+        # Parsed here too, so that an error is printed once, before any process starts.
         flags.parse([argv[0], *train_flags])
         config, named = train.read_flags(planned.unsaid)
         workdir = folder_here(named)  # Of the logs.

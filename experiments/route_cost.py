@@ -1,12 +1,12 @@
-r"""What it costs in step time that regions are elastic, with nobody failing.
+r"""Measures what elastic regions cost in step time while none fails.
 
     python -m experiments.route_cost --regions=2 --pairs=2 --workdir=DIR -- \
         --preset=smoke --steps=300
 
-The same training runs on this machine with a process for each region on the outer mesh,
-and with a job for each, by turns, the first of a pair alternating. Printed, and written
-to DIR/route_cost.json: seconds of an inner step of either, turns that compiled left out
-and waits for means included, and for each pair how many times the one is the other.
+The same training runs on this machine in pairs: with one process per region on the
+outer mesh, and with one job per region. The first of a pair alternates. Prints and
+writes to DIR/route_cost.json the seconds of an inner step of both, and their ratio for
+each pair. Seconds include waits for means, and exclude turns that compiled.
 """
 
 import json
@@ -52,7 +52,7 @@ def step_seconds(
     """Train, and return the seconds of a step.
 
     Raises:
-      ValueError: if the run fails, or is too short to tell.
+      ValueError: if the run fails, or is too short to be timed.
     """
     own = ["--elastic"] if route == "elastic" else []
     command = [*commands.python_m("launch_local"), *own, "--", *train]
@@ -61,7 +61,7 @@ def step_seconds(
     code = children.run([*command, f"--workdir={workdir}"], log=log)
     if code:
         lines = children.said(log.read_text(errors="replace"))
-        said = lines[-1] if lines else "it said nothing"
+        said = lines[-1] if lines else "it printed nothing"
         raise ValueError(f"the run with {route} ended with {code}: {said}")
     rate = read_table(workdir / _SUMMARY[route])["tokens_per_second"]
     if not rate:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), {"Flags": options(own)}))
             return 0
         if not own.workdir:
-            raise ValueError("workdir=None must be a folder")
+            raise ValueError("workdir=None is missing; name a folder")
         flags.parse([argv[0], *train])
         flags.check_not_given(("regions", "workdir"))
         train += [f"--regions={own.regions}"]

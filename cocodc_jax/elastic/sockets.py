@@ -1,9 +1,9 @@
 """The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
 
-A stranger's bytes are refused in the handshake, before anything of them is taken for a
-message, and how many may wait for it is bounded (`door`); a frame larger than the
-largest that can be right closes the connection before it is allocated. What cannot be
-sent to a region that is gone is dropped.
+A peer without the key is refused in the handshake, before any of its bytes is read as a
+message. `door` limits how many peers may wait for the handshake. A frame larger than
+any valid one closes the connection before memory is allocated. Messages to a region
+that is gone are dropped.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cocodc_jax.elastic import wire
 from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.place import Place
 
-_QUEUE = 256  # Messages that wait for one region at most.
+_QUEUE = 256  # The most messages that wait for one region.
 _FAREWELL_MS = 5000
-# ZeroMQ gives a connection up for ever when the other side's handshake fails, as it may
-# while that one ends: who cannot be sent to for so long is connected to anew.
+# ZeroMQ never retries a connection whose handshake failed, which happens when the other
+# side ends. If sending fails for so long, the connection is opened again.
 _GIVE_UP_S = 1.5
 _PING_MS, _PONG_MS = 2000, 10000
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret key, for CURVE, of those who share `key`."""
+    """Return the public and the secret CURVE key, derived from the shared `key`."""
     with extra("elastic"):
         import zmq
         import zmq.utils.z85
@@ -39,7 +39,11 @@ def key_pair(key: bytes) -> tuple[bytes, bytes]:
 
 
 class Sockets:
-    """A `Channel` of sockets; see `open_channel`."""
+    """A `Channel` of sockets; see `open_channel`.
+
+    ZeroMQ (`pip install cocodc_jax[elastic]`) reconnects by itself and has bounded
+    queues. CURVE encrypts everything and proves on both sides that they have the key.
+    """
 
     def __init__(self, place: Place, max_frame_bytes: int):
         with extra("elastic"):
@@ -51,7 +55,7 @@ class Sockets:
         self._raw = zmq.utils.z85.decode(self._public)
         self._context = zmq.Context()
         self._context.max_sockets = 1023
-        # ZeroMQ asks here who may come in, before it lets anything through.
+        # ZeroMQ asks here whether to accept a peer, before it passes anything on.
         self._asked = self._context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
         self._in = self._context.socket(zmq.PULL)
@@ -91,7 +95,7 @@ class Sockets:
         out = self._context.socket(self._zmq.PUSH)
         self._secure(out)
         out.curve_serverkey = self._public
-        out.immediate = True  # Nothing is kept for who is not there.
+        out.immediate = True  # No queue for a peer that is not connected.
         out.setsockopt(self._zmq.RECONNECT_IVL, 100)
         out.setsockopt(self._zmq.RECONNECT_IVL_MAX, 1000)
         out.setsockopt(self._zmq.HEARTBEAT_IVL, _PING_MS)
@@ -119,7 +123,7 @@ class Sockets:
         return found
 
     def _answer(self, asked: list[bytes]) -> None:
-        """Let in who has the run's key pair (ZeroMQ's RFC 27)."""
+        """Accept a peer that has the run's key pair (ZeroMQ's RFC 27)."""
         version, request, *_ = asked
         is_known = asked[5] == b"CURVE" and asked[6] == self._raw
         status = (b"200", b"OK") if is_known else (b"400", b"another key")

@@ -102,7 +102,7 @@ class Transport:
         ):
             raise ValueError(
                 f"step_times={regions.step_times} and batch_sizes="
-                f"{regions.batch_sizes} must be alike for exchange='elastic'"
+                f"{regions.batch_sizes} must be equal for exchange='elastic'"
             )
         if why := _not_elastic(method):
             raise ValueError(
@@ -200,7 +200,7 @@ class Transport:
         elif kind != "program":
             why = f"messages cross by exchange={kind!r}; use 'program'"
         elif mesh.shape[REGION] == 1:
-            why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
+            why = "all regions share the same devices, and nothing crosses; use 'auto'"
         if self.overlap == "yes" and why:
             raise ValueError(f"overlap='yes' is not possible: {why}")
         return why is None and (
@@ -225,7 +225,7 @@ def _not_elastic(method: Method) -> str | None:
     if sync is None:
         return "it exchanges nothing"
     if not isinstance(sync.outer, SharedOuter):
-        return "its outer parameters lie in the regions"
+        return "each region has outer parameters of its own"
     if sync.only_in_program:
         return sync.only_in_program
     if sync.message.is_numbered:

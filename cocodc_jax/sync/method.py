@@ -252,7 +252,7 @@ class Method:
         robust = Robust.of(exclude_above, robust_mean)
         try:
             if self.num_regions == 1:
-                raise ValueError("a region alone has nobody to be judged by")
+                raise ValueError("a region alone has no others to be compared with")
             if self.sync is None:
                 raise ValueError("it has no outer parameters to restore a region from")
             message = self.sync.message

@@ -114,7 +114,7 @@ class RegionalOuter:
     why_uncompressed: str | None = None
 
     needs = frozenset()
-    only_in_program = "its outer parameters lie in the regions"
+    only_in_program = "each region has outer parameters of its own"
 
     def __post_init__(self):
         """Validate the group."""

@@ -167,7 +167,7 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
     [
         (
             ["--regions=1"],
-            "--regions=1 has nobody left when one is killed; use 2 or more",
+            "--regions=1 leaves no region when one is killed; use 2 or more",
         ),
         (["--kills=-1"], "--kills=-1 must be 0 or more"),
         (
@@ -216,7 +216,7 @@ def test_the_folder_of_a_scenario_that_is_over_is_refused(
     with pytest.raises(SystemExit) as end:
         chaos.main(["chaos", *words, "--", "--preset=smoke"])
     assert end.value.code == 2
-    assert "holds the result of a scenario; name another" in capsys.readouterr().err
+    assert "has the result of a scenario; name another" in capsys.readouterr().err
 
 
 @pytest.mark.slow

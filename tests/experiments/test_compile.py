@@ -181,7 +181,7 @@ def test_what_is_refused_is_said_in_one_line(call):
     assert (code, error.count("\n")) == (2, 1)
     assert "--target=None is no machine; use one of v4, v5e" in error
     code, _, error = call(program, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
-    assert (code, "programs='(' is no regular expression" in error) == (2, True)
+    assert (code, "programs='(' is not a regular expression" in error) == (2, True)
 
 
 @pytest.mark.parametrize(

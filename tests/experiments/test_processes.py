@@ -224,7 +224,7 @@ def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
     out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert f"stopped at step {saved.name}; the same command goes on" in out
+    assert f"stopped at step {saved.name}; the same command resumes there" in out
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(tiny, program, 
         ("data_parallel", {}, 1, "method='data_parallel' has no outer model"),
         ("noloco", {}, 1, "method='noloco' has no outer model"),
         ("diloco", dict(exchange="outer"), 1, "messages cross by exchange='outer'"),
-        ("diloco", {}, 4, "all regions lie on the same devices"),
+        ("diloco", {}, 4, "all regions share the same devices"),
     ],
 )
 def test_what_cannot_be_fused_is_refused(tiny, method, transport, data_axis, message):

@@ -153,7 +153,9 @@ def test_calls_that_are_not_alike_are_said(regions):
 def test_processes_that_do_not_come_are_waited_for_so_long():
     place = Place(0, free_addresses(1), key=b"k" * 32, timing=TIMING)
     ears = inside.Ears(place)
-    with pytest.raises(TimeoutError, match="2 processes of this region did not come"):
+    with pytest.raises(
+        TimeoutError, match="2 processes of this region did not connect"
+    ):
         ears.wait_for(2, 0.1)
     ears.close()
 

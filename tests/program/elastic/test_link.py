@@ -162,7 +162,7 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
             for each in held:
                 each.close()
             lost.close()
-    assert "without the key" in capfd.readouterr().err
+    assert "have not shown the key" in capfd.readouterr().err
 
 
 def test_a_frame_that_is_too_large_never_arrives():
@@ -213,7 +213,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     path = tmp_path / "key"
     path.write_bytes(KEY)
     path.chmod(0o644)
-    with pytest.raises(ValueError, match="can be read by others; chmod 600"):
+    with pytest.raises(ValueError, match="can be read by others; run chmod 600"):
         read_key(path)
     path.chmod(0o600)
     assert read_key(path) == KEY

@@ -236,7 +236,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
     [
         ("data_parallel", "its regions exchange at every step"),
         ("apart", "it exchanges nothing"),
-        ("noloco", "its outer parameters lie in the regions"),
+        ("noloco", "each region has outer parameters of its own"),
         ("des_loc", "it averages the inner optimizer's state too"),
         ("co2", "its outer state is divided over the inner mesh"),
         ("delayed_nesterov", "."),
