@@ -53,6 +53,7 @@ from cocodc_jax.run.resume import (
 from cocodc_jax.run.summary import summarize
 from cocodc_jax.run.taking_part import run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
+from cocodc_jax.run.utilization import peak_tokens_per_second
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
@@ -194,7 +195,7 @@ class Session:
         ):
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)
-            watch = Watch(writer, bar, earlier_s)
+            watch = Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
             hooks = Hooks(
                 record=writer.write,
                 clock=watch,
@@ -336,6 +337,12 @@ class Session:
     def init_params(self, key: jax.Array) -> models.Params:
         """Return one region's initial parameters, equal in all regions."""
         return init_params(self.config.run, self.model, key)
+
+    @property
+    def peak_tokens_per_second(self) -> float | None:
+        """Tokens per second of all regions at an MFU of 1; None on CPUs."""
+        length = self.config.data.sequence_length
+        return peak_tokens_per_second(self.model, length, self.mesh.devices.flat)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens that all regions together have trained on by `step`."""
