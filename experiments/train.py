@@ -32,7 +32,12 @@ def main() -> None:
         processes.start(config.run.own_regions, config.run.devices_per_region)
         tracking = flags.tracking()
         session = prepare(
-            config, workdir, processes=processes, tracking=tracking, jobs=flags.jobs()
+            config,
+            workdir,
+            processes=processes,
+            tracking=tracking,
+            jobs=flags.jobs(),
+            monitoring=flags.monitoring(),
         )
     try:
         summary = session.train()
@@ -73,6 +78,7 @@ def define() -> None:
     flags.define()
     planned.define()
     flags.define_tracking()
+    flags.define_monitoring()
 
 
 def cli() -> None:
