@@ -10,6 +10,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import cocodc_jax
 from cocodc_jax.network.faults import Finding
@@ -36,15 +37,12 @@ def scrape(live):
 
 def fetch(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as got:
-        lines = got.read().decode().splitlines()
+        families = text_string_to_metric_families(got.read().decode())
     samples = {}
-    for line in lines:
-        if line[0] != "#":
-            name, labels, value = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line).groups()
-            further = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            assert further.pop("process") == "0"
-            further.pop("region")
-            samples[name, *further.values()] = float(value)
+    for sample in (each for family in families for each in family.samples):
+        further = {k: v for k, v in sample.labels.items() if k not in LABELS}
+        assert sample.labels == LABELS | further
+        samples[sample.name, *further.values()] = sample.value
     return samples
 
 
