@@ -26,7 +26,8 @@ from cocodc_jax._extras import extra
 from cocodc_jax.aot import report
 from cocodc_jax.aot.job import CompileError, Job, UnknownProgramError
 from cocodc_jax.aot.programs import INNER_STEPS, place
-from cocodc_jax.aot.targets import CHIPS, Target
+from cocodc_jax.aot.targets import Target
+from cocodc_jax.chips import CHIPS
 from cocodc_jax.files import write_whole
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model

@@ -37,6 +37,7 @@ def main() -> None:
             processes=processes,
             tracking=tracking,
             elastic=flags.elastic(),
+            monitoring=flags.monitoring(),
         )
     try:
         summary = session.train()
@@ -77,6 +78,7 @@ def define() -> None:
     flags.define()
     planned.define()
     flags.define_tracking()
+    flags.define_monitoring()
 
 
 def cli() -> None:

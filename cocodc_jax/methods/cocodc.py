@@ -40,7 +40,7 @@ $$
 - `cocodc_paper`, rule "text": $C(u, D) = u \odot u \odot D / H$, lambda 0.5, rho 1. We
   are about 75 % sure of the place of 1/H. In parameter units the correction is about
   1e-7 of u (`correction_ratio`), so the method is the replay of the progress,
-  `loscar`'s merge. It is the default: the paper has this formula, and recorded runs too.
+  `loscar`'s merge. It is the default: it is the formula of the paper.
 - `cocodc_paper`, rule "code", as the authors run it, of a tensor with the progress
   $G = \tau u$ and $c = G \odot G \odot D / 0.0004$: $\theta^m_{t+\tau} \leftarrow
   \theta^g - G - \lambda_0 \, c \, \lVert G \rVert / (\lVert c \rVert + 10^{-8})$,

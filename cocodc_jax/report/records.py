@@ -125,7 +125,12 @@ class MetricsWriter:
         self._show(checked)
 
     def write_timing(
-        self, step: int, wall_s: float, tokens_per_second: float, stall_s: float
+        self,
+        step: int,
+        wall_s: float,
+        tokens_per_second: float,
+        stall_s: float,
+        mfu: float | None = None,
     ) -> None:
         """Append what the clock said to `timing.jsonl`; a resumed run repeats steps.
 
@@ -134,6 +139,7 @@ class MetricsWriter:
           wall_s: seconds since this process began to train.
           tokens_per_second: tokens of all regions per second since the last record.
           stall_s: seconds since the last record spent waiting for a mean to arrive.
+          mfu: model FLOPs utilization, a share; None leaves the field out.
         """
         timing = {
             "step": int(step),
@@ -141,6 +147,8 @@ class MetricsWriter:
             "tokens_per_second": float(tokens_per_second),
             "stall_s": float(stall_s),
         }
+        if mfu is not None:
+            timing["mfu"] = float(mfu)
         with writing(self._timing.name):
             self._timing.write(_to_line(timing))
             self._timing.flush()

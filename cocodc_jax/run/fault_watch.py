@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -32,9 +32,23 @@ class FaultWatch:
     end.
     """
 
-    def __init__(self, folder: pathlib.Path, on_fault: str, least_s: float):
-        """Start without history."""
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        on_fault: str,
+        least_s: float,
+        observe: Callable[[bool, Finding, str], None] = lambda *_: None,
+    ):
+        """Start without history.
+
+        Args:
+          folder: of the file.
+          on_fault: one of `ON_FAULT`.
+          least_s: least difference of two times that counts.
+          observe: called with whether a fault begins, the finding and a line on it.
+        """
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
+        self._observe = observe
         self._messages = Messages(least=least_s)
         self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
         self._named: dict[tuple, Finding] = {}
@@ -105,6 +119,7 @@ class FaultWatch:
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._observe(what == "begins", finding, text)
 
 
 def _plain(number: float) -> float | None:

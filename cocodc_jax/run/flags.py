@@ -25,6 +25,7 @@ from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
 from cocodc_jax.run.method_arguments import check_taken
 from cocodc_jax.run.method_config import ARGUMENTS
+from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
 from cocodc_jax.run.tracking import MODES, Tracking
@@ -35,6 +36,7 @@ with extra("train"):
 USAGE_ERROR = 2
 RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
 ELASTIC = leaves_of("elastic", ElasticFlags)
+MONITORING = leaves_of("monitoring", Monitoring)
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
 # The program's flags; tests replace them.
@@ -141,6 +143,12 @@ def define_tracking() -> None:
     define_one(str, "wandb_mode", "", mode)
 
 
+def define_monitoring() -> None:
+    """Define the flags of `Monitoring`, for programs that train one run."""
+    for name, leaf in MONITORING.items():
+        define_one(leaf.type, name, getattr(NO_MONITORING, name), leaf.help)
+
+
 def tracking() -> Tracking:
     """Return where to show runs.
 
@@ -148,6 +156,15 @@ def tracking() -> Tracking:
       ValueError: naming the flag, its value and a value that works.
     """
     return Tracking(value("wandb"), value("wandb_mode"))
+
+
+def monitoring() -> Monitoring:
+    """Return how the run is watched from outside.
+
+    Raises:
+      ValueError: naming the flag, its value and a value that works.
+    """
+    return Monitoring(**{name: value(name) for name in MONITORING})
 
 
 def given(name: str) -> bool:

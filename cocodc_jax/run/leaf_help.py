@@ -70,7 +70,7 @@ MAIN = (
 # A program's own that few runs need.
 RARE = (
     "plan_frontier", "plan_step_s", "plan_links", "plan_gbps", "plan_latency_ms",
-    "wandb_mode",
+    "wandb_mode", "metrics_port", "on_event",
 )  # fmt: skip
 # Set to test or measure this package, and listed last.
 DEVELOPER = (

@@ -29,6 +29,7 @@ from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.cross_process_check import check_alike
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.hugging_face import model_of
+from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
 from cocodc_jax.run.resume import CHECKPOINTS, check_exchange, check_workdir, claim
 from cocodc_jax.run.session import Session
@@ -44,6 +45,7 @@ def prepare(
     processes: Processes = ONE_PROCESS,
     tracking: Tracking = NO_TRACKING,
     elastic: ElasticFlags = NOT_ELASTIC,
+    monitoring: Monitoring = NO_MONITORING,
 ) -> Session:
     """Open the data, lay out the devices and build the program; compiles nothing.
 
@@ -55,6 +57,7 @@ def prepare(
       processes: who takes part; started already.
       tracking: where process 0 also shows its records.
       elastic: where regions are, if each is a separate job.
+      monitoring: how each process is watched from outside.
 
     Raises:
       ValueError: naming the flag, its value and a value that works.
@@ -68,6 +71,7 @@ def prepare(
     run = own_part(config, place)
     devices = use_devices(run, processes.num_processes)
     mesh = mesh_of(run, devices)
+    monitoring.check()
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
     if place is not None:
@@ -95,6 +99,7 @@ def prepare(
         twins[0].program if twins else build_program(config, model, mesh, place),
         alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
         tracking,
+        monitoring,
         place,
         elastic,
         bucket,
