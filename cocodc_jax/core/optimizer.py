@@ -43,7 +43,6 @@ from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
@@ -216,31 +215,6 @@ def synchronized(
 
     both: Any = init, update
     return optax.GradientTransformationExtraArgs(*both)
-
-
-def sync_axes(
-    method: Method | str, regional: Any = 0, shared: Any = None
-) -> SynchronizedState:
-    """Return a prefix of the state that marks regional and shared parts.
-
-    Use it for `in_axes` or specs, so that the outer model is not stored once per
-    region: `jax.vmap(step, in_axes=(0, sync_axes(method), 0), out_axes=...)`, or
-    `sync_axes(method, P("region"), P())` on a mesh.
-
-    Args:
-      method: as passed to `synchronized`.
-      regional: value for parts that differ between regions.
-      shared: value for parts that are equal in all regions.
-    """
-    method = methods.get(method) if isinstance(method, str) else method
-    outer = method.sync and method.sync.outer
-    is_regional = isinstance(outer, RegionalOuter)
-    is_told_apart = is_regional and outer.group != "all"
-    own = {"inner", "per_step", "memories", "copies", "correction_ratio"}
-    own |= {"outer", "opt_states"} if is_regional else set()
-    own |= {"means"} if is_told_apart else set()
-    fields = SynchronizedState._fields
-    return SynchronizedState(*(regional if x in own else shared for x in fields))
 
 
 def sync_metrics(state: PyTree) -> dict[str, jax.Array]:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -334,6 +335,50 @@ def test_loops_stay_loops_where_regions_are_mapped(tiny, tx, is_one):
     for eqn in found:
         (predicate,) = eqn.params["cond_jaxpr"].jaxpr.outvars
         assert predicate.aval.shape == ()
+
+
+def loops_around(text, opcode):
+    """Of each instruction of a compiled program, the number of loops around it."""
+    lines = {}
+    for line in text.splitlines():
+        if start := re.match(r"(?:ENTRY )?%(\S+) .*{$", line):
+            lines[name := start[1]] = []
+        elif line.startswith("  "):
+            lines[name].append(line)
+    (entry,) = re.findall(r"^ENTRY %(\S+)", text, re.MULTILINE)
+    depths, left = {entry: 0}, [entry]
+    while left:
+        for line in lines[caller := left.pop()]:
+            for how, name in re.findall(r"(\w+)={?%([\w.\-]+)", line):
+                depth = depths[caller] + (how == "body")
+                if name in lines and depth < depths.get(name, depth + 1):
+                    depths[name] = depth
+                    left.append(name)
+    return [
+        depth
+        for name, depth in depths.items()
+        for line in lines[name]
+        if f" {opcode}(" in line
+    ]
+
+
+def test_the_compiler_leaves_what_is_not_due_in_its_loop():
+    """Loop-invariant code that XLA hoists would run at every step, or every event."""
+    options = SHORT | {"num_fragments": 1, "compress": "int8"}
+    method = cc.methods.get("streaming_diloco", **options)
+    tx = cc.synchronized(optax.sgd(0.1), method, axis_name="region")
+    axes, params = (0, cc.sync_axes(method)), {"w": jnp.ones(4)}
+    step = make_step(lambda params, x, key: ((params["w"] * x).sum(), {}), tx)
+    scan = mapped(lambda carry, xs: jax.lax.scan(step, carry, xs), axes)
+    lowered = jax.jit(scan).lower(
+        laid_out(axes, (params, tx.init(params)), 2), jnp.ones((2, 5, 4))
+    )
+    # The optimizations that tests leave out.
+    compiled = lowered.compile({"xla_backend_optimization_level": 2})
+    text = compiled.as_text()
+    # Inside the scan, the events, and the fragment's: the message, and the mean's norm.
+    assert set(loops_around(text, "round-nearest-even")) == {3}
+    assert set(loops_around(text, "sqrt")) == {3}
 
 
 @pytest.mark.parametrize("is_around", [True, False])
