@@ -133,8 +133,10 @@ def mix(
         size = _rows_of_a_block(flat_N.size, len(sizes_E))
         place_N, owner_B = _blocks(flat_N, order_N, sizes_E, size)
         # Rows of padding have no token, and are zero.
-        from_N = jnp.full(owner_B.size * size, num_tokens).at[place_N].set(
-            jnp.arange(flat_N.size) // per_token, unique_indices=True
+        from_N = (
+            jnp.full(owner_B.size * size, num_tokens)
+            .at[place_N]
+            .set(jnp.arange(flat_N.size) // per_token, unique_indices=True)
         )
         rows_ND = x_TD.at[from_N].get(mode="fill", fill_value=0)
         multiply = functools.partial(_times_owner, owner_B=owner_B)

@@ -44,6 +44,7 @@ CHOICES: dict[str, Collection[str]] = {
     "curvature": NAMES,
     "exchange": EXCHANGES,
     "expert_dispatch": DISPATCHES,
+    "expert_weights": WEIGHTS,
     "fragment_strategy": STRATEGIES,
     "fuse_syncs": FUSES,
     "graph": GRAPHS,

@@ -152,7 +152,9 @@ def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
 
 
 def test_the_losses_of_routers_are_what_their_papers_say():
-    config = dataclasses.replace(_MOE, num_layers=1, balance_loss=0.3, scan_layers=False)
+    config = dataclasses.replace(
+        _MOE, num_layers=1, balance_loss=0.3, scan_layers=False
+    )
     rng = np.random.default_rng(3)
     x = rng.normal(size=(11, 16)).astype(np.float32)
     router = rng.normal(size=(16, 4)).astype(np.float32)
