@@ -117,7 +117,8 @@ def cocodc(
       syncs_per_interval: N, syncs in one interval of adaptive transmission, at least
         K; None is 2 K, the paper's 8 for 4, "auto" as many as the network carries.
       transmission_score: what ranks fragments: "pseudo_gradient", "aged", "rms",
-        "drift", "gain", "disagreement" or "round_robin"; see `schedules.adaptive`.
+        "drift", "gain", "disagreement", "load" (for mixtures of experts) or
+        "round_robin"; see `schedules.adaptive`.
       curvature: what stands for the Hessian in the delay compensation, a name or a
         value of `transforms.curvature` ("outer_product" is the published one); or
         "secant", the isotropic one with a weight for each tensor from the two halves of

@@ -209,12 +209,16 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
+    if model.num_experts:
+        method = method.for_experts()
     model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
     optimizer = config.optimizer.build(steps, method)
     subspace = losses.subspace_of(config.run, model)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
+    if model.num_experts:
+        optimizer = models.experts.counting(optimizer)
     return cc.RegionProgram(
         losses.make(own_part(config, place), model, method, mesh),
         optimizer,

@@ -17,6 +17,7 @@ from cocodc_jax.models.config import (
     ATTENTIONS,
     BACKWARDS,
     COMPUTE_DTYPES,
+    DISPATCHES,
     REMAT_POLICIES,
 )
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
@@ -42,6 +43,8 @@ CHOICES: dict[str, Collection[str]] = {
     "compute_dtype": COMPUTE_DTYPES,
     "curvature": NAMES,
     "exchange": EXCHANGES,
+    "expert_dispatch": DISPATCHES,
+    "expert_weights": WEIGHTS,
     "fragment_strategy": STRATEGIES,
     "overlap": OVERLAPS,
     "graph": GRAPHS,
@@ -76,6 +79,7 @@ RARE = (
 DEVELOPER = (
     "step_seconds", "outer_digests", "local_regions", "overlap", "all_reduce",
     "outer_channels", "backward", "loss_chunk_tokens", "curvature_units",
+    "expert_dispatch",
 )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
     """Return the spec of a leaf slice: its leaf's, if its layers divide."""
     spec = listed[part.leaf]
-    if part.rows is None or not spec or spec[0] is None:
+    if part.rows is None or part.axis or not spec or spec[0] is None:
         return spec
     return spec if len(part.rows) % mesh.shape[spec[0]] == 0 else P(None, *spec[1:])
 

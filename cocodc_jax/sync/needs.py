@@ -34,7 +34,7 @@ NORM = "norm"
 # The regional ones.
 REGIONAL_COPIES = (STAGED, HALFWAY)
 # Reductions over all regions' parameters that a schedule can ask for.
-MEASURED_NOW = frozenset({"drift", "distance"})
+MEASURED_NOW = frozenset({"drift", "distance", "tokens"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +274,10 @@ NEEDS: dict[str, Need] = {
     "distance": Need(
         "Mean (outer - local)^2 per parameter of each fragment, mean over regions; "
         "measured when it is asked for."
+    ),
+    "tokens": Need(
+        "Batches' worth of tokens in the regions' progress of a fragment of experts, "
+        "mean over experts and regions, -1 for others; measured when it is asked for."
     ),
     "times": Need(
         "Seconds of an inner step and of a sync as each region had measured them, "
