@@ -61,7 +61,7 @@ class UserInputs:
         return jnp.asarray(value, float)
 
 
-Supplies = UserInputs  # Its name until 0.25.
+UserInputs = UserInputs  # Its name until 0.25.
 
 
 class MergeContext(NamedTuple):
