@@ -268,7 +268,7 @@ def _kernels(
 def _make(
     config: TrainConfig, model: models.TransformerConfig, numbers: trials.Numbers
 ) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
-    """Return inner optimizer, method and user_inputs, with numbers that may be traced."""
+    """Return inner optimizer, method and user inputs; numbers may be traced."""
     given = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
     method = cc.methods.get(config.method.method, **config.method.values | given)
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
