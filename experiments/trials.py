@@ -38,7 +38,7 @@ PyTree = Any
 Numbers = Mapping[str, Any]
 # Of the numbers of one trial: inner optimizer, method, and what merges need.
 Make = Callable[
-    [Numbers], tuple[optax.GradientTransformation, cc.methods.Method, cc.Supplies]
+    [Numbers], tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]
 ]
 REGION = "region"
 # Steps of a scan at most: few lengths, so that programs are used again.
@@ -181,13 +181,13 @@ class Trials:
         return State(0, every._replace(**shared), 0, 0)
 
     def _transform(self, numbers: Numbers) -> optax.GradientTransformationExtraArgs:
-        inner, method, supplies = self.make(numbers)
+        inner, method, user_inputs = self.make(numbers)
         return cc.synchronized(
             inner,
             method,
             axis_name=REGION,
             num_regions=self.num_regions,
-            supplies=supplies,
+            user_inputs=user_inputs,
         )
 
     def _step(self, state: State, numbers: Numbers, batches: PyTree):

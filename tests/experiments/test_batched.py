@@ -124,9 +124,9 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     assert {"inner_lr", "weight_decay", "outer_lr"} <= numbers.keys()
 
     def step(numbers):
-        inner, method, supplies = batched._make(found, found.model, numbers)
+        inner, method, user_inputs = batched._make(found, found.model, numbers)
         return cc.synchronized(
-            inner, method, axis_name="region", supplies=supplies
+            inner, method, axis_name="region", user_inputs=user_inputs
         ).init(params_of(0))
 
     state = jax.eval_shape(step, numbers)
