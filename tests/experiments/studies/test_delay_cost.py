@@ -2,18 +2,15 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.sync import cutting
 from cocodc_jax.sync.needs import UserInputs
 from experiments.studies import delay_cost
 from experiments.studies.ablation import jobs, recovery
 from experiments.studies.ablation.settings import Settings
-from experiments.studies.ablation.trials import Trainer
 
 REGIONS, SEEDS, STEPS, H, TAU = 4, 2, 14, 4, 2
 LR, OUTER_LR, MU = 0.1, 0.5, 0.9
@@ -37,17 +34,19 @@ def linear(monkeypatch):
     def loss_fn(params, batch, key):
         return jnp.sum(params["w"] * batch), {}
 
-    params = {"w": jnp.ones(5)}
-    cut = cutting.cut(jax.eval_shape(lambda: params), 1)
-    trainer = Trainer(loss_fn, UserInputs(lambda step: LR), optax.sgd(LR, 0.0), cut, MU)
+    def make_inner(inner_lr):
+        return optax.sgd(LR, 0.0), UserInputs(lambda step: LR)
 
-    def begin(settings, trainer, seeds):
-        begun = {"w": jnp.ones((len(seeds), 5))}
-        return trainer.init(begun, settings.regions), jnp.asarray(DRAWN, jnp.float32)
+    def init_params(settings, seeds):
+        return {"w": jnp.ones((len(seeds), 5))}
 
-    monkeypatch.setattr(jobs, "make_trainer", lambda settings, num: trainer)
-    monkeypatch.setattr(jobs, "begin", begin)
-    monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0))
+    def tokens(settings, seed):
+        return DRAWN[:, seed].astype(np.float32)
+
+    monkeypatch.setattr(jobs, "parts", lambda settings: (loss_fn, make_inner))
+    monkeypatch.setattr(jobs, "init_params", init_params)
+    monkeypatch.setattr(jobs, "tokens", tokens)
+    monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0)[None])
 
 
 def by_hand(alpha, strength):
