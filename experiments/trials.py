@@ -265,6 +265,10 @@ def init_params(model: models.TransformerConfig, seeds: Sequence[int]) -> models
     return _init(model, jnp.stack(keys))
 
 
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *x: np.stack(x), *trees)
+
+
 class StoppedError(Exception):
     """Training was asked to end before its last step."""
 
@@ -352,7 +356,8 @@ def train(
         next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
         end = min(step + MOST_STEPS, next_eval, num_steps)
         # Read while the devices are busy, but no further ahead than the next scan.
-        tokens = np.asarray([[next(x) for x in streams] for _ in range(step, end)])
+        each = [_stacked([next(x) for x in streams]) for _ in range(step, end)]
+        tokens = _stacked(each)
         jax.block_until_ready(losses[-2:-1])
         state, of_steps = trials.advance(state, given, tokens, which)
         losses.append(of_steps)

@@ -197,7 +197,7 @@ class BatchTrainer:
                 first.run.steps,
                 texts[0].eval_tokens(first.run.eval_batches),
                 first.run.eval_every,
-                should_stop,
+                should_stop=should_stop,
             )
         seconds = (time.perf_counter() - began_s) / len(batch.rows)
         return [

@@ -137,32 +137,35 @@ def train(
       "steps" [P], "losses" [len(runs), P], "correction_ratio" [len(runs)],
       "bytes_sent" by one region of one run.
     """
-    program, losses, ratios = make_trials(settings, name, delay_steps), [], []
-    for first in range(0, len(runs), settings.trials):
-        part = list(runs[first : first + settings.trials])
-        # One shape for all, so that nothing is compiled again.
-        padded = part + [part[-1]] * (settings.trials - len(part))
-        seeds = list(dict.fromkeys(run.seed for run in padded))
-        outcome = trials.train(
-            program,
-            init_params(settings, [run.seed for run in padded]),
-            numbers(padded),
-            [iter(tokens(settings, seed)) for seed in seeds],
-            [seeds.index(run.seed) for run in padded],
-            settings.steps,
-            eval_tokens(settings),
-            settings.eval_every,
-            eval_first=True,
+    program, size, outcomes = (
+        make_trials(settings, name, delay_steps),
+        settings.trials,
+        [],
+    )
+    # One shape for all, so that nothing is compiled again.
+    padded = [*runs, *[runs[-1]] * (-len(runs) % size)]
+    for first in range(0, len(padded), size):
+        part = padded[first : first + size]
+        outcomes.append(
+            trials.train(
+                program,
+                init_params(settings, [run.seed for run in part]),
+                numbers(part),
+                [iter(tokens(settings, run.seed)) for run in part],
+                range(size),
+                settings.steps,
+                eval_tokens(settings),
+                settings.eval_every,
+                eval_first=True,
+            )
         )
-        curves = np.stack([each.loss for each in outcome.evaluations], axis=1)
-        losses.append(curves[: len(part)])
-        ratio = outcome.ratios / np.maximum(outcome.merges, 1)
-        ratios.append(ratio[: len(part)])
+    curves = [np.stack([x.loss for x in each.evaluations], 1) for each in outcomes]
+    ratios = [each.ratios / np.maximum(each.merges, 1) for each in outcomes]
     return {
-        "steps": outcome.steps,
-        "losses": np.concatenate(losses),
-        "correction_ratio": np.concatenate(ratios),
-        "bytes_sent": int(outcome.bytes_sent[-1][0]),
+        "steps": outcomes[0].steps,
+        "losses": np.concatenate(curves)[: len(runs)],
+        "correction_ratio": np.concatenate(ratios)[: len(runs)],
+        "bytes_sent": int(outcomes[0].bytes_sent[-1][0]),
     }
 
 

@@ -169,11 +169,12 @@ class _Ways:
         late = self.advance(self._keep, late, sync - 1, last - 1)
         kept = self.advance(self._keep, late, last - 1, last)
         aim, apart = self._loss(target), _squared(target.params, kept.params)
-        recovered, loss = {}, {(KEEP, None): self._loss(kept) - aim}
+        recovered: dict[tuple[str, float | None], np.ndarray] = {}
+        loss = {**recovered, (KEEP, None): self._loss(kept) - aim}
         replayed = None
         for name, _, strengths in self._rules:
             trials = self._merges[name]
-            own = trials.method.sync.copies
+            own = trials.method.sync.copies if trials.method.sync else ()
             copies = tuple(
                 {n: x for n, x in part.items() if n in own} for part in late.sync.copies
             )

@@ -12,7 +12,7 @@ from experiments.studies import delay_cost
 from experiments.studies.ablation import jobs, recovery
 from experiments.studies.ablation.settings import Settings
 
-REGIONS, SEEDS, STEPS, H, TAU = 4, 2, 14, 4, 2
+REGIONS, SEEDS, STEPS, H = 4, 2, 14, 4
 LR, OUTER_LR, MU = 0.1, 0.5, 0.9
 DRAWN = np.random.default_rng(0).normal(size=(STEPS, SEEDS, REGIONS, 5))
 SETTINGS = Settings(
@@ -49,31 +49,33 @@ def linear(monkeypatch):
     monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0)[None])
 
 
-def by_hand(alpha, strength):
+def by_hand(alpha, strength, tau, syncs):
     """Distances at each sync, in NumPy: `[S, E]` of doing nothing, mix, isotropic."""
     theta = np.ones((SEEDS, REGIONS, 5))
     outer, velocity = np.ones((SEEDS, 5)), np.zeros((SEEDS, 5))
     found, now = [], 0
-    for sync in (4, 8, 12):
+    for sync in syncs:
         staged = theta - LR * DRAWN[now:sync].sum(0)
         delta = outer - staged.mean(1)
         velocity = MU * velocity + delta
         outer = outer - OUTER_LR * (delta + MU * velocity)
-        progress = -LR * DRAWN[sync : sync + TAU].sum(0)
+        progress = -LR * DRAWN[sync : sync + tau].sum(0)
         late, target = staged + progress, outer[:, None] + progress
         mixed = alpha * late + (1 - alpha) * outer[:, None]
         pulled = outer[:, None] + progress - strength * (outer[:, None] - staged)
         gap = ((outer[:, None] - staged) ** 2).sum((1, 2))
         apart = [((x - target) ** 2).sum((1, 2)) for x in (late, mixed, pulled)]
         found.append([*apart, gap])
-        theta, now = target, sync + TAU
+        theta, now = target, sync + tau
     return np.array(found).transpose(1, 0, 2)
 
 
-def test_distances_are_those_by_hand(linear):
-    found = recovery.measure(SETTINGS, TAU, ["mix_0.25", "isotropic"], OUTER_LR)
-    late, mixed, pulled, gap = by_hand(0.25, 0.3)
-    assert found.steps == [4, 8, 12]
+@pytest.mark.parametrize(("tau", "syncs"), [(2, [4, 8, 12]), (H, [4, 8])])
+def test_distances_are_those_by_hand(linear, tau, syncs):
+    """A delay of H ends in the step of the next sync."""
+    found = recovery.measure(SETTINGS, tau, ["mix_0.25", "isotropic"], OUTER_LR)
+    late, mixed, pulled, gap = by_hand(0.25, 0.3, tau, syncs)
+    assert found.steps == syncs
     np.testing.assert_allclose(found.cost, np.sqrt(late / gap), rtol=1e-5)
     got = found.recovered
     np.testing.assert_allclose(got["mix_0.25", None], 1 - mixed / late, rtol=1e-4)
