@@ -256,7 +256,7 @@ class Trials:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _init(model: models.TransformerConfig, keys: jax.Array) -> models.Params:
-    return jax.lax.map(lambda key: models.init_params(model, key), keys)
+    return jax.vmap(functools.partial(models.init_params, model))(keys)
 
 
 def init_params(model: models.TransformerConfig, seeds: Sequence[int]) -> models.Params:
