@@ -35,10 +35,10 @@ from cocodc_jax.sync.schedules import OneStepStale, traced
 from cocodc_jax.sync.schedules.adaptive import Adaptive
 
 PyTree = Any
-Numbers = Mapping[str, jax.Array]
+Numbers = Mapping[str, Any]
 # Of the numbers of one trial: inner optimizer, method, and what merges need.
 Make = Callable[
-    [Numbers], tuple[optax.GradientTransformation, cc.methods.Method, cc.Supplies]
+    [Numbers], tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]
 ]
 REGION = "region"
 # Steps of a scan at most: few lengths, so that programs are used again.
@@ -57,8 +57,8 @@ class State(NamedTuple):
 
     params: PyTree
     sync: Any
-    ratios: jax.Array
-    merges: jax.Array
+    ratios: Any
+    merges: Any
 
 
 class Evaluation(NamedTuple):
@@ -70,9 +70,9 @@ class Evaluation(NamedTuple):
       drift: see `region_drift`.
     """
 
-    loss: jax.Array
-    loss_outer: jax.Array
-    drift: jax.Array
+    loss: Any
+    loss_outer: Any
+    drift: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +128,9 @@ class Trials:
 
         def every(state: State, numbers: Numbers, tokens: PyTree, stream: jax.Array):
             if self._in_turn:
-                return jax.lax.map(lambda x: one(*x, tokens), (state, numbers, stream))
+                return jax.lax.map(
+                    lambda x: one(x[0], x[1], x[2], tokens), (state, numbers, stream)
+                )
             axes = self._axes
             mapped = jax.vmap(one, (axes, 0, 0, None), (axes, 0))
             return mapped(state, numbers, stream, tokens)
@@ -151,7 +153,7 @@ class Trials:
             losses = jax.lax.map(
                 loss, jax.tree.map(lambda *x: jnp.stack(x), mean, outer)
             )
-            return Evaluation(*losses, region_drift(state.params))
+            return Evaluation(losses[0], losses[1], region_drift(state.params))
 
         def every(state: State, batches: PyTree) -> Evaluation:
             if self._in_turn:
@@ -173,19 +175,19 @@ class Trials:
         every = SynchronizedState(*[0] * len(SynchronizedState._fields))
         if self._in_turn or isinstance(schedule, Adaptive):
             return State(0, every, 0, 0)
-        shared = {"step": None, "counts": None, "message_bytes": None}
+        shared: dict[str, Any] = {"step": None, "counts": None, "message_bytes": None}
         if schedule is not None:
             shared["times"] = traced.Times(None, None, None, None, norm=0)
         return State(0, every._replace(**shared), 0, 0)
 
     def _transform(self, numbers: Numbers) -> optax.GradientTransformationExtraArgs:
-        inner, method, supplies = self.make(numbers)
+        inner, method, user_inputs = self.make(numbers)
         return cc.synchronized(
             inner,
             method,
             axis_name=REGION,
             num_regions=self.num_regions,
-            supplies=supplies,
+            user_inputs=user_inputs,
         )
 
     def _step(self, state: State, numbers: Numbers, batches: PyTree):
@@ -310,8 +312,10 @@ def train(
     while step < num_steps:
         next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
         end = min(step + MOST_STEPS, next_eval, num_steps)
-        tokens = [[next(each) for each in streams] for _ in range(step, end)]
-        state, of_steps = trials.advance(state, given, jnp.asarray(tokens), which)
+        # Read while the devices are busy, but no further ahead than the next scan.
+        tokens = np.asarray([[next(x) for x in streams] for _ in range(step, end)])
+        jax.block_until_ready(losses[-2:-1])
+        state, of_steps = trials.advance(state, given, tokens, which)
         losses.append(of_steps)
         step = end
         if step in (next_eval, num_steps):

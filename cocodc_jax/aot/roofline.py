@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from cocodc_jax.aot.collectives import Collective
-from cocodc_jax.aot.targets import Chip
+from cocodc_jax.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,7 @@
-"""Machines to compile for: their chips, as published, and how one is described.
+"""Machines to compile for: how one is described, and its devices without it.
 
 A target is written `v5e:4x4`, a slice of 16 TPU chips, or `h100:4`, four hosts of eight
-GPUs. Bandwidths are one way: what a device can receive while it sends as much.
-
-Sources: TPU v5e, v5p, v6e and 7x, docs.cloud.google.com/tpu/docs/ with the name, their
-tables of specifications (interconnect halved where the table says bidirectional; DCN of
-v5e as the pod's divided by its chips); v4, the same, and its interconnect of six links
-of 50 GB/s from arXiv 2304.01433, table 4; H100 and H200, NVIDIA's data sheets of the
-SXM parts, dense bf16, NVLink's 900 GB/s both ways. From memory, not looked up: 7x's
-bandwidths, the DCN of v4, v6e and 7x, and the GPUs' 400 Gbit/s of network each.
+GPUs.
 """
 
 from __future__ import annotations
@@ -19,87 +12,8 @@ import math
 import re
 from typing import Any
 
-GIB, GB, TERA = 2**30, 10**9, 10**12
+from cocodc_jax.chips import CHIPS, Chip
 
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What one chip can do.
-
-    Attributes:
-      name: as targets write it.
-      platform: tpu or cuda.
-      hbm_bytes: main memory.
-      flops: bf16 matrix products a second, dense.
-      hbm_bps: bytes a second from main memory.
-      link_bps: bytes a second that it can receive from chips of its slice or host.
-      network_bps: bytes a second that it can receive from elsewhere.
-      axes: of a slice's shape; 1 for GPUs, whose shape is hosts.
-      topology: name that the compiler knows it by.
-    """
-
-    name: str
-    platform: str
-    hbm_bytes: int
-    flops: float
-    hbm_bps: float
-    link_bps: float
-    network_bps: float
-    axes: int
-    topology: str
-
-
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            "v4", "tpu", 32 * GIB, 275 * TERA, 1200 * GB, 300 * GB, 6.25 * GB, 3, "v4"
-        ),
-        # 16 GiB, of which the compiler keeps a quarter of one for itself.
-        Chip(
-            "v5e",
-            "tpu",
-            int(15.75 * GIB),
-            197 * TERA,
-            819 * GB,
-            200 * GB,
-            3.125 * GB,
-            2,
-            "v5e",
-        ),
-        Chip(
-            "v5p", "tpu", 95 * GIB, 459 * TERA, 2765 * GB, 600 * GB, 6.25 * GB, 3, "v5p"
-        ),
-        Chip(
-            "v6e", "tpu", 32 * GIB, 918 * TERA, 1638 * GB, 400 * GB, 12.5 * GB, 2, "v6e"
-        ),
-        Chip(
-            "7x",
-            "tpu",
-            192 * GIB,
-            2307 * TERA,
-            7380 * GB,
-            600 * GB,
-            12.5 * GB,
-            3,
-            "tpu7x",
-        ),
-        Chip(
-            "h100", "cuda", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 50 * GB, 1, "h100"
-        ),
-        Chip(
-            "h200",
-            "cuda",
-            141 * GB,
-            989 * TERA,
-            4800 * GB,
-            450 * GB,
-            50 * GB,
-            1,
-            "h200",
-        ),
-    )
-}
 GPUS_PER_HOST = 8
 # What each platform's compiler comes with, and the extra that installs it.
 _MODULES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}

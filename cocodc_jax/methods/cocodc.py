@@ -1,46 +1,61 @@
-"""`cocodc`, `cocodc_paper` (arXiv 2504.17672): compensation and adaptive transmission.
+r"""`cocodc`, `cocodc_paper` (arXiv 2504.17672): compensation and adaptive transmission.
 
-*When* (`schedules.adaptive`). N >= K syncs in H steps, a slot every h = floor(H / N).
-I_p is the steps between the last two starts of fragment p, age those since the last. A
-slot serves the fragment that is due (each starts within H steps, strictly), else one
-never sent, else
+**When** (`schedules.adaptive`). There are N >= K syncs in H steps, so a slot every
+$h = \lfloor H / N \rfloor$ steps. A slot serves the fragment whose deadline is near:
+each starts within H steps, strictly. Else it serves one that was never sent, else the
+fragment p of the highest score $R_p$. Let $d_p$ be its number of parameters, $I_p$ the
+steps between its last two starts, and $a_p$ those since the last:
 
-    argmax_p   ||last mean Delta_p|| / size_p / I_p              "pseudo_gradient"
-            or ||last mean Delta_p|| / sqrt(size_p) * age / I_p  "aged", the later score
-            or sum_m mean |theta^g_p - theta^m_p| / age          "drift", measured now
+$$
+R_p = \frac{\lVert \Delta_p \rVert}{d_p \, I_p} \;\; \text{(pseudo_gradient)}, \qquad
+\frac{\lVert \Delta_p \rVert \, a_p}{\sqrt{d_p} \, I_p} \;\; \text{(aged)}, \qquad
+\sum_m \frac{\overline{|\theta^g_p - \theta^m_p|}}{a_p} \;\; \text{(drift)}
+$$
 
-"auto" measures the seconds T_c of a step and T_s of a sync, and takes tau = ceil(T_s /
-T_c) and N = max(K, floor(gamma H T_c / T_s)), gamma the `network_share`.
+$\Delta_p$ is the fragment's last mean pseudo-gradient, the bar a mean over its entries.
+Other scores are in `schedules.adaptive`.
+With "auto", measured seconds $T_c$ of a step and $T_s$ of a sync give
+$\tau = \lceil T_s / T_c \rceil$ and $N = \max(K, \lfloor \gamma H T_c / T_s \rfloor)$,
+where gamma is `network_share`.
 
-*What* (`merge.compensate`). A region sends Delta^m_p = theta^g_p - staged, with staged
-its theta^m_p at the start. tau steps later m <- mu m + Delta, theta^g <- theta^g - eta
-(Delta + mu m) of the mean (`sync.outer.nesterov`), and every region continues from
+**What** (`merge.compensate`). A region sends $\Delta^m = \theta^g - \theta^m_t$ of the
+fragment. Nesterov (`sync.outer.nesterov`) steps on the mean, $\tau$ steps later:
 
-    g  = (staged - theta^m_p) / tau          own progress, old minus new, per step
-    D  = theta^g_p - staged                  from where g was taken to where it goes
-    g~ = g + lambda C(g, D)                  first-order Taylor; the sign is plus
-    theta^m_p <- theta^g_p - tau g~
+$$
+v \leftarrow \mu v + \Delta, \qquad
+\theta^g \leftarrow \theta^g - \eta \, (\Delta + \mu v)
+$$
 
-`cocodc_paper`, rule "text": C = g * g * D / H, lambda 0.5, as specified. We are not
-sure of the placement of 1/H (about 75 %), and N by T_c and T_s with gamma is from
-memory. In parameter units the correction is some 1e-7 of g (`correction_ratio`), so the
-method is the replay, `loscar`'s merge. Rule "code", as the authors run it, of a tensor:
+Then the region moves its own progress u, old minus new per step, from the point where
+it was made to the outer parameters, by a first-order Taylor expansion:
 
-    G = staged - theta^m_p,    c = G * G * D / 4e-4
-    theta^m_p <- theta^g_p - (G + lambda_0 ||G|| / (||c|| + 1e-8) c)
+$$
+\begin{align*}
+u &= (\theta^m_t - \theta^m_{t+\tau}) / \tau \\
+D &= \theta^g - \theta^m_t \\
+\theta^m_{t+\tau} &\leftarrow \theta^g - \tau \, (\rho u + \lambda \, C(\rho u, D))
+\end{align*}
+$$
 
-with lambda_0 = 1, "drift" as the score, and a constant N: the correction is as long as
-the progress, and does not fade as D does. "text" is the default, because the paper's
-formula is it and because recorded runs are of it. `cocodc` (ours): C = D / tau
-("isotropic"), so theta^m_p <- theta^g_p - lambda D + progress: the mix is taken at the
-staged point. Others are in `transforms.curvature`.
+- `cocodc_paper`, rule "text": $C(u, D) = u \odot u \odot D / H$, lambda 0.5, rho 1. We
+  are about 75 % sure of the place of 1/H. In parameter units the correction is about
+  1e-7 of u (`correction_ratio`), so the method is the replay of the progress,
+  `loscar`'s merge. It is the default: it is the formula of the paper.
+- `cocodc_paper`, rule "code", as the authors run it, of a tensor with the progress
+  $G = \tau u$ and $c = G \odot G \odot D / 0.0004$: $\theta^m_{t+\tau} \leftarrow
+  \theta^g - G - \lambda_0 \, c \, \lVert G \rVert / (\lVert c \rVert + 10^{-8})$,
+  $\lambda_0 = 1$, with "drift" as the score and a constant N. The correction is as long
+  as the progress, and does not shrink as D does.
+- `cocodc` (ours): $C(u, D) = D / \tau$, "isotropic", so $\theta^m_{t+\tau} \leftarrow
+  \theta^g - \lambda D + \rho \, (\theta^m_{t+\tau} - \theta^m_t)$.
+- Others are in `transforms.curvature`.
 
-Source: CoCoDC, sections 3.1 and 3.2; the choice, scores and "code" read from the
-authors' code, the units and the sign derived here.
-Differs from both: a fragment in flight is never chosen again, and each starts within H
-steps strictly (there a slot serves one fragment, whatever is overdue).
-Defaults: published H 100, K 4, tau 5, N 8, eta 0.4, mu 0.9; `cocodc` has lambda 0.3
-(won at tau/H 0.05 to 0.5; 0.5 at 1).
+Source: CoCoDC, sections 3.1 and 3.2; rule, scores and compensation read from the
+authors' code, N and gamma from memory, the units and the plus sign derived here.
+Differs from the paper: a fragment in flight is never chosen again, and each starts
+within H steps strictly (there a slot serves one fragment, whatever is overdue).
+Defaults: published H 100, K 4, tau 5, N 8, eta 0.4, mu 0.9, lambda 0.5; `cocodc` has
+lambda 0.3 (won at tau/H 0.05 to 0.5; 0.5 at 1).
 Measured here: at equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, "text"
 2.241, mix(0.5) 2.210 (`experiments.studies.ablate_compensation`). One seed of the tiny
 preset: docs/results/archive/methods.md.
@@ -102,7 +117,8 @@ def cocodc(
       syncs_per_interval: N, syncs in one interval of adaptive transmission, at least
         K; None is 2 K, the paper's 8 for 4, "auto" as many as the network carries.
       transmission_score: what ranks fragments: "pseudo_gradient", "aged", "rms",
-        "drift", "gain", "disagreement" or "round_robin"; see `schedules.adaptive`.
+        "drift", "gain", "disagreement", "load" (for mixtures of experts) or
+        "round_robin"; see `schedules.adaptive`.
       curvature: what stands for the Hessian in the delay compensation, a name or a
         value of `transforms.curvature` ("outer_product" is the published one); or
         "secant", the isotropic one with a weight for each tensor from the two halves of

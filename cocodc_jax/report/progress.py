@@ -71,6 +71,7 @@ class RunProgress:
         tokens_per_second: float,
         in_flight: int,
         bytes_sent: float,
+        mfu: float | None = None,
     ) -> None:
         """Show the state of the run after `step` inner steps.
 
@@ -80,9 +81,11 @@ class RunProgress:
           tokens_per_second: of all regions together.
           in_flight: fragments on their way.
           bytes_sent: bytes one region has sent so far.
+          mfu: model FLOPs utilization, a share; None is not shown.
         """
+        share = "" if mfu is None else f"MFU {100 * mfu:.1f} %  "
         status = (
-            f"loss {loss:.3f}  {format_count(tokens_per_second)} tokens/s  "
+            f"loss {loss:.3f}  {format_count(tokens_per_second)} tokens/s  {share}"
             f"{in_flight} in flight  {format_bytes(bytes_sent)} sent  "
             f"{self._time_left(step)} left"
         )

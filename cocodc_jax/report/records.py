@@ -1,6 +1,6 @@
 """The run's records: `metrics.jsonl`, one JSON object a line, and how it is read.
 
-Three kinds of record, all deterministic: the file of a run that was killed and
+A few kinds of record, all deterministic: the file of a run that was killed and
 resumed equals the unbroken run's byte for byte, so no clock may enter it. What the
 clock says goes to `timing.jsonl`, which only grows. Floats are written in the
 shortest form that reads back to the same float64, hence also to the same float32.
@@ -45,14 +45,17 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "pseudo_gradient_norm",
         "correction_ratio",
     ),
+    "experts": ("step", "balance", "z", "entropy", "load_max", "divergence", "dead"),
     "spike": ("step", "region", "loss", "usual", "score"),
 }
 
 # Fields that only some runs have: bytes that a pipeline's stages sent in the last step;
-# of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier.
+# of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier; the
+# load of each expert, by region and layer.
 OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": ("stage_bytes",),
     "sync": ("left_out",),
+    "experts": ("load_regions",),
 }
 
 
@@ -125,7 +128,12 @@ class MetricsWriter:
         self._show(checked)
 
     def write_timing(
-        self, step: int, wall_s: float, tokens_per_second: float, stall_s: float
+        self,
+        step: int,
+        wall_s: float,
+        tokens_per_second: float,
+        stall_s: float,
+        mfu: float | None = None,
     ) -> None:
         """Append what the clock said to `timing.jsonl`; a resumed run repeats steps.
 
@@ -134,6 +142,7 @@ class MetricsWriter:
           wall_s: seconds since this process began to train.
           tokens_per_second: tokens of all regions per second since the last record.
           stall_s: seconds since the last record spent waiting for a mean to arrive.
+          mfu: model FLOPs utilization, a share; None leaves the field out.
         """
         timing = {
             "step": int(step),
@@ -141,6 +150,8 @@ class MetricsWriter:
             "tokens_per_second": float(tokens_per_second),
             "stall_s": float(stall_s),
         }
+        if mfu is not None:
+            timing["mfu"] = float(mfu)
         with writing(self._timing.name):
             self._timing.write(_to_line(timing))
             self._timing.flush()

@@ -16,6 +16,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.utilization import mfu
 from cocodc_jax.train.hooks import Clock
 
 with extra("train"):
@@ -29,27 +30,37 @@ class Watch:
       seconds: of the run so far, including its earlier parts.
     """
 
-    def __init__(self, writer: MetricsWriter, bar: RunProgress, earlier_s: float):
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        bar: RunProgress,
+        earlier_s: float,
+        peak_tokens_per_second: float | None = None,
+    ):
         """Start at the seconds of the run's earlier parts."""
         self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
+        self._peak = peak_tokens_per_second
         self._stall_s = 0.0
         self.seconds = earlier_s
 
     def __call__(self, clock: Clock) -> None:
         """Show and write the progress."""
         self.seconds = self._earlier_s + clock.wall_s
+        share = mfu(clock.tokens_per_second, self._peak)
         self._bar.update(
             clock.step,
             clock.loss,
             clock.tokens_per_second,
             clock.in_flight,
             clock.bytes_sent,
+            share,
         )
         self._writer.write_timing(
             clock.step,
             clock.wall_s,
             clock.tokens_per_second,
             clock.stall_s - self._stall_s,
+            share,
         )
         self._stall_s = clock.stall_s
 

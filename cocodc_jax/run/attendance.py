@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.exchange.between_jobs import BetweenJobs
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
@@ -42,14 +43,26 @@ class Attendance:
         digests: bool,
     ):
         """Open the region's own folder for writing."""
-        assert isinstance(program.exchange, BetweenJobs)
+        assert isinstance(program.exchange, ElasticExchange)
         self._program, self._exchange, self._link = program, program.exchange, link
         self._folder, self._digests = folder, digests
         self._view, self.step = link.view, 0
         self._shared: Any = None
+        self._merged: Callable[[bool], None] = lambda own_counts: None
 
-    def told_by(self, hooks: Hooks) -> Hooks:
-        """Return a loop's hooks, extended to report to the other regions."""
+    @property
+    def num_members(self) -> int:
+        """Regions that take part, as far as this one knows."""
+        return len(self._link.view.seats)
+
+    def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
+        """Return a loop's hooks, extended to report to the other regions.
+
+        Args:
+          hooks: of the loop.
+          merged: called at every merge with whether its mean has this region's message.
+        """
+        self._merged = merged
         return dataclasses.replace(
             hooks, handed_out=self.handed_out, stopping=self.leave
         )
@@ -83,12 +96,15 @@ class Attendance:
             self._link.let_in(region, boot, copy, oldest)
         for sync in output.syncs:
             k = sync.fragment_id
+            regions = self._exchange.in_mean.pop((k, sync.start_step), None)
+            if regions is not None:
+                self._merged(self._exchange.region in regions)
             line = {
                 "fragment": k,
                 "start_step": sync.start_step,
                 "apply_step": sync.apply_step,
                 "epoch": self._link.view.epoch,
-                "regions": self._exchange.in_mean.pop((k, sync.start_step), None),
+                "regions": regions,
                 "time": time.time(),
             }
             if self._digests:

@@ -152,10 +152,10 @@ def program_key(config: TrainConfig) -> tuple:
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
-    """Return the run as this process trains it: of one region, if regions are jobs.
+    """Return the run as this process trains it: of one region if elastic.
 
     Raises:
-      ValueError: if regions that are jobs differ, or share a pipeline's routes.
+      ValueError: if elastic regions differ, or share a pipeline's routes.
     """
     run = config.run
     if place is None:
@@ -163,29 +163,28 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
     if run.random_routing:
         raise ValueError(
             "random_routing=True hands activations on to other regions, which "
-            "exchange='jobs' does not; leave it out"
+            "exchange='elastic' does not; leave it out"
         )
     transport = dataclasses.replace(run.transport, place=place)
     transport.own(run.unequal(config.data.batch_per_region), config.method.build())
     return dataclasses.replace(run, regions=1, step_times="", batch_sizes="")
 
 
-def check_jobs(config: TrainConfig) -> None:
-    """Refuse configurations that cannot run as jobs, before a program starts them.
+def check_elastic(config: TrainConfig) -> None:
+    """Refuse what elastic regions cannot run, before a program starts them.
 
     Raises:
-      ValueError: as for `own_part`, if there is no exchange between jobs, or another
-        one was requested.
+      ValueError: as for `own_part`, or if another exchange was requested.
     """
-    if config.run.exchange not in ("auto", "jobs"):
+    if config.run.exchange not in ("auto", "elastic"):
         raise ValueError(
-            f"exchange={config.run.exchange!r} is not how regions that are jobs of "
-            "their own exchange; leave it out"
+            f"exchange={config.run.exchange!r} is not how elastic regions "
+            "exchange; leave it out"
         )
     # Placeholder addresses: they make no difference to the checks.
     addresses = tuple(f"region-{number}:1" for number in range(config.run.regions))
     place = Place(0, addresses, bytes(MIN_KEY_BYTES))
-    own_part(config.replace(exchange="jobs"), place)
+    own_part(config.replace(exchange="elastic"), place)
 
 
 def build_program(
@@ -210,12 +209,16 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
+    if model.num_experts:
+        method = method.for_experts()
     model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
     optimizer = config.optimizer.build(steps, method)
     subspace = losses.subspace_of(config.run, model)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
+    if model.num_experts:
+        optimizer = models.experts.counting(optimizer)
     return cc.RegionProgram(
         losses.make(own_part(config, place), model, method, mesh),
         optimizer,
@@ -229,7 +232,7 @@ def build_program(
             divides_embedding=layout is not None,
             axes=losses.weight_axes(config.run),
         ),
-        supplies=cc.Supplies(
+        user_inputs=cc.UserInputs(
             config.optimizer.learning_rate(steps, method),
             adam_second_moment(config.optimizer.second_moment_decay(method)),
             models.make_outputs(model, layout),

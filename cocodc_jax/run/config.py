@@ -60,6 +60,8 @@ class TrainConfig:
                 f"lora_rank={self.model.lora_rank} adapts a model that is there "
                 "already; name its folder: init_from"
             )
+        if not self.model.num_experts:
+            self._check_no_experts()
         for size in self.run.unequal(self.data.batch_per_region).batch_sizes:
             if self.data.batch_per_region % size:
                 raise ValueError(
@@ -85,6 +87,19 @@ class TrainConfig:
                 f"{self.data.batch_per_region} / data_axis={self.run.data_axis}); use "
                 f"one of {parts}"
             )
+
+    def _check_no_experts(self):
+        needed = {
+            "fragment_strategy": "experts",
+            "expert_weights": "tokens",
+            "transmission_score": "load",
+        }
+        for name, value in needed.items():
+            if self.method.values.get(name) == value:
+                raise ValueError(
+                    f"{name}={value} has no meaning for a model without experts; leave "
+                    "it out, or use num_experts=8"
+                )
 
     @property
     def tokens_per_step(self) -> int:
@@ -204,6 +219,22 @@ def _leaves() -> dict[str, Leaf]:
 
 
 LEAVES = _leaves()
+# What earlier versions called fields and their values.
+OLD_NAMES = {"fuse_syncs": "overlap"}
+_OLD_VALUES = {("exchange", "jobs"): "elastic"}
+
+
+def in_new_words(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of flags or of a saved configuration under their present names.
+
+    >>> in_new_words({"fuse_syncs": "no", "exchange": "jobs"})
+    {'overlap': 'no', 'exchange': 'elastic'}
+    """
+    named = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
+    return {
+        name: _OLD_VALUES.get((name, value), value) if isinstance(value, str) else value
+        for name, value in named.items()
+    }
 
 
 def _from_dict(name: str, cls: Any, value: Any) -> Any:
@@ -211,6 +242,7 @@ def _from_dict(name: str, cls: Any, value: Any) -> Any:
         raise ValueError(f"section {name!r} is {value!r}; it must be a table")
     if cls is MethodConfig:
         return MethodConfig.from_json(value)
+    value = in_new_words(value)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     needed = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
     if odd := sorted((set(value) - set(fields)) | (needed - set(value))):

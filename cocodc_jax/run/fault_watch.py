@@ -1,4 +1,4 @@
-"""Detect faulty regions and links among regions that are jobs, while they train."""
+"""Detect faulty regions and links among elastic regions, while they train."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -32,9 +32,23 @@ class FaultWatch:
     end.
     """
 
-    def __init__(self, folder: pathlib.Path, on_fault: str, least_s: float):
-        """Start without history."""
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        on_fault: str,
+        least_s: float,
+        observe: Callable[[bool, Finding, str], None] = lambda *_: None,
+    ):
+        """Start without history.
+
+        Args:
+          folder: of the file.
+          on_fault: one of `ON_FAULT`.
+          least_s: least difference of two times that counts.
+          observe: called with whether a fault begins, the finding and a line on it.
+        """
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
+        self._observe = observe
         self._messages = Messages(least=least_s)
         self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
         self._named: dict[tuple, Finding] = {}
@@ -43,7 +57,7 @@ class FaultWatch:
         self._last: SyncId = (0, 0)
 
     def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
-        """Add one sync; see `membership.link.Watch`."""
+        """Add one sync; see `elastic.link.Watch`."""
         self._last = measured.sync
         found = self._messages.observe(np.array(measured.seconds))
         found += self._steps.observe(np.array(measured.step_s))
@@ -59,7 +73,7 @@ class FaultWatch:
         return self._to_do(named)
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
-        """Add which regions are silent; see `membership.link.Watch`."""
+        """Add which regions are silent; see `elastic.link.Watch`."""
         found = {}
         for region, (seconds, usual) in silences.items():
             ratio = seconds / usual if usual else np.inf
@@ -105,6 +119,7 @@ class FaultWatch:
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._observe(what == "begins", finding, text)
 
 
 def _plain(number: float) -> float | None:

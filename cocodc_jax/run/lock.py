@@ -9,10 +9,13 @@ import os
 import pathlib
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from typing import IO
 
 FILE = ".lock"
 
+_LOOK_S = 0.1
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -38,7 +41,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError as error:
             file.seek(0)
             owner = file.read().strip() or "another process"
@@ -58,3 +61,25 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file; `owner_of` in another process holds it for an instant."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_LOOK_S)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def owner_of(folder: pathlib.Path) -> str | None:
+    """Return which process writes to a folder now, None if none does."""
+    try:
+        with (folder / FILE).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "another process"
+    except OSError:  # There is no lock, or the file system has none.
+        pass
+    return None

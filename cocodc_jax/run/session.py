@@ -37,9 +37,11 @@ from cocodc_jax.run.build import (
 )
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.fault_watch import FaultWatch
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
+from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.lock import only_writer
+from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
 from cocodc_jax.run.resume import (
     CHECKPOINTS,
     ResumeError,
@@ -53,6 +55,7 @@ from cocodc_jax.run.resume import (
 from cocodc_jax.run.summary import summarize
 from cocodc_jax.run.taking_part import run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
+from cocodc_jax.run.utilization import peak_tokens_per_second
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
@@ -86,8 +89,9 @@ class Session:
       program: the method, not yet compiled.
       evaluate: evaluates parameters on the validation batches.
       tracking: where process 0 also shows its records.
+      monitoring: how this process is watched from outside.
       place: of this region, if each is a separate job.
-      jobs: the flags of such regions.
+      elastic: the flags of such regions.
       bucket: behind the workdir, if any.
     """
 
@@ -99,8 +103,9 @@ class Session:
     program: cc.RegionProgram
     evaluate: Callable[[models.Params], jax.Array]
     tracking: Tracking = NO_TRACKING
+    monitoring: Monitoring = NO_MONITORING
     place: Place | None = None
-    jobs: Jobs = NO_JOBS
+    elastic: ElasticFlags = NOT_ELASTIC
     bucket: Bucket | None = None
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class Session:
           NonFiniteLossError: naming step, region and last good checkpoint.
           ResumeError: if the newest checkpoint does not belong to this run, or another
             run has begun in the folder since this one was prepared.
-          LeftBehindError: if the other jobs go on without this region, and it cannot
+          LeftBehindError: if the other regions go on without this region, and it cannot
             rejoin.
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
             names the last good one.
@@ -125,6 +130,7 @@ class Session:
             self._writing_to_bucket(),
             contextlib.closing(stream),
             Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
+            self._watched() as monitor,
         ):
             finished = self._finished(saved, self._check_folder())
             if finished is not None:
@@ -136,7 +142,7 @@ class Session:
                 ahead = stream.get_state() if rollbacks else None
                 try:
                     seconds = time.time() - began_s
-                    among = self._among_others(saved, stream, carried, seconds)
+                    among = self._among_others(saved, stream, carried, seconds, monitor)
                     with among as (begun, attendance):
                         if ahead is not None:
                             stream.set_state(ahead)
@@ -145,6 +151,7 @@ class Session:
                             stream,
                             begun,
                             attendance,
+                            monitor,
                             console,
                             began_s,
                             rollbacks,
@@ -153,6 +160,7 @@ class Session:
                     if error.state is None:
                         raise
                     print(f"{error}: coming back", file=sys.stderr, flush=True)
+                    monitor.notify("region_lost", f"{error}: coming back")
                     carried = error.state
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
@@ -174,6 +182,7 @@ class Session:
         stream: TrainStream,
         begun: Begun,
         attendance: Attendance | None,
+        monitor: Monitor,
         console: Console | None,
         began_s: float,
         rollbacks: list[dict[str, Any]],
@@ -194,7 +203,7 @@ class Session:
         ):
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)
-            watch = Watch(writer, bar, earlier_s)
+            watch = Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
             hooks = Hooks(
                 record=writer.write,
                 clock=watch,
@@ -212,8 +221,11 @@ class Session:
                 should_stop=should_stop,
                 of_all=gather,
             )
+            hooks = monitor.told_by(
+                hooks, state.step, began_s=began_s, saved_step=saved.latest_step
+            )
             if attendance is not None:
-                hooks = attendance.told_by(hooks)
+                hooks = attendance.told_by(hooks, monitor.merged)
             result = train(
                 self.program,
                 state,
@@ -233,7 +245,28 @@ class Session:
         summary = summarize(self, result, earlier_s + result.seconds, wall_s, rollbacks)
         if result.state.step == run.steps:
             write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
+        if jax.process_index() == 0:
+            monitor.ended(summary["steps"], run.steps, summary["eval_loss"])
         return summary
+
+    def _watched(self) -> contextlib.AbstractContextManager[Monitor]:
+        schedule = self.program.method.schedule
+        delay = None
+        if schedule is not None and not schedule.is_measured:
+            delay = schedule.delay_steps
+        live = LiveMetrics(
+            self.config.run.steps,
+            self.tokens_at,
+            self.config.run.regions,
+            self.peak_tokens_per_second,
+        )
+        return self.monitoring.watching(
+            live,
+            str(self.workdir),
+            self.text.regions,
+            self.place.region if self.place else None,
+            delay,
+        )
 
     @contextlib.contextmanager
     def _among_others(
@@ -242,6 +275,7 @@ class Session:
         stream: TrainStream,
         carried: Carried | None,
         seconds: float,
+        monitor: Monitor,
     ) -> Iterator[tuple[Begun, Attendance | None]]:
         """Yield where to resume, and this region's part among others."""
         if carried is None:
@@ -259,12 +293,18 @@ class Session:
             begun,
             stream,
             self._first_params,
-            self.jobs.outer_digests,
-            FaultWatch(self.own_dir, self.jobs.on_fault, self.place.timing.beat_s / 10),
+            self.elastic.outer_digests,
+            FaultWatch(
+                self.own_dir,
+                self.elastic.on_fault,
+                self.place.timing.beat_s / 10,
+                monitor.fault,
+            ),
             carried,
         ) as (begun, attendance):
             if carried is not None:  # It may have been ahead of the others.
                 saved.forget_after(begun[0].step)
+            monitor.live.members = lambda: attendance.num_members
             yield begun, attendance
             if attendance.step == self.config.run.steps:
                 attendance.finish()
@@ -336,6 +376,12 @@ class Session:
     def init_params(self, key: jax.Array) -> models.Params:
         """Return one region's initial parameters, equal in all regions."""
         return init_params(self.config.run, self.model, key)
+
+    @property
+    def peak_tokens_per_second(self) -> float | None:
+        """Tokens per second of all regions at an MFU of 1; None on CPUs."""
+        length = self.config.data.sequence_length
+        return peak_tokens_per_second(self.model, length, self.mesh.devices.flat)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens that all regions together have trained on by `step`."""

@@ -9,6 +9,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.utilization import mfu
 from cocodc_jax.train.hooks import Result
 
 
@@ -26,6 +27,9 @@ class _Session(Protocol):
 
     @property
     def own_dir(self) -> pathlib.Path: ...
+
+    @property
+    def peak_tokens_per_second(self) -> float | None: ...
 
     def tokens_at(self, step: int) -> int: ...
 
@@ -76,6 +80,7 @@ def summarize(
         "exposed_share": _exposed_share(session),
         "goodput": timeline.goodput(session.own_dir, step, wall_s),
         "tokens_per_second": result.tokens_per_second,
+        "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
         "correction_ratio": result.correction_ratio,
         **others,
     }

@@ -64,7 +64,7 @@ class Inner(OptimizerConfig):
         self, steps: int, method: cc.methods.Method | None = None
     ) -> optax.Schedule:
         """Return the schedule for a peak of 1, times `inner_lr`."""
-        given = dataclasses.asdict(self) | {"inner_lr": 1.0}
+        given: dict[str, Any] = dataclasses.asdict(self) | {"inner_lr": 1.0}
         of_one = OptimizerConfig.learning_rate(Inner(**given), steps, method)
         return lambda step: self.inner_lr * of_one(step)
 
@@ -80,13 +80,13 @@ def why_alone(config: TrainConfig) -> str | None:
     if config.model.lora_rank:
         return f"lora_rank={config.model.lora_rank}"
     try:
-        inner, method, supplies = _make(config, _kernels(config, config.model), {})
+        inner, method, user_inputs = _make(config, _kernels(config, config.model), {})
         cc.synchronized(
             inner,
             method,
             axis_name=trials.REGION,
             num_regions=run.regions,
-            supplies=supplies,
+            user_inputs=user_inputs,
         )
     except ValueError as error:
         return str(error)
@@ -267,18 +267,19 @@ def _kernels(
 
 def _make(
     config: TrainConfig, model: models.TransformerConfig, numbers: trials.Numbers
-) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.Supplies]:
-    """Return inner optimizer, method and supplies, with numbers that may be traced."""
+) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
+    """Return inner optimizer, method and user inputs; numbers may be traced."""
     given = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
     method = cc.methods.get(config.method.method, **config.method.values | given)
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
-    inner = Inner(**dataclasses.asdict(config.optimizer) | own)
-    supplies = cc.Supplies(
+    given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
+    inner = Inner(**given)
+    user_inputs = cc.UserInputs(
         inner.learning_rate(config.run.steps, method),
         adam_second_moment(inner.second_moment_decay(method)),
         models.make_outputs(model),
     )
-    return inner.build(config.run.steps, method), method, supplies
+    return inner.build(config.run.steps, method), method, user_inputs
 
 
 @functools.partial(jax.jit, static_argnums=0)

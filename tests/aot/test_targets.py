@@ -10,7 +10,8 @@ from cocodc_jax.aot.collectives import Collective
 from cocodc_jax.aot.hlo import Array
 from cocodc_jax.aot.programs import BETWEEN, place
 from cocodc_jax.aot.report import remedies
-from cocodc_jax.aot.targets import CHIPS, Target
+from cocodc_jax.aot.targets import Target
+from cocodc_jax.chips import CHIPS, peak_flops
 from cocodc_jax.run.presets import PRESETS
 
 
@@ -46,6 +47,16 @@ def test_a_chip_that_shows_as_two_devices_is_halved():
     half = Target.parse("7x:2x2x1").per_device(8)
     assert half.flops == CHIPS["7x"].flops / 2
     assert half.hbm_bytes == CHIPS["7x"].hbm_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),
+     ("TPU v6 lite", 918e12), ("TPU7x", 2307e12 / 2), ("NVIDIA H200", 989e12),
+     ("cpu", None), ("TPU v99", None)],
+)  # fmt: skip
+def test_peak_of_a_device_by_its_kind(kind, peak):
+    assert peak_flops(kind) == peak
 
 
 def test_a_compiler_that_is_missing_is_named(monkeypatch):

@@ -486,7 +486,7 @@ def test_points_that_nothing_beats():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: --grid=None is no file; name a grid file"),
+        ([], "error: --grid=None is missing; name a grid file"),
         (["--grid=missing.toml"], "error: --grid=missing.toml cannot be read (No such"),
         (["--grid={grid}", "--shard=3/2"], "error: --shard='3/2' must be i/n with"),
         (["--report"], "error: --workdir='"),

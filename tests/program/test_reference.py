@@ -18,7 +18,7 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.program import reference
@@ -148,7 +148,7 @@ def run_program(problem, method, inner, num_steps, dtype):
         params,
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
-        supplies=Supplies(LR, adam_second_moment(ADAM["b2"])),
+        user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
     )
     state, syncs = program.init(params, jax.random.key(0)), []
     stream = iter(cast(problem.batches, dtype))

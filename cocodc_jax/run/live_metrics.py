@@ -1,0 +1,202 @@
+"""What a process of a run is doing now, as numbers; hooks write them, scrapes read.
+
+Everything here comes from the host's own records of the loop: nothing waits for a
+device. Units are in the names, as Prometheus has it.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cocodc_jax.run.utilization import mfu
+from cocodc_jax.train.hooks import Clock
+
+GAUGE, COUNTER = "gauge", "counter"
+_TURNS = 256  # That the time of an undisturbed step is the median of.
+
+
+class Metric(NamedTuple):
+    """One of `METRICS`.
+
+    Attributes:
+      name: as it is exposed.
+      kind: `GAUGE` or `COUNTER`; counters start anew with a process.
+      help: what it is.
+      labels: besides those of the process.
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS = (
+    Metric("cocodc_step", GAUGE, "Inner steps done whose losses were read."),
+    Metric("cocodc_planned_steps", GAUGE, "Inner steps of the full run."),
+    Metric("cocodc_loss", GAUGE, "Mean training loss of these regions, in nats."),
+    Metric("cocodc_eval_loss", GAUGE, "Held-out loss of the mean model, in nats."),
+    Metric("cocodc_tokens_per_second", GAUGE, "Of all regions of this job, last turn."),
+    Metric("cocodc_mfu_ratio", GAUGE, "Model FLOPs over the devices' peak."),
+    Metric(
+        "cocodc_goodput_ratio",
+        GAUGE,
+        "Share of the time since the run began that undisturbed steps would take.",
+    ),
+    Metric("cocodc_fragments_in_flight", GAUGE, "Fragments on their way."),
+    Metric("cocodc_members", GAUGE, "Regions that take part now."),
+    Metric(
+        "cocodc_fault",
+        GAUGE,
+        "1 for each fault of a region or link while it is named.",
+        ("kind", "where"),
+    ),
+    Metric(
+        "cocodc_checkpoint_step", GAUGE, "Step of the newest checkpoint that was begun."
+    ),
+    Metric(
+        "cocodc_checkpoint_timestamp_seconds",
+        GAUGE,
+        "Unix time at which this process began its newest checkpoint.",
+    ),
+    Metric(
+        "cocodc_progress_timestamp_seconds",
+        GAUGE,
+        "Unix time at which the last losses were read.",
+    ),
+    Metric("cocodc_stall_seconds_total", COUNTER, "Time spent waiting for means."),
+    Metric("cocodc_sent_bytes_total", COUNTER, "Sent by one region, of the full run."),
+    Metric(
+        "cocodc_syncs_total",
+        COUNTER,
+        "Syncs by outcome: applied; of those, late (after their slot) and missed "
+        "(without this region's message).",
+        ("outcome",),
+    ),
+    Metric("cocodc_faults_total", COUNTER, "Faults that were named.", ("kind",)),
+    Metric("cocodc_loss_spikes_total", COUNTER, "Loss spikes of these regions."),
+)
+
+Values = dict[str, dict[tuple[str, ...], float | None]]
+
+
+class LiveMetrics:
+    """The numbers behind `METRICS` of one process.
+
+    Attributes:
+      members: returns how many regions take part.
+    """
+
+    def __init__(
+        self,
+        planned_steps: int,
+        tokens_at: Callable[[int], int],
+        num_regions: int,
+        peak_tokens_per_second: float | None = None,
+        now: Callable[[], float] = time.time,
+    ):
+        """Start before the first turn.
+
+        Args:
+          planned_steps: inner steps of the run.
+          tokens_at: tokens that all regions have trained on by a step.
+          num_regions: that train in this job.
+          peak_tokens_per_second: at an MFU of 1, if known.
+          now: Unix time.
+        """
+        self.members: Callable[[], int] = lambda: num_regions
+        self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
+        self._lock = threading.Lock()
+        self._gauges: dict[str, float | None] = {"cocodc_planned_steps": planned_steps}
+        self._syncs: dict[str, int] = dict.fromkeys(("applied", "late", "missed"), 0)
+        self._faults: dict[tuple[str, str], float] = {}
+        self._named: dict[str, int] = {}
+        self._spikes, self._stall_s = 0, 0.0
+        self._step, self._began_s = 0, now()
+        self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
+
+    def begin(self, step: int, began_s: float, saved_step: int | None) -> None:
+        """Note where training starts.
+
+        Args:
+          step: inner steps done.
+          began_s: Unix time at which the run began, in whichever process.
+          saved_step: of the newest checkpoint.
+        """
+        with self._lock:
+            self._step, self._began_s, self._stall_s = step, began_s, 0.0
+            self._gauges |= {"cocodc_step": step, "cocodc_checkpoint_step": saved_step}
+
+    def turn(self, clock: Clock) -> None:
+        """Take in the loop's clock."""
+        tokens = self._tokens_at(clock.step) - self._tokens_at(self._step)
+        with self._lock:
+            seconds = tokens / clock.tokens_per_second - (clock.stall_s - self._stall_s)
+            self._step_s.append(max(seconds, 0.0) / max(clock.step - self._step, 1))
+            self._step, self._stall_s = clock.step, clock.stall_s
+            self._gauges |= {
+                "cocodc_step": clock.step,
+                "cocodc_loss": clock.loss,
+                "cocodc_tokens_per_second": clock.tokens_per_second,
+                "cocodc_mfu_ratio": mfu(clock.tokens_per_second, self._peak),
+                "cocodc_fragments_in_flight": clock.in_flight,
+                "cocodc_progress_timestamp_seconds": self._now(),
+                "cocodc_sent_bytes_total": clock.bytes_sent,
+            }
+
+    def evaluated(self, loss: float) -> None:
+        """Take in a held-out loss."""
+        with self._lock:
+            self._gauges["cocodc_eval_loss"] = loss
+
+    def synced(self, outcome: str) -> None:
+        """Count a sync by its outcome."""
+        with self._lock:
+            self._syncs[outcome] += 1
+
+    def spiked(self) -> None:
+        """Count a loss spike."""
+        with self._lock:
+            self._spikes += 1
+
+    def saving(self) -> None:
+        """Note that a checkpoint of the current step begins."""
+        with self._lock:
+            self._gauges["cocodc_checkpoint_step"] = self._step
+            self._gauges["cocodc_checkpoint_timestamp_seconds"] = self._now()
+
+    def fault(self, kind: str, where: str, is_on: bool) -> None:
+        """Note that a fault is named, or has ended."""
+        with self._lock:
+            if is_on:
+                self._faults[kind, where] = 1.0
+                self._named[kind] = self._named.get(kind, 0) + 1
+            else:
+                self._faults.pop((kind, where), None)
+
+    def values(self) -> Values:
+        """Return all values that are known, by name and then by further labels."""
+        members = self.members()
+        with self._lock:
+            found: Values = {name: {(): x} for name, x in self._gauges.items()}
+            return found | {
+                "cocodc_goodput_ratio": {(): self._goodput()},
+                "cocodc_members": {(): members},
+                "cocodc_stall_seconds_total": {(): self._stall_s},
+                "cocodc_loss_spikes_total": {(): self._spikes},
+                "cocodc_syncs_total": {(x,): n for x, n in self._syncs.items()},
+                "cocodc_fault": dict(self._faults),
+                "cocodc_faults_total": {(x,): n for x, n in self._named.items()},
+            }
+
+    def _goodput(self) -> float | None:
+        """See `timeline.goodput`, with the turns of this process alone."""
+        seconds = self._now() - self._began_s
+        if not self._step_s or seconds <= 0:
+            return None
+        return min(self._step * statistics.median(self._step_s) / seconds, 1.0)

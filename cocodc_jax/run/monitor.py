@@ -1,0 +1,210 @@
+"""How a run is watched from outside: Prometheus metrics, and a command on events.
+
+Neither is part of the configuration: they change no number, and may change when a run
+resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from cocodc_jax.network.faults import Finding
+from cocodc_jax.run.event_command import Event, EventCommand
+from cocodc_jax.run.live_metrics import LiveMetrics
+from cocodc_jax.run.metrics_server import serving
+from cocodc_jax.sync.robust import NOT_FINITE
+from cocodc_jax.train.finite import NonFiniteLossError
+from cocodc_jax.train.hooks import Clock, Hooks
+
+MAX_PORT = 65535
+
+
+@dataclasses.dataclass(frozen=True)
+class Monitoring:
+    """Flags of a run that is watched from outside.
+
+    Attributes:
+      metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
+        machine; process N of region R, of so many processes each, has metrics_port + R
+        * processes + N, with R 0 unless regions are jobs. 0 serves none.
+      on_event: shell command that is run on faults, lost and returned regions, loss
+        spikes, numbers that are not finite, and the end of the run; it gets the event
+        as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
+        COCODC_MESSAGE and COCODC_WORKDIR. Empty runs none.
+    """
+
+    metrics_port: int = 0
+    on_event: str = ""
+
+    def __post_init__(self):
+        """Validate the port."""
+        if not 0 <= self.metrics_port <= MAX_PORT:
+            raise ValueError(
+                f"metrics_port={self.metrics_port} must be a port, at most {MAX_PORT}, "
+                "or 0 to serve no metrics"
+            )
+
+    def check(self) -> None:
+        """Refuse metrics if the package that serves them is missing.
+
+        Raises:
+          ValueError: naming the flag, and the command that installs it.
+        """
+        if self.metrics_port and not importlib.util.find_spec("prometheus_client"):
+            raise ValueError(
+                f"metrics_port={self.metrics_port} needs a package that is not "
+                "installed: pip install 'cocodc_jax[monitoring]'"
+            )
+
+    @contextlib.contextmanager
+    def watching(
+        self,
+        live: LiveMetrics,
+        workdir: str,
+        regions: Sequence[int],
+        own_region: int | None,
+        delay_steps: int | None,
+    ) -> Iterator[Monitor]:
+        """Watch a run; an exception that ends it is an event.
+
+        Args:
+          live: numbers of this process.
+          workdir: of the run, for messages.
+          regions: of this process.
+          own_region: of this job, if regions are jobs.
+          delay_steps: tau, None if it is not fixed.
+
+        Raises:
+          PortError: if the port of this process is taken.
+        """
+        place = (own_region or 0) * jax.process_count() + jax.process_index()
+        labels = {
+            "region": ",".join(map(str, regions)),
+            "process": str(jax.process_index()),
+        }
+        with contextlib.ExitStack() as stack:
+            if self.metrics_port:
+                port = self.metrics_port + place
+                host, port = stack.enter_context(serving(port, live, labels))
+                print(f"metrics at http://{host}:{port}/metrics", file=sys.stderr)
+            notify = stack.enter_context(EventCommand(self.on_event, workdir))
+            monitor = Monitor(live, notify, own_region, delay_steps)
+            try:
+                yield monitor
+            except Exception as error:
+                bad = isinstance(error, NonFiniteLossError)
+                monitor.notify("non_finite" if bad else "failed", str(error))
+                raise
+
+
+NO_MONITORING = Monitoring()
+
+
+class Monitor:
+    """Passes what happens in a process to its metrics and to the command on events.
+
+    Attributes:
+      live: the numbers.
+    """
+
+    def __init__(
+        self,
+        live: LiveMetrics,
+        notify: Callable[[Event], None],
+        own_region: int | None = None,
+        delay_steps: int | None = None,
+    ):
+        """Watch from the start of a process; see `Monitoring.watching`."""
+        self.live, self._notify, self._own = live, notify, own_region
+        self._delay_steps, self._step = delay_steps, 0
+        self._not_finite: set[int] = set()
+
+    def told_by(self, hooks: Hooks, step: int, **start: Any) -> Hooks:
+        """Return a loop's hooks, extended to be watched.
+
+        Args:
+          hooks: of the loop.
+          step: that it starts at.
+          **start: further arguments of `LiveMetrics.begin`.
+        """
+        self._step = step
+        self.live.begin(step, **start)
+
+        def record(each: dict[str, Any]) -> None:
+            hooks.record(each)
+            self._record(each)
+
+        def clock(each: Clock) -> None:
+            hooks.clock(each)
+            self._step = each.step
+            self.live.turn(each)
+
+        def snapshot(progress: dict) -> dict:
+            self.live.saving()
+            return hooks.snapshot(progress)
+
+        return dataclasses.replace(hooks, record=record, clock=clock, snapshot=snapshot)
+
+    def notify(self, name: str, message: str, region: int | None = None) -> None:
+        """Pass on an event at the current step."""
+        region = self._own if region is None else region
+        self._notify(Event(name, message, self._step, region))
+
+    def ended(self, step: int, planned_steps: int, eval_loss: float | None) -> None:
+        """Note that the loop ended, at its last step or because it was asked to."""
+        self._step = step
+        loss = "" if eval_loss is None else f", eval_loss {eval_loss:.4f}"
+        if step == planned_steps:
+            self.notify("finished", f"finished at step {step}{loss}")
+        else:
+            self.notify("stopped", f"asked to stop: at step {step} of {planned_steps}")
+
+    def fault(self, is_on: bool, finding: Finding, message: str) -> None:
+        """Note that a fault is named, or has ended."""
+        where = "-".join(map(str, finding.where))
+        self.live.fault(finding.kind, where, is_on)
+        names = ("region_lost", "region_returned")
+        if finding.kind != "gone":
+            names = ("fault", "fault_ended")
+        elif not is_on:
+            message = f"region {where} takes part again"
+        region = finding.where[0] if len(finding.where) == 1 else None
+        self._notify(Event(names[not is_on], message, self._step, region))
+
+    def merged(self, own_counts: bool) -> None:
+        """Note whether this region's message was in a mean."""
+        if not own_counts:
+            self.live.synced("missed")
+
+    def _record(self, record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "eval":
+            self.live.evaluated(record["eval_loss"])
+        elif kind == "spike":
+            self.live.spiked()
+            region = record["region"] if self._own is None else self._own
+            loss = "not finite" if record["loss"] is None else f"{record['loss']:.4g}"
+            text = f"loss {loss}, usually {record['usual']:.4g}"
+            self._notify(Event("loss_spike", text, record["step"], region))
+        elif kind == "sync":
+            self.live.synced("applied")
+            age = record["apply_step"] - record["start_step"]
+            if self._delay_steps is not None and age > self._delay_steps:
+                self.live.synced("late")
+            self._left_out(record)
+
+    def _left_out(self, record: dict[str, Any]) -> None:
+        """Report regions whose message was not finite, until one of theirs is."""
+        verdict = record.get("left_out", ())
+        now = {region for region, why in enumerate(verdict) if why == NOT_FINITE}
+        for region in sorted(now - self._not_finite):
+            text = f"the message of region {region} is not finite, and is left out"
+            self._notify(Event("non_finite", text, record["step"], region))
+        self._not_finite = now

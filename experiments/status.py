@@ -1,0 +1,328 @@
+"""Shows how runs are, in a terminal: from their files alone, or from their metrics.
+
+    python -m experiments.status WORKDIR
+    python -m experiments.status HOST:PORT HOST:PORT
+
+WORKDIR is the folder of a run, or one with a folder for each region or run, as elastic
+regions, compare and sweeps write it. A row is a process; whether it runs still says the
+lock on its folder. HOST:PORT is where a process of `experiments.train
+--metrics_port=PORT` answers. Columns that no row has a value for are left out.
+"""
+
+import datetime
+import json
+import pathlib
+import re
+import shutil
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from cocodc_jax.files import read_table
+from cocodc_jax.report.records import METRICS_FILE, TIMING_FILE, Record, read_records
+from cocodc_jax.report.units import format_bytes, format_count, format_duration
+from cocodc_jax.run.attendance import SYNCS_FILE
+from cocodc_jax.run.bucket import folder_here
+from cocodc_jax.run.fault_watch import FAULTS_FILE
+from cocodc_jax.run.help import options, render
+from cocodc_jax.run.lock import owner_of
+from cocodc_jax.run.messages import one_line
+from cocodc_jax.run.resume import CHECKPOINTS
+from cocodc_jax.run.session import SUMMARY_FILE
+from cocodc_jax.train.checkpoint import steps_in
+
+from . import commands
+
+_RECENT = 50  # Lines of timing.jsonl that the time left is estimated from.
+_ANSWER_S = 10.0
+
+Row = dict[str, str]
+
+
+def of_folder(folder: pathlib.Path, now: float) -> tuple[list[Row], list[str]]:
+    """Return the rows of a folder, and lines about faults.
+
+    Args:
+      folder: of a run, or of folders of runs.
+      now: Unix time.
+
+    Raises:
+      ValueError: naming the folder, if it holds no run, or a file is damaged.
+    """
+    runs = [folder] if (folder / "config.json").exists() else _inside(folder, "*")
+    runs = [run for run in runs if (run / "config.json").exists()]
+    if not runs:
+        raise ValueError(f"{str(folder)!r} holds no run; name the folder of one")
+    rows, lines = [], []
+    for run in runs:
+        config = _config(run)
+        for own in (run, *_inside(run, "process_*")):
+            name = own.name if own == run else f"{run.name} {own.name}"
+            faults = _faults(own)
+            lines += [f"{name}: {line}" for line in faults]
+            rows.append({"run": name} | _row(own, run, config, len(faults), now))
+    return rows, lines
+
+
+def _inside(folder: pathlib.Path, pattern: str) -> list[pathlib.Path]:
+    found = [path for path in folder.glob(pattern) if path.is_dir()]
+    return sorted(found, key=lambda path: [len(path.name), path.name])
+
+
+def _config(run: pathlib.Path) -> dict[str, Any]:
+    config = read_table(run / "config.json")
+    try:
+        return {
+            "steps": int(config["run"]["steps"]),
+            "regions": int(config["run"]["regions"]),
+            "method": str(config["method"]["method"]),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{run / 'config.json'} is damaged: it names no run"
+        ) from error
+
+
+def _row(
+    own: pathlib.Path,
+    run: pathlib.Path,
+    config: Mapping[str, Any],
+    num_faults: int,
+    now: float,
+) -> Row:
+    """Return the columns of one process with its own folder."""
+    records, timing = (_records(own / name) for name in (METRICS_FILE, TIMING_FILE))
+    last = {record["kind"]: record for record in records}
+    train, evaluated = last.get("train", {}), last.get("eval", {})
+    syncs = _lines(own / SYNCS_FILE)
+    now_row = timing[-1] if timing else {}
+    step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
+    state = _state(own, config["steps"], bool(records or timing))
+    left = _seconds_left(timing, config["steps"] - step) if state == "running" else None
+    region = re.fullmatch(r"region_(\d+)", run.name)
+    mean = [each["regions"] for each in syncs if each.get("regions") is not None]
+    missed = sum(int(region[1]) not in regions for regions in mean) if region else None
+    saved = steps_in(run / CHECKPOINTS)
+    return {
+        "method": config["method"],
+        "state": state,
+        "step": f"{step} of {config['steps']}",
+        "left": _show(left, format_duration),
+        "loss": _show(train.get("loss"), "{:.3f}".format),
+        "eval": _show(evaluated.get("eval_loss"), "{:.4f}".format),
+        "tokens/s": _show(now_row.get("tokens_per_second"), format_count),
+        "MFU": _show(now_row.get("mfu"), "{:.1%}".format),
+        "stall": _show(_sum(timing, "stall_s"), "{:.1f} s".format),
+        "sent": _show(_bytes_sent(records), format_bytes),
+        "syncs": _show(sum(r["kind"] == "sync" for r in records) or None, str),
+        "missed": _show(missed if mean else None, str),
+        "members": f"{len(mean[-1])} of {config['regions']}" if mean else "",
+        "faults": str(num_faults) if syncs or num_faults else "",
+        "checkpoint": _checkpoint(run / CHECKPOINTS, saved, now),
+        "updated": _ago(_newest(own, (METRICS_FILE, TIMING_FILE)), now),
+    }
+
+
+def _state(own: pathlib.Path, steps: int, has_begun: bool) -> str:
+    if owner_of(own):
+        return "running"
+    summary = own / SUMMARY_FILE
+    if summary.exists() and read_table(summary).get("steps") == steps:
+        return "finished"
+    return "stopped" if has_begun else "not begun"
+
+
+def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
+    """Estimate it from the median of the last turns; None without two of them."""
+    recent = timing[-_RECENT:]
+    each = [
+        (b["wall_s"] - a["wall_s"]) / (b["step"] - a["step"])
+        for a, b in zip(recent, recent[1:], strict=False)
+        if b["step"] > a["step"] and b["wall_s"] > a["wall_s"]
+    ]
+    return statistics.median(each) * steps if each else None
+
+
+def _faults(own: pathlib.Path) -> list[str]:
+    """Return a line for each fault that is named and has not ended."""
+    named: dict[tuple, str] = {}
+    for line in _lines(own / FAULTS_FILE):
+        key = line["kind"], *line["where"]
+        named.pop(key, None)
+        if line["fault"] == "begins":
+            where = ", ".join(map(str, line["where"]))
+            named[key] = f"{line['kind']} {where}, since step {line['start_step']}"
+    return list(named.values())
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that is appended to; a cut last line is left out."""
+    try:
+        return [json.loads(x) for x in path.read_bytes().split(b"\n")[:-1]]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _records(path: pathlib.Path) -> list[Record]:
+    return read_records(path) if path.exists() else []
+
+
+def _bytes_sent(records: Iterable[Record]) -> int | None:
+    sent = [r["bytes_sent_per_region"] for r in records if r["kind"] != "sync"]
+    return sent[-1] if sent else None
+
+
+def _sum(records: Sequence[Record], name: str) -> float | None:
+    return sum(record[name] for record in records) if records else None
+
+
+def _newest(own: pathlib.Path, names: Iterable[str]) -> float | None:
+    paths = [own / name for name in names]
+    return max((p.stat().st_mtime for p in paths if p.exists()), default=None)
+
+
+def _checkpoint(folder: pathlib.Path, saved: Sequence[int], now: float) -> str:
+    if not saved:
+        return ""
+    path = folder / str(saved[-1])
+    return f"{saved[-1]}, {_ago(path.stat().st_mtime, now)}"
+
+
+def of_address(address: str, now: float) -> tuple[list[Row], list[str]]:
+    """Return the row of a process that answers at HOST:PORT, and lines about faults.
+
+    Raises:
+      OSError: if nothing answers.
+      ValueError: if what answers is no run.
+    """
+    url = f"http://{address}/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            text = answer.read().decode(errors="replace")
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise OSError(f"nothing answers at {url} ({reason})") from error
+    found = _samples(text)
+    if "cocodc_step" not in found:
+        raise ValueError(f"what answers at {url} is no run of cocodc_jax")
+
+    def get(name: str, show: Any, label: str = "") -> str:
+        return _show(found.get(f"cocodc_{name}", {}).get(label), show)
+
+    saved = get("checkpoint_step", "{:.0f}".format)
+    when = found.get("cocodc_checkpoint_timestamp_seconds", {}).get("")
+    row = {
+        "run": address,
+        "state": "running",
+        "step": f"{get('step', '{:.0f}'.format)} of "
+        f"{get('planned_steps', '{:.0f}'.format)}",
+        "loss": get("loss", "{:.3f}".format),
+        "eval": get("eval_loss", "{:.4f}".format),
+        "tokens/s": get("tokens_per_second", format_count),
+        "MFU": get("mfu_ratio", "{:.1%}".format),
+        "stall": get("stall_seconds_total", "{:.1f} s".format),
+        "sent": get("sent_bytes_total", format_bytes),
+        "syncs": get("syncs_total", "{:.0f}".format, "applied"),
+        "missed": get("syncs_total", "{:.0f}".format, "missed"),
+        "members": get("members", "{:.0f}".format),
+        "goodput": get("goodput_ratio", "{:.1%}".format),
+        "faults": str(len(found.get("cocodc_fault", {}))),
+        "checkpoint": f"{saved}, {_ago(when, now)}" if when else saved,
+        "updated": _ago(
+            found.get("cocodc_progress_timestamp_seconds", {}).get(""), now
+        ),
+    }
+    return [row], [f"{address}: {x}" for x in found.get("cocodc_fault", {})]
+
+
+def _samples(text: str) -> dict[str, dict[str, float]]:
+    """Return values by metric and by its labels besides those of the process."""
+    found: dict[str, dict[str, float]] = {}
+    for line in text.splitlines():
+        sample = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+        if sample:
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', sample[2] or ""))
+            own = [x for name, x in labels.items() if name not in ("region", "process")]
+            found.setdefault(sample[1], {})[" ".join(own)] = float(sample[3])
+    return found
+
+
+def _show(value: Any, show: Any) -> str:
+    return "" if value is None else show(value)
+
+
+def _ago(when: float | None, now: float) -> str:
+    return "" if when is None else f"{format_duration(max(now - when, 0.0))} ago"
+
+
+def table(rows: Sequence[Row], width: int) -> str:
+    """Return aligned columns, without those that are empty in all rows.
+
+    Args:
+      rows: by column.
+      width: of the terminal; what does not fit is shown with a column for each row.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = [name for name in names if any(row.get(name) for row in rows)]
+    lines = [names, *([row.get(name) or "-" for name in names] for row in rows)]
+    wide = _aligned(lines)
+    if max(map(len, wide.splitlines())) <= width:
+        return wide
+    tall = _aligned(list(zip(*lines, strict=True)))
+    return min(wide, tall, key=lambda text: max(map(len, text.splitlines())))
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{x:<{n}}" for x, n in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
+    now, rows, lines = time.time(), [], []
+    try:
+        targets = values(argv)[1:]
+        if values.help:
+            print(render(commands.shown(__doc__), {"Flags": options(values)}))
+            return 0
+        if not targets:
+            raise ValueError("name the folder of a run, or HOST:PORT of its metrics")
+        for target in targets:
+            if re.fullmatch(r"[^/]+:\d+", target):
+                found = of_address(target, now)
+            else:
+                found = of_folder(folder_here(target), now)
+            rows += found[0]
+            lines += found[1]
+    except (ValueError, flags.Error) as error:
+        print(f"error: {one_line(error, values)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{datetime.datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}")
+    print(table(rows, shutil.get_terminal_size().columns))
+    for line in lines:
+        print(f"fault: {line}")
+    return 0
+
+
+def cli() -> None:
+    """Run the program as a command."""
+    commands.end_with(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,195 @@
+"""`experiments.status`: one screen of made-up folders and of a served process."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+
+import pytest
+
+from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run.live_metrics import LiveMetrics
+from cocodc_jax.run.lock import only_writer, owner_of
+from cocodc_jax.run.metrics_server import serving
+from cocodc_jax.train.hooks import Clock
+from experiments import status
+
+NOW = 2_000_000_000.0
+
+
+def train(step, **more):
+    return {
+        "kind": "train", "step": step, "tokens": 8 * step, "loss": 2.5,
+        "loss_regions": [2.0, 3.0], "bytes_sent_per_region": 1000 * step,
+    } | more  # fmt: skip
+
+
+def sync(step):
+    return {
+        "kind": "sync", "step": step, "fragment": 0, "start_step": step - 2,
+        "apply_step": step, "bytes": 100, "pseudo_gradient_norm": 1.0,
+        "correction_ratio": None,
+    }  # fmt: skip
+
+
+EVAL = {
+    "kind": "eval", "step": 20, "tokens": 160, "bytes_sent_per_region": 20_000,
+    "eval_loss": 1.25, "eval_perplexity": 3.5, "eval_loss_outer": 1.25,
+    "region_drift": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr(status.time, "time", lambda: NOW)
+
+
+def make_run(folder, records=(), steps=20, regions=2, saved=None):
+    """Write as much of a run as it is read from, all of it a minute old."""
+    with MetricsWriter(folder, mirrors=()) as writer:
+        for record in records:
+            writer.write(record)
+            if record["kind"] == "train":
+                writer.write_timing(record["step"], record["step"] / 2, 400.0, 0.25)
+    config = {
+        "preset": "smoke", "method": {"method": "diloco"},
+        "run": {"steps": steps, "regions": regions},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    if saved:
+        (folder / "checkpoints" / str(saved)).mkdir(parents=True)
+        (folder / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir()
+    for path in folder.rglob("*"):
+        os.utime(path, (NOW - 60, NOW - 60))
+    return folder
+
+
+def shown(capsys, *words):
+    """Return the columns of each row by their names, and the lines below."""
+    assert status.main(["status", *map(str, words)]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    table, below = (
+        [x for x in lines if x.startswith("fault: ") == b] for b in (False, True)
+    )
+    names, *rows = [re.split(r"\s{2,}", line) for line in table]
+    return [dict(zip(names, row, strict=True)) for row in rows], below
+
+
+def test_a_finished_run(tmp_path, capsys):
+    records = [train(10), sync(12), train(20), sync(20), EVAL]
+    run = make_run(tmp_path / "run", records, saved=20)
+    (run / "summary.json").write_text(json.dumps({"steps": 20}))
+    rows, below = shown(capsys, run)
+    assert rows == [
+        {
+            "run": "run", "method": "diloco", "state": "finished", "step": "20 of 20",
+            "loss": "2.500", "eval": "1.2500", "tokens/s": "400", "stall": "0.5 s",
+            "sent": "20.0 kB", "syncs": "2", "checkpoint": "20, 1 min 00 s ago",
+            "updated": "1 min 00 s ago",
+        }
+    ]  # fmt: skip
+    assert not below
+
+
+def test_a_killed_run_and_one_that_goes_on(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [train(5), train(10)], steps=30)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')  # As a kill cuts it.
+    ((row,), _) = shown(capsys, run)
+    assert (row["state"], row["step"]) == ("stopped", "10 of 30")
+    assert "left" not in row
+    with only_writer(run):
+        ((row,), _) = shown(capsys, run)
+        assert owner_of(run).startswith(f"process {os.getpid()} on ")
+    assert (row["state"], row["left"]) == ("running", "10 s")  # 20 of half a second.
+    with only_writer(run):  # Looking has not kept the lock.
+        pass
+
+
+def test_regions_that_are_jobs_have_a_row_each(tmp_path, capsys):
+    for region in (0, 1, 10):
+        run = make_run(tmp_path / f"region_{region}", [train(10)], regions=3)
+        merges = [
+            {"fragment": 0, "apply_step": step, "regions": regions}
+            for step, regions in ((4, [0, 1, 10]), (6, None), (8, [0, 1]))
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in merges)
+        (run / "syncs.jsonl").write_text(text)
+    faults = [("begins", "slow", [1]), ("begins", "gone", [10]), ("ends", "slow", [1])]
+    with (tmp_path / "region_0" / "faults.jsonl").open("w") as file:
+        for what, kind, where in faults:
+            line = {"fault": what, "kind": kind, "where": where, "start_step": 8}
+            file.write(json.dumps(line) + "\n")
+    rows, below = shown(capsys, tmp_path)
+    assert [row["run"] for row in rows] == ["region_0", "region_1", "region_10"]
+    assert [row["missed"] for row in rows] == ["0", "0", "1"]
+    assert [row["faults"] for row in rows] == ["1", "0", "0"]
+    assert {row["members"] for row in rows} == {"2 of 3"}
+    assert below == ["fault: region_0: gone 10, since step 8"]
+
+
+def test_processes_of_a_run_and_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run", [train(10)])
+    make_run(run / "process_1", [train(10, loss=3.5)])
+    rows, _ = shown(capsys, run)
+    assert [(row["run"], row["loss"]) for row in rows] == [
+        ("run", "2.500"), ("run process_1", "3.500"),
+    ]  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    assert status.main(["status", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["run", "run", "run", "process_1"]
+    assert "loss      2.500           3.500" in lines
+    assert max(map(len, lines)) < 80
+
+
+def test_a_run_that_has_not_begun(tmp_path, capsys):
+    ((row,), _) = shown(capsys, make_run(tmp_path / "run"))
+    assert (row["state"], row["step"]) == ("not begun", "0 of 20")
+
+
+def test_an_address(capsys):
+    live = LiveMetrics(100, lambda step: 8 * step, 3, now=lambda: NOW - 5)
+    live.begin(0, NOW - 100, saved_step=None)
+    live.turn(Clock(10, 2.5, 6.0, 16.0, 1.0, 2, 4096))
+    live.synced("applied")
+    live.fault("link", "0-2", True)
+    with serving(0, live, {"region": "0", "process": "0"}) as (_, port):
+        ((row,), below) = shown(capsys, f"localhost:{port}")
+    expected = {
+        "run": f"localhost:{port}", "state": "running", "step": "10 of 100",
+        "loss": "2.500", "tokens/s": "16", "stall": "1.0 s", "sent": "4.10 kB",
+        "syncs": "1", "missed": "0", "members": "3", "faults": "1",
+        "updated": "5 s ago",
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+    assert below == [f"fault: localhost:{port}: link 0-2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        (None, 2, "error: '{folder}' holds no run; name the folder of one"),
+        ("{}", 2, "error: {folder}/config.json is damaged: it names no run"),
+        ("", 2, "error: {folder}/config.json"),
+    ],
+)
+def test_folders_that_are_no_runs(content, code, message, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert status.main(["status", str(tmp_path)]) == code
+    error = capsys.readouterr().err
+    assert error.startswith(message.format(folder=tmp_path))
+    assert error.count("\n") == 1
+
+
+def test_what_else_is_refused(capsys):
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        assert status.main(["status", address]) == 1
+    assert f"error: nothing answers at http://{address}" in capsys.readouterr().err
+    assert status.main(["status"]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
