@@ -29,7 +29,6 @@ from cocodc_jax.sharding.mesh import (
 from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
-
 # Arguments of methods that only a mixture of experts has a meaning for.
 _OF_EXPERTS = {
     "fragment_strategy": "experts",
