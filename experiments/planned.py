@@ -23,7 +23,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
 from .simulation.files import named
-from .sweeps import advice
+from .sweeps import advice, measured
 
 AUTO, NONE = "auto", "none"
 # Always; of other arguments those that what is recommended does not leave alone.
@@ -76,7 +76,20 @@ def planned(config: TrainConfig) -> TrainConfig:
     if best is not None and max(flags.processes().process_id, _region()) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
+        if warning := measured.warning(_request(config)):
+            print(f"plan: {warning}", file=sys.stderr)
     return config if best is None else config.replace(**best.choice.flags)
+
+
+def _request(config: TrainConfig) -> dict[str, float]:
+    """Return the numbers of a run that losses were measured at some of."""
+    num_params = models.num_params(config.model)
+    tokens = config.run.steps * config.tokens_per_step
+    return {
+        "parameters": num_params,
+        "regions": config.run.regions,
+        "tokens a parameter": tokens / num_params,
+    }
 
 
 def _region() -> int:

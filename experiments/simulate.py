@@ -53,7 +53,7 @@ from cocodc_jax.run.messages import one_line
 from . import commands
 from .simulation import described, options, stages
 from .simulation.files import named, read_curve, write_json
-from .sweeps import advice
+from .sweeps import advice, measured
 
 ADVICE_LINES = 5
 
@@ -170,6 +170,9 @@ def run_plan(values: flags.FlagValues) -> None:
             return
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
+    request = {"parameters": values.params, "regions": topology.num_regions}
+    if warning := measured.warning(request):
+        print(f"- {warning[0].upper()}{warning[1:]}.")
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
     if folder:

@@ -22,6 +22,7 @@ from cocodc_jax.elastic.place import Place
 
 _QUEUE = 256  # The most messages that wait for one region.
 _FAREWELL_MS = 5000
+_CURVE_BYTES = 64  # More than encryption adds to a frame (33), which ZeroMQ counts.
 # ZeroMQ never retries a connection whose handshake failed, which happens when the other
 # side ends. If sending fails for so long, the connection is opened again.
 _GIVE_UP_S = 1.5
@@ -61,7 +62,8 @@ class Sockets:
         self._in = self._context.socket(zmq.PULL)
         self._in.curve_server = True
         self._in.zap_domain = b"regions"
-        self._in.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
+        largest = max(max_frame_bytes, wire.MAX_HEADER_BYTES)
+        self._in.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
         self._secure(self._in)
         self._door = Door(self._in, self._context)
         port = place.addresses[place.region].rpartition(":")[2]

@@ -29,6 +29,13 @@ from cocodc_jax.sharding.mesh import (
 from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
+# Arguments of methods that only a mixture of experts has a meaning for.
+_OF_EXPERTS = {
+    "fragment_strategy": "experts",
+    "expert_weights": "tokens",
+    "transmission_score": "load",
+}
+
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     """Return the devices for regions; on a CPU virtual ones, with outer devices.
@@ -97,12 +104,19 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
-    """Refuse a model that the devices of a region cannot share.
+    """Refuse a model that the devices of a region, or the method, cannot share.
 
     Raises:
-      ValueError: naming what does not divide, and a value that works.
+      ValueError: naming what does not divide, and a value that works; or an argument
+        that only a mixture of experts has a meaning for.
     """
     run = config.run
+    for name, value in _OF_EXPERTS.items():
+        if config.method.values.get(name) == value and not model.num_experts:
+            raise ValueError(
+                f"{name}={value} has no meaning for a model without experts; leave it "
+                "out, or use num_experts=8"
+            )
     models.check_divisible(
         model, run.data_axis, run.model_axis, run.stages, run.sequence_axis
     )

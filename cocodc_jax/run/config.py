@@ -60,8 +60,6 @@ class TrainConfig:
                 f"lora_rank={self.model.lora_rank} adapts a model that is there "
                 "already; name its folder: init_from"
             )
-        if not self.model.num_experts:
-            self._check_no_experts()
         for size in self.run.unequal(self.data.batch_per_region).batch_sizes:
             if self.data.batch_per_region % size:
                 raise ValueError(
@@ -87,19 +85,6 @@ class TrainConfig:
                 f"{self.data.batch_per_region} / data_axis={self.run.data_axis}); use "
                 f"one of {parts}"
             )
-
-    def _check_no_experts(self):
-        needed = {
-            "fragment_strategy": "experts",
-            "expert_weights": "tokens",
-            "transmission_score": "load",
-        }
-        for name, value in needed.items():
-            if self.method.values.get(name) == value:
-                raise ValueError(
-                    f"{name}={value} has no meaning for a model without experts; leave "
-                    "it out, or use num_experts=8"
-                )
 
     @property
     def tokens_per_step(self) -> int:

@@ -58,8 +58,8 @@ def why_alone(config: TrainConfig) -> str | None:
     for name in _ALONE:
         if getattr(run, name) != getattr(defaults, name):
             return f"{name}={getattr(run, name)}"
-    if run.exchange == "jobs":
-        return "exchange='jobs'"
+    if run.exchange == "elastic":
+        return "exchange='elastic'"
     if config.model.lora_rank:
         return f"lora_rank={config.model.lora_rank}"
     try:

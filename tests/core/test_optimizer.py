@@ -344,6 +344,30 @@ def test_loops_stay_loops_where_regions_are_mapped(tiny, tx, is_one):
         assert predicate.aval.shape == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "regional", "shared"),
+    [
+        ("data_parallel", {}, 2, 0),
+        ("diloco", {}, 2, 2),
+        ("streaming_diloco", SHORT, 2, 3),
+        ("cocodc", SHORT, 3, 3),
+        ("cocodc", SHORT | {"compress": "ef+int8"}, 4, 3),
+        ("noloco", {}, 4, 0),
+    ],
+)
+def test_what_the_state_costs(name, options, regional, shared):
+    """In sets of parameters, as the documentation has it."""
+    params = {"blocks": {str(i): jnp.zeros((64, 64)) for i in range(2)}}
+    method = cc.methods.get(name, **options)
+    tx = cc.synchronized(optax.adamw(0.1), method, axis_name="region")
+    state = jax.eval_shape(tx.init, params)
+    num_bytes = {0: 0, 1: 0}
+    for part, axis in zip(state, cc.sync_axes(method, 0, 1), strict=True):
+        num_bytes[axis] += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part))
+    assert [x // (2 * 64 * 64 * 4) for x in num_bytes.values()] == [regional, shared]
+    assert sum(num_bytes.values()) % (64 * 64) < 200
+
+
 def loops_around(text, opcode):
     """Of each instruction of a compiled program, the number of loops around it."""
     lines = {}

@@ -144,7 +144,7 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     ("leaves", "why"),
     [
         ({"step_times": "1,2"}, "step_times=1,2"),
-        ({"exchange": "jobs"}, "exchange='jobs'"),
+        ({"exchange": "elastic"}, "exchange='elastic'"),
         ({"method": "mla"}, "its regions come one by one"),
         ({"delay_steps": "auto"}, "its events follow times that the host measures"),
         ({"data_axis": 2}, "data_axis=2"),

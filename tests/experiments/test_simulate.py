@@ -103,6 +103,7 @@ def test_plan_explains_and_its_flags_work(tmp_path, capsys):
     assert run("--plan", *arguments) == 0
     out = capsys.readouterr().out
     assert "tau = " in out
+    assert "- Extrapolated, not measured: parameters 1,000,000,000 (" in out
     assert json.loads((tmp_path / "plan.json").read_text())["num_fragments"] >= 2
     chosen = out.splitlines()[-1].split()
     arguments = ("--bandwidth_gbps=0.1", "--method=cocodc", f"--workdir={tmp_path}")

@@ -3,7 +3,7 @@
     python -m experiments.train --preset=moe_tiny --workdir=DIR
 
 Text, steps and rates are those of `tiny`, whose work a token it has. Fragments are one
-of everything that all tokens pass, and three of experts.
+of everything that all tokens pass, and four of experts.
 """
 
 import dataclasses
@@ -15,5 +15,5 @@ MOE_TINY = dataclasses.replace(
     TINY,
     preset="moe_tiny",
     model=models.get("moe_tiny"),
-    method=TINY.method.where(fragment_strategy="experts"),
+    method=TINY.method.where(num_fragments=5, fragment_strategy="experts"),
 )

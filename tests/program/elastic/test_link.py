@@ -178,6 +178,18 @@ def test_a_frame_that_is_too_large_never_arrives():
         assert not first._snapshots
 
 
+def test_the_largest_row_that_can_be_right_arrives(places):
+    size = wire.MAX_HEADER_BYTES + 1000
+    one, two = places(2)
+    with Link(one, "run", size) as first, Link(two, "run", size) as second:
+        first.join(30)
+        second.join(30)
+        row = os.urandom(size)
+        futures = [first.send((0, 4), row), second.send((0, 4), row)]
+        for future in futures:
+            assert dict(future.result(30).rows) == {0: row, 1: row}
+
+
 def test_another_run_is_told_apart(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "other", 1000) as second:
