@@ -249,14 +249,6 @@ class RegionProgram:
             return None
         return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
 
-    def put_batches(self, batches: PyTree) -> PyTree:
-        """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
-
-        With several processes, each passes the full rows of its own regions, including
-        regions that it shares with other processes.
-        """
-        return self._batches.put(batches)
-
     def advance(
         self,
         state: TrainState,

@@ -375,7 +375,7 @@ class Segments:
         is_seen = needs.wants_mean(spec.sync.schedule.needs)
         sent = []
         for k, _ in segment.before:
-            flight = jax.tree.map(lambda x: x.sharding, self._outer.abstract_flight(k))
+            flight = spec.place.lay_flight(k, self._outer.flight_shapes(k))
             if k == segment.after:
                 flight = flight if is_seen else flight._replace(mean=None)
             elif STAGED in spec.sync.copies:
@@ -383,7 +383,8 @@ class Segments:
             sent.append((flight, shardings.of_regions(k, sync.compressors[k])))
         outer = merged = None
         if segment.after is not None:
-            outer = self._outer.where.entry(segment.after)
+            k = segment.after
+            outer = tuple(spec.place.lay(k, x) for x in sync.outer.entry(k))
             merged = NamedSharding(spec.mesh, P()), shardings.region.key
         return jax.jit(
             make_segment(spec, self._outer, self._steps.run, segment),

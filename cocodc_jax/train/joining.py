@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cocodc_jax.core.pending_mean import PendingMean
-from cocodc_jax.core.state import InFlight, SyncState, TrainState
+from cocodc_jax.core.state import InFlight, PendingMean, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
 from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.program.fit import at_step
