@@ -26,10 +26,13 @@ import numpy as np
 import optax
 
 import cocodc_jax as cc
+from cocodc_jax import models
 from cocodc_jax.core.checks import unboxed
 from cocodc_jax.core.optimizer import SynchronizedState
 from cocodc_jax.program.merge import region_drift
+from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.schedules import OneStepStale, traced
 from cocodc_jax.sync.schedules.adaptive import Adaptive
@@ -43,6 +46,21 @@ Make = Callable[
 REGION = "region"
 # Steps of a scan at most: few lengths, so that programs are used again.
 MOST_STEPS = 64
+
+
+class Inner(OptimizerConfig):
+    """An optimizer whose numbers may be traced, and are not checked."""
+
+    def __post_init__(self):
+        """Check nothing: the numbers of each trial were."""
+
+    def learning_rate(
+        self, steps: int, method: cc.methods.Method | None = None
+    ) -> optax.Schedule:
+        """Return the schedule for a peak of 1, times `inner_lr`."""
+        given: dict[str, Any] = dataclasses.asdict(self) | {"inner_lr": 1.0}
+        of_one = OptimizerConfig.learning_rate(Inner(**given), steps, method)
+        return lambda step: self.inner_lr * of_one(step)
 
 
 class State(NamedTuple):
@@ -193,15 +211,15 @@ class Trials:
     def _step(self, state: State, numbers: Numbers, batches: PyTree):
         """One step of all regions of one trial; returns losses `[R]` too."""
         transform, axes = self._transform(numbers), cc.sync_axes(self.method)
-        wants_batch = "gradient_fn" in self.method.needs
 
         def region(params: PyTree, sync: Any, batch: PyTree):
             def loss_of(params: PyTree) -> jax.Array:
                 return self.loss_fn(params, batch, jax.random.key(0))[0]
 
             loss, gradient = jax.value_and_grad(loss_of)(params)
-            extra = {"value_fn": loss_of} if wants_batch else {}
-            updates, sync = transform.update(gradient, sync, params, **extra)
+            updates, sync = transform.update(
+                gradient, sync, params, value_fn=loss_of, batch=batch
+            )
             return optax.apply_updates(params, updates), sync, loss
 
         mapped = jax.vmap(region, (0, axes, 0), (0, axes, 0), axis_name=REGION)
@@ -227,8 +245,28 @@ class Trials:
         parts = state.sync.outer
         if isinstance(sync.outer, RegionalOuter):
             parts = jax.tree.map(lambda x: x.mean(0), parts)
-        fragments = cut(mean, self.method.num_fragments, sync.fragment_strategy)
-        return unboxed(fragments).join(parts)
+        return self.fragments(mean).join(parts)
+
+    def fragments(self, params: PyTree) -> Fragments:
+        """Return how one region's parameters are cut."""
+        sync = self.method.sync
+        strategy = sync.fragment_strategy if sync else "strided"
+        return unboxed(cut(params, self.method.num_fragments, strategy))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(model: models.TransformerConfig, keys: jax.Array) -> models.Params:
+    return jax.vmap(functools.partial(models.init_params, model))(keys)
+
+
+def init_params(model: models.TransformerConfig, seeds: Sequence[int]) -> models.Params:
+    """Return initial parameters by seed, `[E, ...]`, as a run of its own has them."""
+    keys = [jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds]
+    return _init(model, jnp.stack(keys))
+
+
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *x: np.stack(x), *trees)
 
 
 class StoppedError(Exception):
@@ -283,6 +321,7 @@ def train(
     num_steps: int,
     eval_batches: PyTree,
     eval_every: int = 0,
+    eval_first: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Train trials to their last step.
@@ -296,6 +335,7 @@ def train(
       num_steps: of each trial.
       eval_batches: leaves `[N, ...]`.
       eval_every: steps between evaluations; 0 evaluates after the last step only.
+      eval_first: whether to evaluate before the first step too.
       should_stop: asked after each scan that is dispatched.
 
     Returns:
@@ -309,11 +349,15 @@ def train(
     eval_batches = jax.tree.map(jnp.asarray, eval_batches)
     state = trials.init(params, given)
     step, losses, steps, found, counts = 0, [], [], [], []
+    if eval_first:
+        steps, found = [0], [trials.evaluate(state, eval_batches)]
+        counts = [jnp.copy(state.sync.counts)]
     while step < num_steps:
         next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
         end = min(step + MOST_STEPS, next_eval, num_steps)
         # Read while the devices are busy, but no further ahead than the next scan.
-        tokens = np.asarray([[next(x) for x in streams] for _ in range(step, end)])
+        each = [_stacked([next(x) for x in streams]) for _ in range(step, end)]
+        tokens = _stacked(each)
         jax.block_until_ready(losses[-2:-1])
         state, of_steps = trials.advance(state, given, tokens, which)
         losses.append(of_steps)

@@ -161,12 +161,9 @@ def check_inside(method: Method, user_inputs: UserInputs) -> None:
     """
     why, sync = None, method.sync
     if sync is not None:
-        outputs = sorted(sync.merge.needs & {"model_fn", "output_loss_fn"})
         why = traced.why_not(sync.schedule)
         if why is None and sync.robust:
             why = "exclude_above and robust_mean have the host restore regions"
-        if why is None and outputs:
-            why = f"its merge needs {outputs[0]!r}, of the last batch"
     if why is not None:
         raise ValueError(
             f"method={method.name!r} is none for synchronized: {why}; use RegionProgram"

@@ -101,7 +101,8 @@ def synchronized(
     `optax.apply_updates` to get the merged parameters, up to rounding in their dtype.
     Extra arguments are passed on to `inner`. If the method exchanges messages at every
     step, `value` is averaged over regions first. A merge that needs the gradient of the
-    last batch takes it from the extra argument `value_fn(params) -> loss`.
+    last batch takes it from the extra argument `value_fn(params) -> loss`, and one that
+    needs the model's outputs takes the batch from `batch`.
 
     Args:
       inner: optimizer of a region's own steps.
@@ -207,7 +208,13 @@ def synchronized(
                 f"method={method.name!r} needs the gradient of the last batch: pass "
                 "tx.update(..., value_fn=lambda params: loss)"
             )
-        due = turn.Turn(bound.sync, found, user_inputs, axis_name, num, value_fn)
+        batch = extra.get("batch")
+        if bound.sync.merge.needs & {"model_fn", "output_loss_fn"} and batch is None:
+            raise ValueError(
+                f"method={method.name!r} needs the model's outputs of the last batch: "
+                "pass tx.update(..., batch=batch)"
+            )
+        due = turn.Turn(bound.sync, found, user_inputs, axis_name, num, value_fn, batch)
         region = turn.Region(step, params, updates, kept)
         updates, state = due.events(region, state._replace(inner=()))
         kept = state.inner if bound.sync.moments else kept

@@ -161,6 +161,7 @@ class Turn:
       axis_name: name of the region axis.
       num_regions: M.
       value_fn: loss of the last batch as a function of the parameters, or None.
+      batch: the last batch, or None.
     """
 
     sync: Sync
@@ -169,6 +170,7 @@ class Turn:
     axis_name: Any
     num_regions: int
     value_fn: Callable | None
+    batch: PyTree
 
     @property
     def schedule(self) -> Slotted:
@@ -384,7 +386,7 @@ class Turn:
             delay_steps=tau,
             regional={name: self.fragments.take(x, k) for name, x in own.items()},
             learning_rate=None if rate is None else jnp.asarray(rate, float),
-            batch=(),
+            batch=self.batch,
             key=core.merge_key(self.key_data(region)),
             whole=whole,
             loss_fn=loss_fn,

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -27,7 +26,6 @@ from cocodc_jax import models
 from cocodc_jax.data import load
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
-from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 from .. import trials
@@ -52,21 +50,6 @@ _ALONE = (
     "sequence_axis", "optimizer_memory", "stages", "microbatches", "random_routing",
     "stage_subspace", "step_seconds", "adopt_from", "spike_zscore", "max_rollbacks",
 )  # fmt: skip
-
-
-class Inner(OptimizerConfig):
-    """An optimizer whose numbers may be traced, and are not checked."""
-
-    def __post_init__(self):
-        """Check nothing: the numbers of each trial were."""
-
-    def learning_rate(
-        self, steps: int, method: cc.methods.Method | None = None
-    ) -> optax.Schedule:
-        """Return the schedule for a peak of 1, times `inner_lr`."""
-        given: dict[str, Any] = dataclasses.asdict(self) | {"inner_lr": 1.0}
-        of_one = OptimizerConfig.learning_rate(Inner(**given), steps, method)
-        return lambda step: self.inner_lr * of_one(step)
 
 
 def why_alone(config: TrainConfig) -> str | None:
@@ -207,14 +190,14 @@ class BatchTrainer:
             ]
             outcome = trials.train(
                 program,
-                _init_params(model, [config.run.seed for config in configs]),
+                trials.init_params(model, [config.run.seed for config in configs]),
                 {name: [each[name] for each in numbers] for name in numbers[0]},
                 streams,
                 [seeds.index(config.run.seed) for config in configs],
                 first.run.steps,
                 texts[0].eval_tokens(first.run.eval_batches),
                 first.run.eval_every,
-                should_stop,
+                should_stop=should_stop,
             )
         seconds = (time.perf_counter() - began_s) / len(batch.rows)
         return [
@@ -273,26 +256,13 @@ def _make(
     method = cc.methods.get(config.method.method, **config.method.values | given)
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
     given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
-    inner = Inner(**given)
+    inner = trials.Inner(**given)
     user_inputs = cc.UserInputs(
         inner.learning_rate(config.run.steps, method),
         adam_second_moment(inner.second_moment_decay(method)),
         models.make_outputs(model),
     )
     return inner.build(config.run.steps, method), method, user_inputs
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init(model: models.TransformerConfig, keys: jax.Array) -> models.Params:
-    return jax.lax.map(lambda key: models.init_params(model, key), keys)
-
-
-def _init_params(
-    model: models.TransformerConfig, seeds: Sequence[int]
-) -> models.Params:
-    """Return initial parameters by seed, `[E, ...]`, as a run of its own has them."""
-    keys = [jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds]
-    return _init(model, jnp.stack(keys))
 
 
 def _row(

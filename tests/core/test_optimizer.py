@@ -36,6 +36,7 @@ VARIANTS = {
         SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"},
         ADAM,
     ),
+    "by the outputs": ("cocodc", SHORT | {"curvature": "gauss_newton"}, ADAM),
     "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
     "as coded": ("cocodc_paper", SHORT | {"rule": "code"}),
     "midway": ("cocodc", SHORT | {"curvature": "secant"}),
@@ -78,7 +79,13 @@ def make_step(loss, tx):
 
         value, grads = jax.value_and_grad(value_fn)(params)
         updates, state = tx.update(
-            grads, state, params, value=value, value_fn=value_fn, unknown=object()
+            grads,
+            state,
+            params,
+            value=value,
+            value_fn=value_fn,
+            batch=batch,
+            unknown=object(),
         )
         return (optax.apply_updates(params, updates), state), value
 
@@ -527,7 +534,6 @@ def test_narrow_parameters_are_merged_but_for_a_rounding(tiny):
         (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
         (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
         (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass UserInputs"),
-        (cc.methods.get("cocodc", curvature="gauss_newton"), "needs 'model_fn', of"),
         (cc.methods.get("snoo"), "regions=4 must be 1"),
         ("dilco", "method='dilco' is unknown"),
     ],
@@ -563,6 +569,11 @@ def test_what_is_known_later_is_refused_then(tiny):
             cc.methods.get("cocodc", num_fragments=2, curvature="hessian_vector"),
             {},
             "value_fn=lambda params: loss",
+        ),
+        (
+            cc.methods.get("cocodc", num_fragments=2, curvature="gauss_newton"),
+            {},
+            "model's outputs of the last batch: pass",
         ),
         ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
         (

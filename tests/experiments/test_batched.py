@@ -1,5 +1,6 @@
 """Trials of one program: against the same rows trained alone, and one another."""
 
+import dataclasses
 import functools
 import json
 
@@ -105,32 +106,38 @@ def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
     assert (together.merges > 0).all() or method == "data_parallel"
 
 
-METHODS = [
-    name
-    for name in cc.methods.METHODS
-    if any(n in cc.methods.defaults(name) for n in batched.INPUTS["method"])
-]
+ALONE = ("dilocox", "delayed_nesterov", "mla", "heloco")
+FAST = (*ALONE, "eager", "des_loc", "noloco", "dct_threshold")  # A kind each.
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in cc.methods.METHODS
+    ],
+)
 def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
-    """Traced only: what needs a number's value would fail."""
+    """Traced only: what needs a number's value, or an axis of trials, would fail."""
     found = config(name, regions=cc.methods.get(name).num_regions or REGIONS)
     why = batched.why_alone(found)
+    assert (why is not None) == (name in ALONE)
     if why is not None:
         assert f"method={name!r} is none for synchronized" in why
         return
-    numbers = jax.tree.map(jnp.float32, batched.numbers_of(found))
-    assert {"inner_lr", "weight_decay", "outer_lr"} <= numbers.keys()
-
-    def step(numbers):
-        inner, method, user_inputs = batched._make(found, found.model, numbers)
-        return cc.synchronized(
-            inner, method, axis_name="region", user_inputs=user_inputs
-        ).init(params_of(0))
-
-    state = jax.eval_shape(step, numbers)
-    assert state.step.shape == ()
+    program, regions = make_trials(found, False), found.run.regions
+    program = dataclasses.replace(program, num_regions=regions)
+    numbers = batched.numbers_of(found)
+    assert {"inner_lr", "weight_decay", "beta1", "beta2"} <= numbers.keys()
+    given = {n: jnp.full(2, x, float) for n, x in numbers.items()}
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), params_of(0), params_of(1))
+    state = jax.eval_shape(program.init, stacked, given)
+    data = np.zeros((1, 2, regions, 5, 3), np.float32)
+    after, losses = jax.eval_shape(program.advance, state, given, data, jnp.arange(2))
+    kinds = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    assert kinds(after) == kinds(state)
+    assert losses.shape == (2, 1, regions)
+    assert jax.eval_shape(program.evaluate, after, data[0, 0]).loss.shape == (2,)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,21 @@ from cocodc_jax.transforms.second_moment import adam_second_moment
 
 NUM_REGIONS = 4
 LEARNING_RATE = 0.05
+
+
+def model(params, batch):
+    x = batch["x"] @ params["embed"]
+    for i in range(2):
+        x = x + jnp.tanh(x @ params["blocks"]["w"][i])
+    return x @ params["head"]
+
+
+def mean_square(outputs, batch):
+    return jnp.mean((outputs - batch["y"]) ** 2)
+
+
 # The b2 of `optax.adam`.
-USER_INPUTS = UserInputs(LEARNING_RATE, adam_second_moment(0.999))
+USER_INPUTS = UserInputs(LEARNING_RATE, adam_second_moment(0.999), (model, mean_square))
 
 # Events are 2 steps apart in all, so that one scan is compiled for each. Streaming has
 # both fragments in flight at every step after 4, CoCoDC one of the two it may choose.
@@ -57,11 +70,8 @@ SPECS = {
 
 def loss_fn(params, batch, key):
     """Mean square error of a residual MLP; aux shows the key it was given."""
-    x = batch["x"] @ params["embed"]
-    for i in range(2):
-        x = x + jnp.tanh(x @ params["blocks"]["w"][i])
-    error = x @ params["head"] - batch["y"]
-    return jnp.mean(error**2), {"draw": jax.random.key_data(key)[1]}
+    loss = mean_square(model(params, batch), batch)
+    return loss, {"draw": jax.random.key_data(key)[1]}
 
 
 def make_params(seed=0):

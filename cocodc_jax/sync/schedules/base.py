@@ -1,8 +1,8 @@
 """The interface of schedules: asked for the next event, a schedule returns it.
 
 A schedule is a value; its state is of its own class, with plain values that JSON can
-hold. Everything that executes events (devices, an ablation, a simulated network) runs
-the same loop, `events_at`:
+hold. Everything that executes events on a host (devices, a simulated network) runs the
+same loop, `events_at`:
 
     while (step := schedule.next_step(state)) <= end:
         for state, event in events_at(schedule, state, step, observe):

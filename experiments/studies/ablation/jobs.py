@@ -12,24 +12,28 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax import models
+from cocodc_jax import methods, models
 from cocodc_jax.data import load
-from cocodc_jax.sync import cutting, merge
+from cocodc_jax.sync.merge import Merge
+from cocodc_jax.sync.messages import AsIs, Compressed
+from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.sync.schedules import staggered
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules import Schedule, staggered
+from cocodc_jax.transforms.compressor import identity
+from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
+from ... import trials
 from . import rules
 from .settings import Settings
-from .simulator import Plan, make_plan, simulate
-from .trials import Trainer, Trials
 
 DILOCO, DATA_PARALLEL = "diloco", "data_parallel"
 REFERENCES = (DILOCO, DATA_PARALLEL)
@@ -58,8 +62,8 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
     """
     begin_s = time.perf_counter()
     tried = [
-        Trial(seed, *numbers)
-        for numbers in grid(settings, name, delay_steps)
+        Trial(seed, *each)
+        for each in grid(settings, name, delay_steps)
         for seed in settings.tuning_seeds
     ]
     tuning = train(settings, name, delay_steps, tried) if len(tried) > 1 else {}
@@ -113,120 +117,129 @@ def _outer_grid(
     return list(itertools.product(settings.outer_lrs_with_strength, strengths))
 
 
-def choose(trials: Sequence[Trial], losses: Sequence[float]) -> Trial:
+def choose(runs: Sequence[Trial], losses: Sequence[float]) -> Trial:
     """Return the numbers of least mean loss over seeds; what diverged never wins."""
     sums: dict[Trial, float] = {}
-    for trial, loss in zip(trials, losses, strict=True):
-        numbers = dataclasses.replace(trial, seed=0)
-        sums[numbers] = sums.get(numbers, 0.0) + (
+    for run, loss in zip(runs, losses, strict=True):
+        chosen = dataclasses.replace(run, seed=0)
+        sums[chosen] = sums.get(chosen, 0.0) + (
             float(loss) if math.isfinite(loss) else math.inf
         )
-    return min(sums, key=lambda numbers: sums[numbers])
+    return min(sums, key=lambda chosen: sums[chosen])
 
 
 def train(
-    settings: Settings, name: str, delay_steps: int, trials: Sequence[Trial]
+    settings: Settings, name: str, delay_steps: int, runs: Sequence[Trial]
 ) -> dict[str, Any]:
     """Trains any number of runs, `settings.trials` at a time.
 
     Returns:
-      "steps" [P], "losses" [len(trials), P], "correction_ratio" [len(trials)],
+      "steps" [P], "losses" [len(runs), P], "correction_ratio" [len(runs)],
       "bytes_sent" by one region of one run.
     """
-    outcomes = []
-    for first in range(0, len(trials), settings.trials):
-        part = list(trials[first : first + settings.trials])
-        # One shape for all, so that nothing is compiled again.
-        padded = part + [part[-1]] * (settings.trials - len(part))
-        outcome = _train_together(settings, name, delay_steps, padded)
-        outcomes.append((outcome, len(part)))
-    losses = [outcome.losses[:count] for outcome, count in outcomes]
-    ratios = [outcome.correction_ratio[:count] for outcome, count in outcomes]
+    program, size, outcomes = (
+        make_trials(settings, name, delay_steps),
+        settings.trials,
+        [],
+    )
+    # One shape for all, so that nothing is compiled again.
+    padded = [*runs, *[runs[-1]] * (-len(runs) % size)]
+    for first in range(0, len(padded), size):
+        part = padded[first : first + size]
+        outcomes.append(
+            trials.train(
+                program,
+                init_params(settings, [run.seed for run in part]),
+                numbers(part),
+                [iter(tokens(settings, run.seed)) for run in part],
+                range(size),
+                settings.steps,
+                eval_tokens(settings),
+                settings.eval_every,
+                eval_first=True,
+            )
+        )
+    curves = [np.stack([x.loss for x in each.evaluations], 1) for each in outcomes]
+    ratios = [each.ratios / np.maximum(each.merges, 1) for each in outcomes]
     return {
-        "steps": outcomes[0][0].steps,
-        "losses": np.concatenate(losses),
-        "correction_ratio": np.concatenate(ratios),
-        "bytes_sent": outcomes[0][0].bytes_sent,
+        "steps": outcomes[0].steps,
+        "losses": np.concatenate(curves)[: len(runs)],
+        "correction_ratio": np.concatenate(ratios)[: len(runs)],
+        "bytes_sent": int(outcomes[0].bytes_sent[-1][0]),
     }
 
 
-def _train_together(settings, name, delay_steps, trials):
-    whole = name in REFERENCES
-    trainer = make_trainer(settings, 1 if whole else settings.num_fragments)
-    plan = None if name == DATA_PARALLEL else _plan(settings, name, delay_steps)
-    begun, tokens = begin(settings, trainer, [trial.seed for trial in trials])
-    return simulate(
-        trainer,
-        begun,
-        tokens,
-        [trial.outer_lr for trial in trials],
-        [0.0 if trial.strength is None else trial.strength for trial in trials],
-        plan,
-        inner_scale=[trial.inner_lr / rules.INNER_LR for trial in trials],
-        eval_tokens=eval_tokens(settings),
-        eval_every=settings.eval_every,
-    )
-
-
-def begin(
-    settings: Settings, trainer: Trainer, seeds: Sequence[int]
-) -> tuple[Trials, jax.Array]:
-    """Return trials before their first step, one a seed, and what they train on.
-
-    Args:
-      settings: of the ablation.
-      trainer: of `make_trainer`.
-      seeds: of the E trials: of their parameters and of their data.
-
-    Returns:
-      The trials, and their tokens, int32 `[T, E, R, B, L + 1]`.
-    """
-    params = [_init_params(settings, seed) for seed in seeds]
-    tokens = np.stack([_tokens(settings, seed) for seed in seeds], axis=1)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *params)
-    return trainer.init(stacked, settings.regions), jnp.asarray(tokens)
+def numbers(runs: Sequence[Trial]) -> dict[str, list[float]]:
+    """Return the inputs of the program, one of each run."""
+    return {
+        "inner_lr": [run.inner_lr for run in runs],
+        "outer_lr": [run.outer_lr for run in runs],
+        "strength": [run.strength or 0.0 for run in runs],
+    }
 
 
 @functools.cache
-def make_trainer(settings: Settings, num_fragments: int) -> Trainer:
-    """Return the compiled parts for so many fragments, the same at every call."""
-    model, optimizer = settings.transformer, settings.optimizer
-    shapes = jax.eval_shape(
-        functools.partial(models.init_params, model), jax.random.key(0)
-    )
-    user_inputs = UserInputs(
-        optimizer.learning_rate(settings.steps),
-        adam_second_moment(optimizer.second_moment_decay()),
-        models.make_outputs(model),
-    )
-    return Trainer(
-        models.make_loss_fn(model),
-        user_inputs,
-        optimizer.build(settings.steps),
-        cutting.cut(shapes, num_fragments),
-    )
+def make_trials(settings: Settings, name: str, delay_steps: int) -> trials.Trials:
+    """Return the program of a rule or a reference, the same at every call."""
+    interval, num = settings.sync_interval, settings.num_fragments
+
+    def method(outer_lr: Any, strength: Any) -> Method:
+        if name == DATA_PARALLEL:
+            return methods.get(name)
+        if name == DILOCO:
+            return methods.get(name, sync_interval=interval, outer_lr=outer_lr)
+        rule = rules.table(interval)[name].make(strength, delay_steps)
+        return with_merge(rule, staggered(interval, num, delay_steps), outer_lr)
+
+    return trials_of(settings, method)
 
 
-@functools.lru_cache(maxsize=1)
-def _plan(settings: Settings, name: str, delay_steps: int) -> Plan:
-    interval = settings.sync_interval
-    if name == DILOCO:
-        trainer, whole = make_trainer(settings, 1), staggered(interval)
-        return make_plan(trainer, whole, lambda *_: merge.replace(), settings.regions)
-    trainer = make_trainer(settings, settings.num_fragments)
-    parts = staggered(interval, settings.num_fragments, delay_steps)
-    rule = rules.table(interval)[name]
-    return make_plan(trainer, parts, rule.make, settings.regions)
+def with_merge(rule: Merge, schedule: Schedule, outer_lr: Any) -> Method:
+    """Return the method of a merge rule, with messages that it can feed back into."""
+    message = Compressed(error_feedback(identity())) if rule.has_feedback else AsIs()
+    outer = nesterov(outer_lr, 0.9)
+    sync = Sync(schedule=schedule, outer=outer, merge=rule, message=message)
+    return Method(name=rule.name, sync=sync)
+
+
+def trials_of(
+    settings: Settings, method: Callable[[Any, Any], Method]
+) -> trials.Trials:
+    """Return trials of a method, which is made of outer learning rate and strength."""
+    loss_fn, make_inner = parts(settings)
+
+    def make(given: trials.Numbers):
+        inner, user_inputs = make_inner(given["inner_lr"])
+        return inner, method(given["outer_lr"], given["strength"]), user_inputs
+
+    # A strength between nothing and all.
+    example = {"inner_lr": rules.INNER_LR, "outer_lr": 0.4, "strength": 0.5}
+    return trials.Trials(loss_fn, make, example, settings.regions)
+
+
+def parts(settings: Settings) -> tuple[Callable, Callable]:
+    """Return the loss, and what makes the inner optimizer of its learning rate."""
+    model, config = settings.transformer, settings.optimizer
+
+    def make_inner(inner_lr: Any):
+        given: dict[str, Any] = dataclasses.asdict(config) | {"inner_lr": inner_lr}
+        inner = trials.Inner(**given)
+        return inner.build(settings.steps), UserInputs(
+            inner.learning_rate(settings.steps),
+            adam_second_moment(inner.second_moment_decay()),
+            models.make_outputs(model),
+        )
+
+    return models.make_loss_fn(model), make_inner
+
+
+def init_params(settings: Settings, seeds: Sequence[int]) -> models.Params:
+    """Return initial parameters by seed, leaves `[E, ...]`."""
+    return trials.init_params(settings.transformer, seeds)
 
 
 @functools.cache
-def _init_params(settings: Settings, seed: int):
-    key = jax.random.fold_in(jax.random.key(seed), 0)
-    return jax.jit(functools.partial(models.init_params, settings.transformer))(key)
-
-
-@functools.cache
-def _tokens(settings: Settings, seed: int) -> np.ndarray:
+def tokens(settings: Settings, seed: int) -> np.ndarray:
     """int32 `[steps, R, B, L + 1]`."""
     stream = load(settings.data(seed), settings.regions).train_stream()
     with contextlib.closing(stream):
@@ -235,10 +248,10 @@ def _tokens(settings: Settings, seed: int) -> np.ndarray:
 
 @functools.cache
 def eval_tokens(settings: Settings) -> jax.Array:
-    """Return the validation text, int32 `[sequences, L + 1]`, the same at all times."""
+    """Return the validation text as one batch, int32 `[1, sequences, L + 1]`."""
     text = load(settings.data(0), settings.regions)
     num_batches = -(-settings.eval_sequences // settings.batch_per_region)
-    return jnp.asarray(np.concatenate(list(text.eval_tokens(num_batches))))
+    return jnp.asarray(np.concatenate(list(text.eval_tokens(num_batches))))[None]
 
 
 def _finite(x: float) -> float | None:

@@ -18,11 +18,14 @@ the squared distance d over all regions and parameters,
                pull on D can get back of it
 
 The run then goes on from theta^*, so that every rule is judged at the same states.
+
+Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's merge.
+They share the steps up to the last before the mean arrives, where their states branch.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,9 +33,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cocodc_jax.sync import merge, needs
+from cocodc_jax.sync.schedules import staggered
+
+from ...trials import State, Trials
 from . import jobs, rules
 from .settings import Settings
-from .trials import Flight, Trainer, Trials, make_finish
 
 PyTree = Any
 KEEP, REPLAY = "keep", "replay"
@@ -71,122 +77,131 @@ def measure(
       names: of `rules.table`.
       outer_lr: of the outer Nesterov optimizer.
     """
-    trainer = jobs.make_trainer(settings, 1)
-    trials, tokens = jobs.begin(settings, trainer, settings.test_seeds)
-    judged = _judged(settings, trainer, delay_steps, names)
-    rate = jnp.full(len(settings.test_seeds), outer_lr)
-    found, steps, now = [], [], 0
-    interval = settings.sync_interval
+    ways = _Ways(settings, delay_steps, names, outer_lr)
+    found, steps, interval = [], [], settings.sync_interval
+    state, now = ways.begin(), 0
     for sync in range(interval, settings.steps - delay_steps + 1, interval):
-        trials = _advanced(trainer, trials, tokens, now, sync)
-        fork = _fork(trainer, trials, tokens, sync, delay_steps, rate)
-        found.append(_judge(settings, trainer, fork, judged, tokens, rate))
+        state = ways.advance(ways.prompt, state, now, sync - 1)
+        state, measured = ways.branch(state, sync)
+        found.append(measured)
         steps.append(sync)
-        trials, now = fork.undelayed, sync + delay_steps
+        now = sync + delay_steps - 1
     cost, along, recovered, loss = zip(*found, strict=True)
     return Recovery(
         steps, np.array(cost), np.array(along), _by_rule(recovered), _by_rule(loss)
     )
 
 
-class _Fork(NamedTuple):
-    """Two ways from one sync: with the delay, and without."""
+class _Ways:
+    """Compiled trials of both ways, one trial a test seed."""
 
-    late: Trials
-    undelayed: Trials
-    flight: Flight
-    step: int
+    def __init__(self, settings, delay_steps: int, names, outer_lr: float):
+        """Build the methods; compile nothing."""
+        self._settings, self._delay = settings, delay_steps
+        table, interval = rules.table(settings.sync_interval), settings.sync_interval
+        self._rules = [
+            (name, table[name], [*table[name].strengths_at(delay_steps)] or [None])
+            for name in dict.fromkeys([REPLAY, *names])
+            if delay_steps >= table[name].least_delay
+        ]
+        wanted = [rule.make(0.5, delay_steps).needs for _, rule, _ in self._rules]
+        copies = needs.copies({"staged"}.union(*wanted))
+        keeps = {"later_params"} if needs.HALFWAY in copies else {"staged"}
+        keep = dataclasses.replace(merge.keep(), needs=frozenset(keeps))
+        late, replace = staggered(interval, 1, delay_steps), merge.replace()
 
+        def of(schedule, make) -> Trials:
+            def method(outer_lr, strength):
+                # What is fed back has no next message here.
+                rule = dataclasses.replace(make(strength), feedback_weight=0.0)
+                return jobs.with_merge(rule, schedule, outer_lr)
 
-def _advanced(trainer: Trainer, trials: Trials, tokens, first, last) -> Trials:
-    """Train from step `first` to `last`; what goes in is kept, for the other way."""
-    if first == last:
-        return trials
-    own = jax.tree.map(jnp.copy, (trials.params, trials.opt_state))
-    params, opt_state = trainer.advance(*own, tokens, first, last, False)
-    return trials._replace(params=params, opt_state=opt_state)
+            return jobs.trials_of(settings, method)
 
+        self.prompt = of(staggered(interval), lambda _: replace)
+        # The last step of a delay of H is a slot again, and has no sync yet.
+        self._quiet = of(staggered(settings.steps + 1), lambda _: replace)
+        self._keep = of(late, lambda _: keep)
+        self._merges = {
+            name: of(late, lambda x, rule=rule: rule.make(x, delay_steps))
+            for name, rule, _ in self._rules
+        }
+        runs = [
+            jobs.Trial(seed, rules.INNER_LR, outer_lr, None)
+            for seed in settings.test_seeds
+        ]
+        self._given = {k: jnp.asarray(x) for k, x in jobs.numbers(runs).items()}
+        each = [jobs.tokens(settings, seed) for seed in settings.test_seeds]
+        self._tokens = np.stack(each, axis=1)
 
-def _fork(
-    trainer: Trainer, trials: Trials, tokens, step: int, delay_steps: int, outer_lr
-) -> _Fork:
-    staged, mean = trainer.start(trials.params, trials.outer[0], 0)
-    outer, outer_state = _outer_step(trainer)(
-        trials.outer[0], trials.outer_state[0], mean, outer_lr
-    )
-    everywhere = jax.tree.map(
-        lambda o, x: jnp.broadcast_to(o[:, None], x.shape), outer, staged
-    )
-    whole = trainer.fragments.put(trials.params, 0, everywhere, lead=2)
-    synced = trials._replace(params=whole, outer=(outer,), outer_state=(outer_state,))
-    end, middle = step + delay_steps, step + delay_steps // 2
-    undelayed = _advanced(trainer, synced, tokens, step, end)
-    half = _advanced(trainer, trials, tokens, step, middle)
-    midway = trainer.take(half.params, 0)
-    late = _advanced(trainer, half, tokens, middle, end)
-    return _Fork(late, undelayed, Flight(staged, mean, midway), end)
+    def begin(self) -> State:
+        """Return the state before the first step."""
+        params = jobs.init_params(self._settings, self._settings.test_seeds)
+        return self.prompt.init(params, self._given)
 
+    def advance(
+        self, trials: Trials, state: State, first: int, last: int, strength: float = 0.0
+    ) -> State:
+        """Train a copy of a state from step `first` to `last`."""
+        if first == last:
+            return state
+        stream = jnp.arange(len(self._settings.test_seeds))
+        given = self._given | {"strength": jnp.full(len(stream), strength)}
+        state = jax.tree.map(jnp.copy, state)
+        return trials.advance(state, given, self._tokens[first:last], stream)[0]
 
-@functools.cache
-def _outer_step(trainer: Trainer):
-    return jax.jit(trainer.outer_step)
+    def branch(self, state: State, sync: int) -> tuple[State, tuple]:
+        """Go both ways from the step before a sync.
 
-
-def _judged(settings, trainer, delay_steps, names) -> list[tuple[str, Any, list]]:
-    """Return each rule's name, its compiled merge, and the strengths to try."""
-    table = rules.table(settings.sync_interval)
-    return [
-        (
-            name,
-            make_finish(trainer, table[name].make, delay_steps),
-            [*table[name].strengths_at(delay_steps)] or [None],
+        Returns:
+          The state without delay one step before the mean arrives, and what was
+          measured: cost, the share along D, and by rule what was got back, and losses.
+        """
+        last = sync + self._delay
+        prompt = self.advance(self.prompt, state, sync - 1, last - 1)
+        target = self.advance(self._quiet, prompt, last - 1, last)
+        begun = self._keep.init(
+            jax.tree.map(lambda x: x[:, 0], state.params), self._given
         )
-        for name in dict.fromkeys([REPLAY, *names])
-        if delay_steps >= table[name].least_delay
-    ]
-
-
-def _judge(settings, trainer, fork: _Fork, judged, tokens, outer_lr):
-    """Return cost, the share along D, and by rule what was got back, and losses."""
-    key = jax.random.fold_in(jax.random.key(0), fork.step)
-    batch = jax.tree.map(lambda x: x[fork.step - 1], tokens)
-    rate = jnp.full(outer_lr.shape, trainer.user_inputs.rate(fork.step))
-    losses = functools.partial(_loss, settings, trainer)
-    target, aim = fork.undelayed.params, losses(fork.undelayed.params)
-    kept = _squared(target, fork.late.params)
-    recovered = {}
-    loss = {(KEEP, None): np.asarray(losses(fork.late.params) - aim)}
-    replayed = None
-    for name, finish, strengths in judged:
-        for strength in strengths:
-            merged, _ = finish(
-                fork.late,
-                fork.flight,
-                batch,
-                key,
-                rate,
-                outer_lr,
-                jnp.full(outer_lr.shape, 0.0 if strength is None else strength),
-                0,
+        same = ("step", "inner", "outer", "opt_states")
+        shared = {name: getattr(state.sync, name) for name in same}
+        late = begun._replace(params=state.params, sync=begun.sync._replace(**shared))
+        late = self.advance(self._keep, late, sync - 1, last - 1)
+        kept = self.advance(self._keep, late, last - 1, last)
+        aim, apart = self._loss(target), _squared(target.params, kept.params)
+        recovered: dict[tuple[str, float | None], np.ndarray] = {}
+        loss = {**recovered, (KEEP, None): self._loss(kept) - aim}
+        replayed = None
+        for name, _, strengths in self._rules:
+            trials = self._merges[name]
+            own = trials.method.sync.copies if trials.method.sync else ()
+            copies = tuple(
+                {n: x for n, x in part.items() if n in own} for part in late.sync.copies
             )
-            left = _squared(target, merged.params)
-            recovered[name, strength] = np.asarray(1 - left / kept)
-            loss[name, strength] = np.asarray(losses(merged.params) - aim)
-            if name == REPLAY:
-                replayed = merged.params
-    gap = jax.tree.map(
-        lambda o, x: o[:, None] - x, fork.undelayed.outer[0], fork.flight.staged
-    )
-    mine, replays = (trainer.take(params, 0) for params in (target, replayed))
-    rest = jax.tree.map(jnp.subtract, mine, replays)
-    length = _dot(gap, gap)
-    left = _dot(rest, rest)  # 0 where replay gets all of it back.
-    along = _dot(rest, gap) ** 2 / (jnp.where(left > 0, left, 1.0) * length)
-    return np.sqrt(kept / length), np.asarray(along), recovered, loss
+            here = late._replace(sync=late.sync._replace(copies=copies))
+            for strength in strengths:
+                merged = self.advance(trials, here, last - 1, last, strength or 0.0)
+                left = _squared(target.params, merged.params)
+                recovered[name, strength] = np.asarray(1 - left / apart)
+                loss[name, strength] = self._loss(merged) - aim
+                if name == REPLAY:
+                    replayed = merged.params
+        (outer,), (part,) = target.sync.outer, late.sync.copies
+        gap = jax.tree.map(lambda o, x: o[:, None] - x, outer, part[needs.STAGED])
+        one = jax.tree.map(lambda x: x[0, 0], target.params)
+        rest = self.prompt.fragments(one).take(
+            jax.tree.map(jnp.subtract, target.params, replayed), 0, lead=2
+        )
+        length, left = _dot(gap, gap), _dot(rest, rest)
+        # 0 where replay gets all of it back.
+        along = _dot(rest, gap) ** 2 / (jnp.where(left > 0, left, 1.0) * length)
+        cost = np.sqrt(apart / length)
+        return prompt, (cost, np.asarray(along), recovered, loss)
 
-
-def _loss(settings, trainer, params) -> jax.Array:
-    return trainer.evaluate(params, jobs.eval_tokens(settings))
+    def _loss(self, state: State) -> np.ndarray:
+        """Return the loss of the regions' mean, `[E]`."""
+        batch = jobs.eval_tokens(self._settings)
+        return np.asarray(self._quiet.evaluate(state, batch).loss)
 
 
 @jax.jit

@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from cocodc_jax.sync import merge
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
@@ -62,14 +60,7 @@ def _feedback() -> Rule:
 
     def make(strength, delay_steps):
         del delay_steps
-
-        def apply(local, staged, outer, **extra):
-            del staged, extra
-            mixed = lambda x, o: strength * x + (1 - strength) * o  # noqa: E731
-            return jax.tree.map(mixed, local, outer), {}
-
-        needs = frozenset({"staged"})
-        return merge.Merge("mix_feedback", apply, needs, feedback_weight=1 - strength)
+        return merge.remembering(merge.mix(strength), strength)
 
     return Rule(
         "mix_feedback",

@@ -2,20 +2,17 @@
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.sync import cutting
 from cocodc_jax.sync.needs import UserInputs
 from experiments.studies import delay_cost
 from experiments.studies.ablation import jobs, recovery
 from experiments.studies.ablation.settings import Settings
-from experiments.studies.ablation.trials import Trainer
 
-REGIONS, SEEDS, STEPS, H, TAU = 4, 2, 14, 4, 2
+REGIONS, SEEDS, STEPS, H = 4, 2, 14, 4
 LR, OUTER_LR, MU = 0.1, 0.5, 0.9
 DRAWN = np.random.default_rng(0).normal(size=(STEPS, SEEDS, REGIONS, 5))
 SETTINGS = Settings(
@@ -37,44 +34,48 @@ def linear(monkeypatch):
     def loss_fn(params, batch, key):
         return jnp.sum(params["w"] * batch), {}
 
-    params = {"w": jnp.ones(5)}
-    cut = cutting.cut(jax.eval_shape(lambda: params), 1)
-    trainer = Trainer(loss_fn, UserInputs(lambda step: LR), optax.sgd(LR, 0.0), cut, MU)
+    def make_inner(inner_lr):
+        return optax.sgd(LR, 0.0), UserInputs(lambda step: LR)
 
-    def begin(settings, trainer, seeds):
-        begun = {"w": jnp.ones((len(seeds), 5))}
-        return trainer.init(begun, settings.regions), jnp.asarray(DRAWN, jnp.float32)
+    def init_params(settings, seeds):
+        return {"w": jnp.ones((len(seeds), 5))}
 
-    monkeypatch.setattr(jobs, "make_trainer", lambda settings, num: trainer)
-    monkeypatch.setattr(jobs, "begin", begin)
-    monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0))
+    def tokens(settings, seed):
+        return DRAWN[:, seed].astype(np.float32)
+
+    monkeypatch.setattr(jobs, "parts", lambda settings: (loss_fn, make_inner))
+    monkeypatch.setattr(jobs, "init_params", init_params)
+    monkeypatch.setattr(jobs, "tokens", tokens)
+    monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0)[None])
 
 
-def by_hand(alpha, strength):
+def by_hand(alpha, strength, tau, syncs):
     """Distances at each sync, in NumPy: `[S, E]` of doing nothing, mix, isotropic."""
     theta = np.ones((SEEDS, REGIONS, 5))
     outer, velocity = np.ones((SEEDS, 5)), np.zeros((SEEDS, 5))
     found, now = [], 0
-    for sync in (4, 8, 12):
+    for sync in syncs:
         staged = theta - LR * DRAWN[now:sync].sum(0)
         delta = outer - staged.mean(1)
         velocity = MU * velocity + delta
         outer = outer - OUTER_LR * (delta + MU * velocity)
-        progress = -LR * DRAWN[sync : sync + TAU].sum(0)
+        progress = -LR * DRAWN[sync : sync + tau].sum(0)
         late, target = staged + progress, outer[:, None] + progress
         mixed = alpha * late + (1 - alpha) * outer[:, None]
         pulled = outer[:, None] + progress - strength * (outer[:, None] - staged)
         gap = ((outer[:, None] - staged) ** 2).sum((1, 2))
         apart = [((x - target) ** 2).sum((1, 2)) for x in (late, mixed, pulled)]
         found.append([*apart, gap])
-        theta, now = target, sync + TAU
+        theta, now = target, sync + tau
     return np.array(found).transpose(1, 0, 2)
 
 
-def test_distances_are_those_by_hand(linear):
-    found = recovery.measure(SETTINGS, TAU, ["mix_0.25", "isotropic"], OUTER_LR)
-    late, mixed, pulled, gap = by_hand(0.25, 0.3)
-    assert found.steps == [4, 8, 12]
+@pytest.mark.parametrize(("tau", "syncs"), [(2, [4, 8, 12]), (H, [4, 8])])
+def test_distances_are_those_by_hand(linear, tau, syncs):
+    """A delay of H ends in the step of the next sync."""
+    found = recovery.measure(SETTINGS, tau, ["mix_0.25", "isotropic"], OUTER_LR)
+    late, mixed, pulled, gap = by_hand(0.25, 0.3, tau, syncs)
+    assert found.steps == syncs
     np.testing.assert_allclose(found.cost, np.sqrt(late / gap), rtol=1e-5)
     got = found.recovered
     np.testing.assert_allclose(got["mix_0.25", None], 1 - mixed / late, rtol=1e-4)
