@@ -150,7 +150,7 @@ def synchronized(
             message_bytes=counts.astype(jnp.float32),
             norm=nothing,
             correction_ratio=nothing,
-            **dict.fromkeys(_OF_FRAGMENTS, ()),
+            **dict.fromkeys(("times", *turn.OF_FRAGMENTS), ()),
         )
         if sync is not None:
             if sync.moments and not moments.take(state.inner, ()):
@@ -209,9 +209,7 @@ def synchronized(
             )
         due = turn.Turn(bound.sync, found, supplies, axis_name, num, value_fn)
         region = turn.Region(step, params, updates, kept)
-        updates, state = due.events(region, state._replace(inner=()))
-        kept = state.inner if bound.sync.moments else kept
-        return updates, state._replace(inner=kept)
+        return due.events(region, state._replace(inner=()))
 
     both: Any = init, update
     return optax.GradientTransformationExtraArgs(*both)
@@ -252,11 +250,6 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
         "correction_ratio": jnp.asarray(state.correction_ratio),
         "fragments_in_flight": flying,
     }
-
-
-_OF_FRAGMENTS = (
-    "times", "outer", "opt_states", "memories", "means", "copies", "stale",
-)  # fmt: skip
 
 
 def _num_counts(method: Method) -> int:
