@@ -121,7 +121,7 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
             "step_seconds=1.0 has regions sleep one after another",
         ),
         (lambda: RunConfig(outer_channels=0), "outer_channels=0 must be at least 1"),
-        (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be a time"),
+        (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be at least 0"),
         (lambda: RunConfig(step_seconds=float("nan")), "step_seconds=nan must be"),
         (lambda: RunConfig(step_seconds=1.0, data_axis=2), "one device per region"),
         (lambda: RunConfig(step_times="1,2"), "step_times='1,2' must be 4 numbers"),
