@@ -213,7 +213,7 @@ def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch):
     code, _, err = call(train, *flags, *corpus, f"--workdir={tmp_path}")
     assert code == 0, err
     assert "loss 9.0 at step 12 in region 1 is a spike (usually 5, z = 40)" in err
-    assert "last good checkpoint: step 8; the run goes back to it" in err
+    assert "last good checkpoint: step 8; the run returns to it" in err
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(x["step"], x["to_step"]) for x in summary["rollbacks"]] == [(12, 8)]
     assert summary["steps"] == 24
