@@ -173,6 +173,7 @@ class Monitor:
         names = ("region_lost", "region_returned")
         if finding.kind != "gone":
             names = ("fault", "fault_ended")
+            message = message if is_on else f"no longer: {message}"
         elif not is_on:
             message = f"region {where} takes part again"
         region = finding.where[0] if len(finding.where) == 1 else None

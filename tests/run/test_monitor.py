@@ -120,6 +120,7 @@ def test_faults_are_gauges_while_they_are_named(watched):
     found = scrape(monitor.live)
     assert found["cocodc_fault", "link", "0-2"] == 1
     assert found["cocodc_faults_total", "gone"] == 1
+    assert found["cocodc_faults_total", "slow"] == 0
     monitor.fault(False, gone, gone.explain())
     assert ("cocodc_fault", "gone", "2") not in scrape(monitor.live)
     assert [(x.name, x.region) for x in events] == [
