@@ -142,8 +142,10 @@ class LiveMetrics:
         """Take in the loop's clock."""
         tokens = self._tokens_at(clock.step) - self._tokens_at(self._step)
         with self._lock:
-            seconds = tokens / clock.tokens_per_second - (clock.stall_s - self._stall_s)
-            self._step_s.append(max(seconds, 0.0) / max(clock.step - self._step, 1))
+            if tokens and clock.step > self._step:
+                seconds = tokens / clock.tokens_per_second
+                seconds -= clock.stall_s - self._stall_s
+                self._step_s.append(max(seconds, 0.0) / (clock.step - self._step))
             self._step, self._stall_s = clock.step, clock.stall_s
             self._gauges |= {
                 "cocodc_step": clock.step,

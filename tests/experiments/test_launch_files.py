@@ -83,6 +83,8 @@ def test_the_dashboard_shows_every_metric_and_no_other():
     assert set(re.findall(r"cocodc_\w+", " ".join(queries))) == {
         metric.name for metric in METRICS
     }
+    guide = (ROOT / "docs/guides/monitoring.md").read_text()
+    assert {metric.name for metric in METRICS} <= set(re.findall(r"cocodc_\w+", guide))
     labels = set(re.findall(r"{{(\w+)}}", json.dumps(dashboard)))
     assert labels <= {"region", "process", *(x for m in METRICS for x in m.labels)}
     assert len({panel["id"] for panel in panels}) == len(panels)
