@@ -20,13 +20,14 @@ from cocodc_jax._lazy import attach, modules_of
 if TYPE_CHECKING:
     from cocodc_jax import methods
     from cocodc_jax._version import __version__
-    from cocodc_jax.core.optimizer import sync_axes, sync_metrics, synchronized
+    from cocodc_jax.core.layout import sync_axes, sync_shardings
+    from cocodc_jax.core.optimizer import sync_metrics, synchronized
     from cocodc_jax.exchange.transport import Transport
     from cocodc_jax.program.region_program import RegionProgram
     from cocodc_jax.sharding.mesh import make_mesh, use_cpu_devices
     from cocodc_jax.sync.cutting import cut
     from cocodc_jax.sync.model_state import ModelState
-    from cocodc_jax.sync.needs import Supplies
+    from cocodc_jax.sync.needs import UserInputs
     from cocodc_jax.sync.regions import Regions
     from cocodc_jax.train.checkpoint import Checkpoints
     from cocodc_jax.train.run_steps import run as run_steps
@@ -37,7 +38,7 @@ __all__ = [
     "ModelState",
     "RegionProgram",
     "Regions",
-    "Supplies",
+    "UserInputs",
     "Transport",
     "__version__",
     "adam_second_moment",
@@ -47,6 +48,7 @@ __all__ = [
     "run_steps",
     "sync_axes",
     "sync_metrics",
+    "sync_shardings",
     "synchronized",
     "use_cpu_devices",
 ]
@@ -57,7 +59,7 @@ _PLACES = {
     "ModelState": "sync.model_state:ModelState",
     "RegionProgram": "program.region_program:RegionProgram",
     "Regions": "sync.regions:Regions",
-    "Supplies": "sync.needs:Supplies",
+    "UserInputs": "sync.needs:UserInputs",
     "Transport": "exchange.transport:Transport",
     "__version__": "_version:__version__",
     "adam_second_moment": "transforms.second_moment:adam_second_moment",
@@ -65,8 +67,9 @@ _PLACES = {
     "make_mesh": "sharding.mesh:make_mesh",
     "methods": "methods",
     "run_steps": "train.run_steps:run",
-    "sync_axes": "core.optimizer:sync_axes",
+    "sync_axes": "core.layout:sync_axes",
     "sync_metrics": "core.optimizer:sync_metrics",
+    "sync_shardings": "core.layout:sync_shardings",
     "synchronized": "core.optimizer:synchronized",
     "use_cpu_devices": "sharding.mesh:use_cpu_devices",
 }

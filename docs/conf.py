@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 from docutils import nodes
+from sphinx.util import logging
 
 HERE = pathlib.Path(__file__).parent
 PATHS = [str(HERE.parent), str(HERE)]
@@ -95,6 +96,8 @@ def block_math(translator, node):
 def write_math(translator, node, display):
     """Write LaTeX as MathML, which browsers show by themselves."""
     math = latex2mathml.converter.convert(node.astext(), display=display)
+    if "\\" in math or "<mi>&</mi>" in math or "merror" in math:
+        logging.getLogger(__name__).warning("no MathML for %s", node.astext())
     tag = "span" if display == "inline" else "div"
     translator.body.append(f'<{tag} class="equation">{math}</{tag}>')
     raise nodes.SkipNode

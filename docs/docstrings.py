@@ -1,7 +1,8 @@
 """Makes reStructuredText of docstrings: equations, paper numbers, named sections.
 
-Docstrings are plain text in Google style. What is indented after a blank line is an
-equation, a table or a command, and is shown as it stands.
+Docstrings are plain text in Google style, with LaTeX as in Markdown: `$x$` in a line,
+and lines between two lines of `$$`. What is indented after a blank line is a table, a
+command or plain equations, and is shown as it stands.
 """
 
 import re
@@ -21,10 +22,14 @@ def process(app, what, name, obj, options, lines):
     for line in lines:
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
-        if block == "```" and stripped == "```":
+        if block in ("```", "$$") and stripped == block:
             block, line = "", ""
-        elif block == "```":
+        elif block in ("```", "$$"):
             line = f"    {line}"
+        elif stripped == "$$":
+            made += ["", ".. math::", ""]
+            block, last = "$$", ""
+            continue
         elif stripped.startswith("```"):
             made += ["", f".. code-block:: {stripped[3:] or 'text'}", ""]
             block, last = "```", ""
@@ -82,11 +87,13 @@ def _escape(found):
 
 
 def _text(text):
-    """Escape what reStructuredText would read as markup, outside of `names`."""
-    parts = re.split(r"(``[^`]*``|`[^`]*`)", text)
+    """Escape what would be markup outside of `names`, and write `$x$` as math."""
+    parts = re.split(r"(``[^`]*``|`[^`]*`|\$[^$\s](?:[^$]*[^$\s])?\$)", text)
     for i, part in enumerate(parts):
         if i % 2:
             is_plural = re.match(r"\w", (parts[i + 1 :] or [""])[0])
+            if part[0] == "$":
+                part = f":math:`{part[1:-1]}`"
             parts[i] = part + ("\\ " if is_plural else "")
             continue
         # Emphasis stays: *word*.

@@ -70,7 +70,7 @@ def write_methods(folder):
             "## Arguments",
             "",
             "Each argument is a flag of the programs, with the default shown here. "
-            "[Names and symbols](../glossary.md) are the same for all methods.",
+            "[Symbols](../glossary.md#symbols) are the same for all methods.",
             "",
             "```{eval-rst}",
         ]

@@ -1,9 +1,9 @@
-"""What the framework costs, beside others that train the same model.
+"""Times this framework and others on the same model.
 
     python -m experiments.bench
     python -m experiments.bench --cases= --growth=regions,fragments,layers
 
-One model, its batches and its inner optimizer in the hands of each contender:
+Each contender trains one model with the same batches and inner optimizer:
 
 - this package's diloco, streaming_diloco and cocodc, with one device a region and with
   all regions on one;
@@ -11,13 +11,14 @@ One model, its batches and its inner optimizer in the hands of each contender:
 - `transform` and `transform cocodc`: diloco, and cocodc with an event at every step, as
   one Optax transform (`cocodc_jax.synchronized`) in a scan;
 - `scan alone`: a `shard_map` of a scan that never syncs, the limit of the inner step;
-- `plain loops`: so many Optax scans, one after the other on one device;
-- `torch`: a plain DiLoCo loop of PyTorch, if that is installed, for the case gpt.
+- `plain loops`: a scan of Optax steps for each region, one after the other on one
+  device;
+- `torch`: a plain DiLoCo loop of PyTorch, if it is installed, for the case gpt.
 
-All are timed in turn within one process, because machines are noisy: the ratios are
-the figures to read. A ratio says how many times as fast the row is as the column, the
-median of those of single rounds. `--contenders` has some of them only, where all take
-too long to compile. `--growth` has models and layouts of its own, and prints them.
+All are timed in turn within one process. Machines are noisy, so compare by the ratios.
+A ratio says how many times as fast the row is as the column. It is the median over
+rounds. `--contenders` selects some of them, if all take too long to compile. `--growth`
+uses models and layouts of its own, and prints them.
 """
 
 import importlib.util
@@ -45,7 +46,7 @@ CONTENDERS = (*METHODS, *TRANSFORMS, "scan alone", "plain loops", "drjax", "torc
 
 
 def main() -> None:
-    """Print a table for each case and layout, and what grows with what."""
+    """Print a table for each case and layout, and one for each kind of growth."""
     regions, rounds = flags.value("regions"), flags.value("repeats")
     interval = flags.value("interval")
     with flags.usage_errors():
@@ -54,17 +55,17 @@ def main() -> None:
                 raise ValueError(f"{name}={flags.value(name)} must be at least 1")
         if interval < 8 or interval % 4:
             raise ValueError(
-                f"interval={interval} must be a multiple of 4 from 8 on, for four "
+                f"interval={interval} must be a multiple of 4 and at least 8, for four "
                 "fragments and their delays"
             )
         asked = [name for name in flags.value("growth").split(",") if name]
         growth.check(asked)
         if not asked and not _cases():
-            raise ValueError("cases= names nothing to time; name some, or --growth")
+            raise ValueError("cases= is empty; name some, or add --growth")
         if flags.value("devices") and not _cases():
             raise ValueError(
-                f"devices={','.join(flags.value('devices'))} lays out cases, and "
-                "cases= names none; --growth has a layout of its own"
+                f"devices={','.join(flags.value('devices'))} lays out cases, but "
+                "cases= is empty; --growth has a layout of its own"
             )
         wanted = _wanted()
         cc.use_cpu_devices(regions + 1)
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def _layouts(regions: int) -> list[int]:
-    """Return over how many devices the regions are spread, layout by layout."""
+    """Return the number of devices of each layout."""
     layouts = flags.numbers("devices", flags.value("devices"), int)
     for num_devices in layouts:
         if num_devices < 1 or regions % num_devices:
@@ -90,15 +91,14 @@ def _layouts(regions: int) -> list[int]:
     for num_devices in layouts:
         if num_devices > there:
             raise ValueError(
-                f"devices={num_devices} is more than the {there} that there are; use "
-                f"at most {there}"
+                f"devices={num_devices} is more than there are; use at most {there}"
             )
-    # Each once: one region has one layout.
+    # Without duplicates: one region has one layout.
     return [*dict.fromkeys(layouts or (1, regions if regions <= there else 1))]
 
 
 def _wanted() -> list[str]:
-    """Return the contenders that were asked for, by name; none are all."""
+    """Return the names of the requested contenders; empty means all."""
     names = flags.value("contenders")
     for name in names:
         if name not in CONTENDERS:
@@ -115,7 +115,7 @@ def _wanted() -> list[str]:
 
 
 def _cases() -> list[str]:
-    """Return the names of the cases that were asked for."""
+    """Return the names of the requested cases."""
     return [name for name in flags.value("cases").split(",") if name]
 
 
@@ -126,14 +126,14 @@ def compare(
     console: Console,
     wanted: Sequence[str] = (),
 ) -> None:
-    """Time contenders in one layout, and print the ratios.
+    """Time the contenders in one layout, and print the ratios.
 
     Args:
-      case: what they train.
-      num_devices: that the regions are spread over.
-      rounds: turns that are timed of each.
-      console: to print to.
-      wanted: names of some of `CONTENDERS`; none are all that are installed.
+      case: model, batches and optimizer.
+      num_devices: devices that share the regions.
+      rounds: timed turns of each contender.
+      console: where to print.
+      wanted: names of `CONTENDERS`; empty means all that are installed.
     """
     makers = {
         name: contenders.region_program(case, name, num_devices, **arguments)
@@ -151,7 +151,9 @@ def compare(
     if case.gpt and importlib.util.find_spec("torch"):
         makers["torch"] = torch_diloco(case)
     elif case.gpt and not wanted:
-        console.print("PyTorch is not installed: no row of it.", highlight=False)
+        console.print(
+            "PyTorch is not installed, so its row is missing.", highlight=False
+        )
     if wanted:
         makers = {name: make for name, make in makers.items() if name in wanted}
     timings = take_turns(makers, rounds)
@@ -170,30 +172,30 @@ def define() -> None:
         str,
         "cases",
         "gpt,smoke,tiny",
-        "Models: gpt or presets, separated by commas; none for --growth alone.",
+        "Models: gpt or presets, comma-separated; empty for --growth alone.",
     )
     flags.define_one(int, "regions", 4, "Regions that train, M.")
     flags.define_one(
-        int, "interval", 12, "H, steps of a turn: a multiple of 4 from 8 on."
+        int, "interval", 12, "H, steps of a turn: a multiple of 4, at least 8."
     )
     flags.define_one(
         list,
         "devices",
         [],
-        "Layouts: devices of the regions. Default: 1, and M where there are so many.",
+        "Layouts: devices of the regions. Default: 1, and M if there are so many.",
     )
     flags.define_one(
         list,
         "contenders",
         [],
-        f"Those to time, of {', '.join(CONTENDERS)}. Default: all that are installed.",
+        f"Which of {', '.join(CONTENDERS)} to time. Default: all that are installed.",
     )
     flags.define_one(int, "repeats", 5, "Rounds: timed turns of each contender.")
     flags.define_one(
         str,
         "growth",
         "",
-        f"Seconds of a turn by {', '.join(growth.GROWTHS)}, some with commas.",
+        f"Show how a turn grows with {', '.join(growth.GROWTHS)}; comma-separated.",
     )
 
 

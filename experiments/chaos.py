@@ -1,26 +1,27 @@
-r"""Kills regions that are jobs of their own, at random moments, and checks the run.
+r"""Kills elastic regions at random moments while they train, and checks the run.
 
     python -m experiments.chaos --regions=3 --kills=8 --seed=0 --workdir=DIR -- \
         --preset=smoke --steps=600 --step_seconds=0.2
 
-Every region trains in a process of its own (`--exchange=jobs`). Again and again one of
-them, whoever it is, is sent SIGKILL and started anew, once all take part again. With
-`--noonly_members` those that are still starting are killed too, as long as another one
-takes part, so that somebody has the run in memory. Then the records tell whether
+Every region trains in a process of its own (`--exchange=elastic`). Repeatedly a random
+region is sent SIGKILL, and restarted once all others take part again. With
+`--noonly_members` regions that are still starting are killed too, as long as another
+one takes part and has the run in memory. Then the records must show that
 
-- survivors did every step: a region's steps have gaps only where it was dead;
-- outer parameters were the same, bit for bit, in all regions after every merge;
-- every dead region came back, and all came to the end;
-- the last loss is near that of a run of one process in which nobody died.
+- survivors did every step: a region's steps have gaps only while it was dead;
+- outer parameters were equal, bit for bit, in all regions after every merge;
+- every killed region returned, and all reached the end;
+- the last loss is near that of a run of one process without kills.
 
-A region that ends by itself is started anew as well, and told of. The result is printed
-and written to DIR/chaos.json. Goodput is the share of all
-regions' steps that were done; beside it stands what `network.goodput` makes of the same
-times between kills and to the return. Ctrl-C or SIGTERM stops all regions with
-checkpoints, and the same command goes on, with the kills that are left.
+A region that ends by itself is restarted too, and reported. The result is printed and
+written to DIR/chaos.json. Goodput is the share of all regions' steps that were done.
+The prediction of `network.goodput` for the same times between kills and returns is
+printed with it. Ctrl-C or SIGTERM stops all regions with checkpoints, and the same
+command resumes with the remaining kills.
 
-With `--scenario` nobody is killed: the network between the regions has a fault for a
-while, and the regions must name it within five syncs (`faults/scenarios.py`).
+With `--scenario` no region is killed. Instead the network between the regions has a
+fault for a while, and the regions must name it within five syncs
+(`faults/scenarios.py`).
 """
 
 import json
@@ -37,7 +38,7 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
 from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
-from cocodc_jax.run.build import check_jobs
+from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
@@ -49,28 +50,23 @@ from .faults.options import check_kills, check_own, define_flags
 from .faults.unbroken import unbroken_loss
 from .train import read_flags
 
-# Nobody is killed after this share of the steps: the last to come back needs time.
+# No kills after this share of the steps: the last region to return needs time.
 _LAST_KILL = 0.85
 _POLL_S, _SAY_S = 0.1, 30.0
-# Lives of a region, one after another, that end by themselves before they take part.
+# Lives of a region in a row that end by themselves before the region takes part.
 _VAIN_LIVES = 5
 KILLS_FILE, PARTS_FILE, ENDS_FILE = "kills.jsonl", "parts.jsonl", "ends.jsonl"
 
 
 class RefusedError(Exception):
-    """A region will not run: it refuses what it is given, or ends again and again."""
+    """A region cannot run: it refuses its flags, or ends again and again."""
 
 
 class Chaos:
-    """The regions of a run, and who kills them."""
+    """The regions of a run, which it kills and restarts."""
 
     def __init__(self, workdir: pathlib.Path, regions: Sequence[independent.Region]):
-        """Start nothing yet.
-
-        Args:
-          workdir: of the run.
-          regions: not yet started.
-        """
+        """Take the regions of the run in `workdir`, which are not started yet."""
         self._workdir, self.regions = workdir, list(regions)
         self.kills = lines(workdir / KILLS_FILE)
         self.ends = lines(workdir / ENDS_FILE)
@@ -78,7 +74,7 @@ class Chaos:
         self._vain = [0] * len(self.regions)
 
     def stop(self, code: int) -> None:
-        """Have all regions leave with checkpoints; a signal handler's work."""
+        """Ask all regions to write checkpoints and leave; for signal handlers."""
         del code
         number = signal.SIGKILL if self.is_stopped else signal.SIGTERM
         self.is_stopped = True
@@ -86,7 +82,7 @@ class Chaos:
             region.send(number)
 
     def is_in(self, region: int) -> bool:
-        """Tell whether the present life of a region takes part."""
+        """Return whether the present life of a region takes part."""
         return self.regions[region].is_running and self._took_part(region)
 
     def _took_part(self, region: int) -> bool:
@@ -94,7 +90,7 @@ class Chaos:
         return any(join["time"] > self.born_s[region] for join in joins)
 
     def step(self) -> int:
-        """Return the furthest step that any region has merged at."""
+        """Return the latest step at which any region has merged."""
         syncs = (
             lines(self._workdir / f"region_{r}" / SYNCS_FILE)
             for r in range(len(self.regions))
@@ -110,21 +106,21 @@ class Chaos:
         restart_s: float,
         only_members: bool = True,
     ) -> None:
-        """Kill and start again, then wait until all have ended.
+        """Kill and restart regions, then wait until all have ended.
 
         Args:
-          num: kills.
-          last_step: after which nobody is killed.
-          seed: of who and when.
-          gap_s: seconds between two kills, on average; of `only_members`, from when
-            all take part again.
-          restart_s: seconds that the dead are left dead.
+          num: number of kills.
+          last_step: step after which no region is killed.
+          seed: seed of the choice of regions and moments.
+          gap_s: mean seconds between two kills; with `only_members` they count from
+            the moment at which all take part again.
+          restart_s: seconds after which a killed region is restarted.
           only_members: whether to wait with a kill until all regions take part.
 
         Raises:
-          RefusedError: with what a region said; then the others are killed.
+          RefusedError: with the region's last output; the others are killed.
         """
-        # Other draws than those of the kills before, where the run was stopped.
+        # If the run was stopped, draw other numbers than for the kills before.
         rng = random.Random(f"{seed} {len(self.kills)}")
         self.born_s, said_s = {}, time.time()
         for region in range(len(self.regions)):
@@ -227,7 +223,7 @@ class Chaos:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns 0 if the run kept what is promised."""
+    """Run the program; return 0 if the run passes all checks."""
     own = define_flags()
     flags.define()
     with flags.usage_errors():
@@ -236,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), {"Flags": options(own)}))
             return 0
         if not own.workdir:
-            raise ValueError("workdir=None must be a folder")
+            raise ValueError("workdir=None is missing; name a folder")
         check_own(own)
         if own.scenario:
             scenarios.check_regions(own.scenario, own.regions)
@@ -248,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()
-        check_jobs(config)
+        check_elastic(config)
         workdir = pathlib.Path(own.workdir)
         make_folder(workdir)
     if own.scenario:
@@ -261,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int:
-    """Run it all; returns 0 if the run kept what is promised."""
+    """Run the training with its kills or fault; return 0 if it passes all checks."""
     loss = None
     if own.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():
@@ -270,6 +266,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
         workdir,
         own.regions,
+        flags.value("via") or "",
     )
     logs = independent.logs(workdir, own.regions)
     # Each life compiles the same programs.
@@ -297,7 +294,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     if chaos.is_stopped:
         with (workdir / PARTS_FILE).open("a") as file:
             file.write(json.dumps({"seconds": seconds}) + "\n")
-        print(f"stopped after {len(chaos.kills)} kills; the same command goes on")
+        print(f"stopped after {len(chaos.kills)} kills; the same command resumes")
         return 1
     seconds += sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {

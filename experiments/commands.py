@@ -1,6 +1,6 @@
-"""How the programs here are started, shown, and called where they are installed.
+"""Names of the programs, in a checkout and installed, and the command `cocodc`.
 
-In a checkout `python -m experiments.train` is a program. A wheel has the same file as
+In a checkout `python -m experiments.train` runs a program. A wheel has the same file as
 `cocodc_jax.experiments.train`, and one command that runs all programs: `cocodc train`.
 """
 
@@ -22,25 +22,21 @@ IS_INSTALLED = __package__ != "experiments"
 
 
 def python_m(program: str) -> list[str]:
-    """Return the words that start a program as another process.
-
-    Args:
-      program: its module here, such as "train".
-    """
+    """Return the words that start a program, such as "train", in a new process."""
     return [sys.executable, "-m", f"{__package__}.{program}"]
 
 
 def shown(text: str | None) -> str:
-    """Return a text with programs called as they can be called here.
+    """Return a text whose commands fit this installation.
 
     Args:
-      text: in which they are called as in a checkout.
+      text: with commands as in a checkout.
     """
     return as_installed(text or "") if IS_INSTALLED else text or ""
 
 
 def as_installed(text: str) -> str:
-    """Return a text with programs called by the names of their commands.
+    """Return a text whose commands are those of an installed package.
 
     >>> as_installed("python -m experiments.probe_network, as `experiments.wan`")
     'cocodc probe-network, as `cocodc wan`'
@@ -53,17 +49,12 @@ def as_installed(text: str) -> str:
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
-    """Return the command line of a program, to be written beside its results.
-
-    Args:
-      program: its module here.
-      words: its flags.
-    """
+    """Return the command line of a program and its flags, to record with results."""
     return " ".join([shown(f"python -m experiments.{program}"), *words])
 
 
 def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a program that returns its exit code, and end with it."""
+    """Run a program, and exit with the code that it returns."""
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     full = ("--help=all", "--helpfull")  # These programs have few flags.
     words = ["--help" if word in full else word for word in sys.argv[:end]]
@@ -73,7 +64,7 @@ def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def programs() -> dict[str, pathlib.Path]:
-    """Return the file of every program by its command, studies last."""
+    """Return the file of each program by its command, studies last."""
     here = pathlib.Path(__file__).parent
     return {
         _command(path.stem): path

@@ -2,15 +2,14 @@
 
     python -m experiments.compare --preset=tiny
 
-Every method gets the same model, data, seeds, tokens and evaluation. Some bring an
-inner optimizer of their own; `method+optimizer` gives it to another, which shows its
-share:
+Every method gets the same model, data, seeds, tokens and evaluation. Some methods have
+an inner optimizer of their own. `method+optimizer` runs another method with it, which
+separates the two effects:
 
     python -m experiments.compare --methods=muloco,diloco,diloco+muon,data_parallel+muon
 
 Writes to the workdir: a folder for each run, comparison.json, PNG plots, and
-report.html with all of it. The same command goes on where an interrupted comparison
-stopped.
+report.html with all of it. The same command resumes an interrupted comparison.
 """
 
 import dataclasses
@@ -57,7 +56,7 @@ def main() -> None:
             for name, leaves in methods.items()
         }
         flags.check_optimizers(configs.values())
-        # All of them before the first trains: a wrong flag costs nobody an hour.
+        # Check all runs before the first trains: a wrong flag costs no hour.
         sessions: list[Session] = []
         tracking = flags.tracking()
         for folder, config in configs.items():
@@ -73,7 +72,7 @@ def main() -> None:
             runs.append(dataclasses.replace(found, method=name))
         else:
             diverged.setdefault(name, found)
-    # A mean over some of the seeds would not be like the others'.
+    # A mean over some of the seeds is not comparable with the others.
     runs = [run for run in runs if run.method not in diverged]
     if runs:
         _write_report(runs, diverged, base, workdir, console)
@@ -82,7 +81,7 @@ def main() -> None:
 
 
 def _methods(num_regions: int) -> dict[str, dict[str, str]]:
-    """Names as they were given, each with the leaves that it stands for."""
+    """Return the names as given, each with the leaves that it sets."""
     names = [name.strip() for name in flags.value("methods").split(",") if name.strip()]
     if not names:
         raise ValueError(f"methods='' is empty; use some of {sorted(METHODS)}")
@@ -114,7 +113,7 @@ def _check_target(methods: Iterable[str]) -> None:
     target = flags.value("target_method")
     if target is not None and target not in methods:
         raise ValueError(
-            f"target_method={target!r} is none of methods={','.join(methods)}"
+            f"target_method={target!r} must be one of methods={','.join(methods)}"
         )
 
 
@@ -130,7 +129,7 @@ def _num_seeds() -> int:
 
 
 def _train(session: Session, console: Console) -> Run | str:
-    """Return the finished run, or in what way it diverged; any other error ends all."""
+    """Return the finished run, or how it diverged; exit on any other error."""
     method, run = session.config.method.method, session.config.run
     try:
         summary = session.train(console)
@@ -142,7 +141,7 @@ def _train(session: Session, console: Console) -> Run | str:
             return f"seed {run.seed}: {error}"
         sys.exit(1)
     print(f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
-          "the same command goes on from there")  # fmt: skip
+          "the same command resumes there")  # fmt: skip
     sys.exit(0)
 
 
@@ -210,11 +209,11 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
     console.print(table)
     whose = target or "the worst"
     console.print(
-        "Loss of the regions' mean, and of the outer model, on held-out text. Sent: "
-        "float32, but where a method has a compressor of its own or --compress says "
-        "so (Streaming DiLoCo as published sends FP4: --compress=fp4). Kept: "
-        "outer state, messages in flight and their memory, all regions. Drift: RMS "
-        "distance of the regions from their mean, over its length. Target: the loss "
+        "Loss: of the regions' mean, on held-out text. Outer: of the outer model. "
+        "Sent: float32, unless the method has a compressor or --compress sets one "
+        "(Streaming DiLoCo as published sends FP4: --compress=fp4). Kept: outer state, "
+        "messages in flight and error feedback, over all regions. Drift: RMS distance "
+        "of the regions from their mean, over its length. To target: steps to the loss "
         f"{comparison['target_loss']:.4f} of {whose}.",
         highlight=False,
     )
@@ -222,20 +221,20 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT, "Folder of the runs and the report; they go on there.")
+    flags.define(WITHOUT, "Folder of the runs and the report; they resume there.")
     flags.define_tracking()
     flags.define_one(
         str,
         "methods",
         "data_parallel,diloco,streaming_diloco,cocodc",
-        "Methods to compare, separated by commas; all that --regions allows: all. "
-        "With another inner optimizer: diloco+muon.",
+        "Methods to compare, comma-separated; all: every method that --regions allows. "
+        "diloco+muon: with another inner optimizer.",
     )
     flags.define_one(
         str,
         "target_method",
         None,
-        "Whose final loss is the target. Default: the worst.",
+        "Method whose final loss is the target. Default: the worst.",
     )
     flags.define_one(int, "seeds", 1, "Seeds of each method: 0, 1, ...")
 

@@ -3,17 +3,18 @@ r"""Trains with several methods over several emulated networks, and in the simul
     python -m experiments.compare_networks --workdir=DIR --networks=100,1000 \
         --methods=diloco,cocodc -- --preset=tiny --eval_batches=4 --step_seconds=0.25
 
-Every run is one of `experiments.wan` with a process for each region; flags after --
-are those of `experiments.train`. How fast regions go is compared with the same regions
-left alone, and with what `cocodc_jax.network.simulator` expects of the same links,
-bytes and step times, and of hosts that prepare so many bytes a second; that is measured
-with data parallel over a network as fast as the lab can be, with the usual delay.
+Each run starts a process for each region by `experiments.wan`. Flags after -- are those
+of `experiments.train`. The speed of the regions is compared with two others: the same
+regions without a network, and the prediction of `cocodc_jax.network.simulator` for the
+same links, bytes and step times. The prediction also needs the bytes that a host
+prepares in a second. They are measured by data parallel over the fastest network of the
+lab, with the usual delay.
 
-Writes networks.json, networks.md and networks.png to DIR, and below it a folder for
-each run. A run that is done is not run again: the same command goes on.
+Writes networks.json, networks.md and networks.png to DIR, and a folder for each run.
+The same command resumes, and skips runs that are done.
 
-The regions of a lab share this machine's cores: with --step_seconds they compute for a
-part of a step only, and leave the cores to the network for the rest.
+The regions of a lab share this machine's cores. With --step_seconds they compute for a
+part of each step only, and leave the cores to the network for the rest.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ from .networks.measure import Pace
 
 APART, EVERY_STEP = "apart", "data_parallel"
 WIDTH = 132  # of the table, also where the output is no terminal
-# Decided here, for speed is all that is looked at.
+# Set here, because the comparison is about speed only.
 FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
 WITHOUT = ("method", "steps", *FIXED)
 
@@ -62,21 +63,21 @@ def define_flags() -> absl_flags.FlagValues:
     text(
         "networks",
         "100,1000,20,unequal",
-        f"Mbit/s of each pair of regions, {cases.LATENCY_MS} ms one way; or unequal "
+        f"Mbit/s of each pair of regions at {cases.LATENCY_MS} ms one way; or unequal "
         "(three regions near, one far); or a YAML file of links (network/world.py)",
     )
     text("methods", ",".join(predict.USUAL), "methods that processes can run")
     absl_flags.DEFINE_integer(
         "intervals",
         4,
-        "sync intervals to look at, after the first two",
+        "sync intervals to measure, after the first two",
         lower_bound=1,
         flag_values=values,
     )
     absl_flags.DEFINE_float(
         "limit_s",
         1800.0,
-        "seconds after which a run is given up",
+        "seconds after which a run is aborted",
         lower_bound=1,
         flag_values=values,
     )
@@ -84,20 +85,20 @@ def define_flags() -> absl_flags.FlagValues:
 
 
 class Comparison:
-    """What is asked for, checked; `rows` runs it."""
+    """A checked comparison; `rows` runs it."""
 
     def __init__(self, values: absl_flags.FlagValues, train: Sequence[str]):
-        """Read everything; runs nothing.
+        """Check all flags; run nothing.
 
         Args:
-          values: of `define_flags`.
+          values: flags of `define_flags`.
           train: flags of `experiments.train`.
 
         Raises:
-          ValueError: naming the flag, its value and what would be right.
+          ValueError: with the flag, its value and a value that works.
         """
         if not values.workdir:
-            raise ValueError("workdir=None is no folder; name one for the results")
+            raise ValueError("workdir=None is missing; name a folder for the results")
         self._workdir = pathlib.Path(values.workdir)
         self._methods = _distinct("methods", values.methods)
         for name in self._methods:
@@ -119,7 +120,7 @@ class Comparison:
         self._check_folders()
 
     def _check_folders(self) -> None:
-        """Refuse folders that hold, or would hold, the result of another run."""
+        """Refuse folders that have, or would get, the result of another run."""
         controls = [(self._wide, method) for method in (APART, EVERY_STEP)]
         planned: dict[pathlib.Path, list[str]] = {}
         for each in (*controls, *itertools.product(self._networks, self._methods)):
@@ -133,21 +134,21 @@ class Comparison:
             lab_run.held(command, folder, each[0].links)
 
     def apart(self) -> Measured:
-        """Return the regions left alone, in the lab as well.
+        """Return the run without a network, also in the lab.
 
         Raises:
-          LabRunError: if they did not come to the end.
+          LabRunError: if it did not finish.
         """
         return self._measured(self._wide, APART)[0]
 
     def host_bytes_per_s(self, alone: Measured) -> float:
-        """Return what hosts prepare in a second, besides what the network takes.
+        """Return the bytes of messages that hosts prepare in a second.
 
         Args:
-          alone: from `apart`.
+          alone: the run of `apart`.
 
         Raises:
-          LabRunError: if the run that tells it did not come to the end.
+          LabRunError: if the run that measures it did not finish.
         """
         run, stretch = self._measured(self._wide, EVERY_STEP)
         given = self._wide, EVERY_STEP, run, stretch, alone
@@ -160,8 +161,8 @@ class Comparison:
         """Run every method over every network.
 
         Args:
-          alone: from `apart`.
-          host_bytes_per_s: from the function of this name.
+          alone: the run of `apart`.
+          host_bytes_per_s: the result of the method of this name.
         """
         for network in self._networks:
             for method in self._methods:
@@ -204,7 +205,7 @@ class Comparison:
     def _command(
         self, network: cases.Network, method: str
     ) -> tuple[list[str], pathlib.Path, cases.Stretch]:
-        """Return the command of a run, its folder, and the steps to look at."""
+        """Return the command of a run, its folder, and the steps to measure."""
         folder = self._workdir / network.name / method
         config = self._config(network, method)
         stretch = cases.stretch(
@@ -214,7 +215,7 @@ class Comparison:
         return lab_run.lab_command(network, folder, train), folder, stretch
 
     def _config(self, network: cases.Network, method: str) -> TrainConfig:
-        # What others are held against sends nothing, or everything as it is.
+        # The references send nothing, or everything uncompressed.
         is_control = network is self._wide
         base = self._base.where(compress=None) if is_control else self._base
         return base.replace(method=method)
@@ -222,7 +223,7 @@ class Comparison:
     def _train_flags(
         self, network: cases.Network, method: str, num_steps: int
     ) -> list[str]:
-        """Return what was given and this method has a use for, and what is fixed."""
+        """Return the given flags that this method takes, and the fixed ones."""
         taken = methods.defaults(method)
         leaves = {"preset": self._base.preset}
         for name in self._given:
@@ -239,30 +240,29 @@ def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
 
     Args:
       train: flags of `experiments.train`.
-      methods: that are compared.
+      methods: names of the compared methods.
 
     Raises:
-      ValueError: for a value that it refuses, or a flag that this program decides.
+      ValueError: for an invalid value, or a flag that this program sets.
     """
     flags.define(WITHOUT)
     flags.parse(["experiments.train", *train])
     for name in ("workdir", *flags.PROCESSES):
         if flags.given(name):
             raise ValueError(
-                f"{name}={flags.value(name)} is decided for each run; leave it out "
-                "after --"
+                f"{name}={flags.value(name)} is set for each run; leave it out after --"
             )
     return flags.config(WITHOUT, methods)
 
 
 def _distinct(name: str, words: Sequence[str]) -> list[str]:
     if not words or len(set(words)) < len(words):
-        raise ValueError(f"{name}={','.join(words)} must be some names, each once")
+        raise ValueError(f"{name}={','.join(words)} must be names, each once")
     return list(words)
 
 
 def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
-    """Run and reports; returns the exit code, 1 if a run has failed."""
+    """Run everything and write reports; return the exit code, 1 if a run failed."""
     console = Console(width=WIDTH)
     try:
         alone = comparison.apart()
@@ -290,7 +290,7 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     values = define_flags()
     try:
         train = values(argv)[1:]
@@ -309,7 +309,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {one_line(error, known)}", file=sys.stderr)
         return 2
     except lab_run.StoppedError:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
 
 

@@ -1,4 +1,4 @@
-r"""Compiles every program of a run for a machine that need not be there.
+r"""Compiles every program of a run for an accelerator, without having one.
 
     python -m experiments.compile --preset=paper_150m --target=v5e:4x4 --slices=4 \
         --method=cocodc --workdir=DIR
@@ -8,8 +8,8 @@ number of --slices, or hosts of eight GPUs (h100:4, h200:4). The regions share t
 chips; the data axis is as long as there are any. Prints for each program, of one
 device: memory, operations, collectives inside and between regions and which of them
 span the inner steps, and the least time by a roofline. Writes WORKDIR/compile.json.
-The window of each fragment (--fuse_syncs) holds the inner steps and compiles as long as
-they do; --fuse_syncs=no tells their memory and speed much sooner, and --programs='start
+The window of each fragment (--overlap) holds the inner steps and compiles as long as
+they do; --overlap=no tells their memory and speed much sooner, and --programs='start
 fragment 0' compiles one of them alone. Exits with 1 if the run does not fit, and
 proposes flags with which it would. Needs the extra `tpu` or `cuda`, and no accelerator.
 """
@@ -40,12 +40,12 @@ with extra("train"):
     from rich.console import Console
 
 RESULT_FILE = "compile.json"
-# Columns of the table, also where it goes to a file.
+# Columns of the table, also if it goes to a file.
 WIDTH = 160
 
 
 def main() -> None:
-    """Read the flags, compile, print and write what was found."""
+    """Read the flags, compile, print and write the result."""
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     with flags.usage_errors():
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def read_flags() -> tuple[Job, pathlib.Path]:
-    """Return what to compile, and the folder of the result.
+    """Return the configuration to compile, and the folder of the result.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: with the flag, its value and a value that works.
     """
     if not flags.given("target"):
         raise ValueError(f"target=None is no machine; use one of {', '.join(CHIPS)}")
@@ -73,8 +73,8 @@ def read_flags() -> tuple[Job, pathlib.Path]:
         re.compile(programs)
     except re.error as error:
         raise ValueError(
-            f"programs={programs!r} is no regular expression ({error}); use part of a "
-            "name, as in 'fragment 0'"
+            f"programs={programs!r} is not a regular expression ({error}); use a part "
+            "of a name, as in 'fragment 0'"
         ) from None
     target = Target.parse(flags.value("target"), flags.value("slices"))
     config = place(flags.config(), target, flags.given("data_axis"))
@@ -90,11 +90,11 @@ def read_flags() -> tuple[Job, pathlib.Path]:
 
 
 def compile_run(job: Job, console: Console) -> dict[str, Any]:
-    """Compile and print; returns what compile.json holds.
+    """Compile and print; return the content of compile.json.
 
     Raises:
       CompileError: if the process that compiles died.
-      UnknownProgramError: if there is no program that was asked for.
+      UnknownProgramError: if no program has a requested name.
     """
     with telling(console) as say:
         about, programs = job.run(
@@ -124,7 +124,7 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield what tells what goes on: in place on a terminal, else a line each."""
+    """Yield a function that prints progress, in place on a terminal, else by lines."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
@@ -142,8 +142,8 @@ def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
     """Return the first flags with which the inner steps fit; None if none do.
 
     Args:
-      job: that does not fit.
-      say: told what is tried.
+      job: the job that does not fit.
+      say: called with each attempt.
     """
     for text, config in report.remedies(job.config):
         if not is_possible(config):
@@ -159,7 +159,7 @@ def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
 
 
 def is_possible(config: TrainConfig) -> bool:
-    """Tell whether a region's devices can share the model."""
+    """Return whether a region's devices can share the model."""
     try:
         check_model(config, config.model)
     except ValueError:
@@ -171,8 +171,8 @@ def _advice(summary: dict[str, Any]) -> str:
     if "remedy" not in summary:
         return ""
     if summary["remedy"] is None:
-        return " No flags that were tried make it fit; take a larger slice."
-    return f" The inner steps would with {summary['remedy']}"
+        return " None of the flags tried makes it fit; use a larger slice."
+    return f" The inner steps would fit with {summary['remedy']}"
 
 
 def define() -> None:
@@ -183,7 +183,7 @@ def define() -> None:
     )
     flags.define_one(int, "slices", 1, "Slices of that shape, joined by their hosts.")
     flags.define_one(
-        bool, "propose", True, "Whether to look for flags with which the run would fit."
+        bool, "propose", True, "Whether to search for flags with which the run fits."
     )
     flags.define_one(
         str,

@@ -1,13 +1,12 @@
-"""Writes what a run has learnt as a model that Hugging Face's transformers load.
+"""Exports a run's model for Hugging Face's transformers.
 
     python -m experiments.export --workdir=RUN --out=DIR
 
-DIR gets model.safetensors and config.json of a LlamaForCausalLM, in float32, and the
-files of the run's tokenizer; `AutoModelForCausalLM.from_pretrained(DIR)` loads it, and
-`--init_from=DIR` begins another run with it. Of a run with `--lora_rank` the adapters
-are merged in; `--adapter` writes them alone, for `peft` to load onto the model that the
-run began with. The run's data must be where they were.
-Needs `pip install 'cocodc_jax[hf]'`.
+Writes model.safetensors and config.json of a LlamaForCausalLM in float32, and the files
+of the run's tokenizer. `AutoModelForCausalLM.from_pretrained(DIR)` loads the model, and
+`--init_from=DIR` starts another run from it. Adapters of `--lora_rank` are merged;
+`--adapter` writes them alone, for `peft` to load onto the base model. The run's data
+must be where they were. Needs `pip install 'cocodc_jax[hf]'`.
 """
 
 import sys
@@ -43,7 +42,7 @@ def define() -> None:
     """Define the program's flags."""
     flags.define_one(str, "workdir", None, "Folder of the run.")
     flags.define_one(str, "out", None, "Folder to write; missing or empty.")
-    flags.define_one(int, "step", None, "Which checkpoint. Default: the newest.")
+    flags.define_one(int, "step", None, "Step of the checkpoint. Default: the newest.")
     flags.define_one(
         str,
         "params",

@@ -1,13 +1,13 @@
-"""Trains in several processes on this machine, which share the regions out.
+"""Trains in several processes on this machine, which share the regions.
 
     python -m experiments.launch_local --regions=4 -- --preset=tiny --method=cocodc
 
 The flags after `--` are those of `experiments.train`. Process 0 writes to the terminal,
-process N to WORKDIR/process_N/output.log. When one process fails, the others are ended,
-and the exit code is that of the first. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run
-after a checkpoint; a second one ends it at once.
+process N to WORKDIR/process_N/output.log. If a process fails, the others end too, and
+its exit code is the program's. SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after a
+checkpoint; a second one ends it at once.
 
-With `--jobs` every region is a job of its own (`--exchange=jobs`), writes to
+With `--elastic` every region is a run of its own (`--exchange=elastic`), writes to
 WORKDIR/region_N/output.log, and ends for itself alone; `--restart` starts it again, but
 who refuses its flags, or dies within a minute five times in a row.
 """
@@ -24,7 +24,7 @@ from absl import flags as absl_flags
 from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
-from cocodc_jax.run.build import check_jobs
+from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
 
@@ -35,10 +35,10 @@ def define_flags() -> absl_flags.FlagValues:
     """Return this program's flags, apart from those of the training."""
     values = absl_flags.FlagValues()
     for name, text in (
-        ("regions", "regions that train; default: what the flags after -- say"),
+        ("regions", "regions that train; default: as the flags after -- say"),
         (
             "processes",
-            "processes that share the regions out, or several to a region; "
+            "processes that share the regions, or several to a region; "
             "default: one per region",
         ),
     ):
@@ -51,10 +51,11 @@ def define_flags() -> absl_flags.FlagValues:
         lower_bound=0,
     )
     for name, text in (
-        ("jobs", "every region a job of its own, which may die and come back"),
-        ("restart", "with --jobs: start regions again that died"),
+        ("elastic", "every region a run of its own, which may die and come back"),
+        ("restart", "with --elastic: start regions again that died"),
     ):
         absl_flags.DEFINE_bool(name, False, text, flag_values=values)
+    absl_flags.DEFINE_alias("jobs", "elastic", flag_values=values)
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     return values
 
@@ -62,13 +63,13 @@ def define_flags() -> absl_flags.FlagValues:
 def launch(
     train_flags: Sequence[str], workdir: pathlib.Path, count: int, grace_s: float
 ) -> int:
-    """Start the processes and wait for their end.
+    """Start the processes and wait until they end.
 
     Args:
-      train_flags: of `experiments.train`.
+      train_flags: flags of `experiments.train`.
       workdir: folder of the run.
-      count: processes.
-      grace_s: between asking them to end and killing them.
+      count: number of processes.
+      grace_s: seconds between asking them to end and killing them.
 
     Returns:
       0, or the exit code of the process that failed first.
@@ -94,7 +95,7 @@ def launch(
             group.kill()
 
 
-def launch_jobs(
+def launch_elastic(
     train_flags: Sequence[str],
     workdir: pathlib.Path,
     count: int,
@@ -102,21 +103,24 @@ def launch_jobs(
     grace_s: float,
     num_processes: int = 1,
 ) -> int:
-    """Start every region as a job of its own, and wait for their end.
+    """Start every region as a run of its own, and wait for their end.
 
     Args:
-      train_flags: of `experiments.train`.
+      train_flags: flags of `experiments.train`.
       workdir: folder of the run.
-      count: regions.
-      restarts: whether to start again who died.
-      grace_s: between asking them to end and killing them.
-      num_processes: of each region.
+      count: number of regions.
+      restarts: whether to restart regions that died.
+      grace_s: seconds between asking them to end and killing them.
+      num_processes: processes of each region.
 
     Returns:
-      0, or the exit code of the region that ended badly first.
+      0, or the exit code of the region that failed first.
     """
     told = independent.commands(
-        [*commands.python_m("train"), *train_flags], workdir, count
+        [*commands.python_m("train"), *train_flags],
+        workdir,
+        count,
+        flags.value("via") or "",
     )
     logs = independent.logs(workdir, count)
     regions = [
@@ -144,7 +148,7 @@ def launch_jobs(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     own = define_flags()
     train.define()
     with flags.usage_errors():
@@ -160,22 +164,22 @@ def main(argv: Sequence[str]) -> int:
                     f"by --regions={own.regions}; leave one out"
                 )
             train_flags.append(f"--regions={own.regions}")
-        # Read here too, so that what is wrong is said once, before anything starts.
+        # Parsed here too, so that an error is printed once, before any process starts.
         flags.parse([argv[0], *train_flags])
         config, named = train.read_flags(planned.unsaid)
         workdir = folder_here(named)  # Of the logs.
-        if own.restart and not own.jobs:
-            raise ValueError("restart=True goes with --jobs; processes end together")
-        if own.jobs:
-            check_jobs(config)
+        if own.restart and not own.elastic:
+            raise ValueError("restart=True goes with --elastic; processes end together")
+        if own.elastic:
+            check_elastic(config)
             each, rest = divmod(own.processes or config.run.regions, config.run.regions)
             if rest:
                 raise ValueError(
-                    f"processes={own.processes} with --jobs must be a multiple of "
+                    f"processes={own.processes} with --elastic must be a multiple of "
                     f"regions={config.run.regions}, each of so many processes"
                 )
             make_folder(workdir)
-            return launch_jobs(
+            return launch_elastic(
                 train_flags,
                 workdir,
                 config.run.regions,

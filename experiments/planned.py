@@ -1,12 +1,12 @@
-r"""A run whose method, precision and interval are what a sweep recommends on its links.
+r"""Chooses a run's method, precision and interval by a sweep's results on its links.
 
     python -m experiments.train --plan=auto --plan_frontier=cells.json --plan_gbps=0.1 \
         --plan_latency_ms=50 --plan_step_s=0.5 --workdir=DIR
 
-It is what `simulate --plan --frontier` says of the same links (`sweeps/advice.py`), for
-the run's own regions and model; settings with more fragments than the model has blocks
-are passed over. The same flags give the same plan, so that the command goes on where it
-stopped.
+The choice is that of `simulate --plan --frontier` on the same links
+(`sweeps/advice.py`), for the run's own regions and model. Settings with more fragments
+than the model has blocks are skipped. The same flags give the same plan, so the same
+command resumes a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
 from .simulation.files import named
-from .sweeps import advice
+from .sweeps import advice, measured
 
 AUTO, NONE = "auto", "none"
 # Always; of other arguments those that what is recommended does not leave alone.
@@ -42,7 +42,7 @@ _FLAGS = {
     "plan_frontier": _Flag(
         str,
         None,
-        "cells.json of a sweep, or of several, with the losses that were measured.",
+        "cells.json of a sweep, or of several, with measured losses.",
     ),
     "plan_step_s": _Flag(float, None, "Seconds of an inner step."),
     "plan_links": _Flag(str, None, "YAML file with regions and links."),
@@ -56,7 +56,7 @@ _FLAGS = {
 
 
 def define() -> None:
-    """Define `--plan` and what it needs to know."""
+    """Define `--plan` and the flags that it needs."""
     text = "'auto': choose method, precision and interval by measured losses."
     flags.define_one(str, "plan", NONE, text)
     for name, flag in _FLAGS.items():
@@ -64,19 +64,32 @@ def define() -> None:
 
 
 def planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with what the flags have chosen for it, and say why.
+    """Return the configuration with the plan's choices, and print why.
 
     Args:
-      config: by all other flags.
+      config: the configuration of all other flags.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: with the flag, its value and a value that works.
     """
     best = _best(config)
     if best is not None and max(flags.processes().process_id, _region()) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
+        if warning := measured.warning(_request(config)):
+            print(f"plan: {warning}", file=sys.stderr)
     return config if best is None else config.replace(**best.choice.flags)
+
+
+def _request(config: TrainConfig) -> dict[str, float]:
+    """Return the numbers of a run that losses were measured at some of."""
+    num_params = models.num_params(config.model)
+    tokens = config.run.steps * config.tokens_per_step
+    return {
+        "parameters": num_params,
+        "regions": config.run.regions,
+        "tokens a parameter": tokens / num_params,
+    }
 
 
 def _region() -> int:
@@ -84,7 +97,7 @@ def _region() -> int:
 
 
 def unsaid(config: TrainConfig) -> TrainConfig:
-    """Do as `planned`, for a program that starts those that say it."""
+    """Do as `planned` without printing, for programs that start training programs."""
     best = _best(config)
     return config if best is None else config.replace(**best.choice.flags)
 
@@ -113,21 +126,21 @@ def _best(config: TrainConfig) -> advice.Advice | None:
 
 
 def _that_fit(num_layers: int) -> list[advice.Choice]:
-    """Return the frontier's settings that cut a model into no more than its blocks."""
+    """Return the frontier's settings with at most as many fragments as blocks."""
     path = flags.value("plan_frontier")
     choices = named("plan_frontier", path, advice.read)
     fit = [x for x in choices if x.config.method.build().num_fragments <= num_layers]
     if not fit:
         raise ValueError(
-            f"plan_frontier={path} has no setting whose num_fragments is at most "
+            f"plan_frontier={path} has no setting with num_fragments at most "
             f"num_layers={num_layers}, the blocks of the model; give the file of a "
-            "sweep that has"
+            "sweep that has one"
         )
     return fit
 
 
 def _refuse(chosen: Iterable[str]) -> None:
-    """Refuse flags that were given beside a plan which chooses them."""
+    """Refuse flags that the plan chooses."""
     for name in chosen:
         if flags.given(name):
             raise ValueError(

@@ -1,22 +1,21 @@
-r"""Measures what a network gives to this framework's exchanges between CPU devices.
+r"""Measures how fast this framework's exchanges cross a network between CPU devices.
 
     python -m experiments.wan --regions=4 --bandwidth_mbit=100 --latency_ms=50 -- \
         python -m experiments.probe_network --bandwidth_mbit=100 --latency_ms=50
 
 Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
-COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS (the lab is one). A vector of
-float32 crosses as a fragment does in training, on one CPU device a process: in either
-all-reduce (`exchange/collectives.py`), as what is not compressed, and in either
-all-gather, as what is. Before each the processes rest, as between two fragments, since
-TCP starts again slowly after a rest. Large vectors go first: they open TCP's windows
-for what follows. On new connections small ones take longer, up to a fifth in the lab.
+COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS, as the lab does. A float32 vector
+crosses as a fragment does in training, on one CPU device a process: uncompressed by
+both all-reduces (`exchange/collectives.py`), compressed by both all-gathers. The
+processes pause before each exchange, as between two fragments, because TCP restarts
+slowly after a pause. Large vectors go first and open TCP's windows for the others. On
+new connections small vectors take longer, up to a fifth in the lab.
 
-Process 0 prints the median over the repeats, of the slowest process. Where the links
-are told, as to the lab, it prints what `cocodc_jax/network` predicts; measured
-over predicted is what TCP and the machines add. That is for regions that begin apart,
-as they do when each begins a while after its last one; where they happen to begin "at
-once", a collective may take less. WORKDIR/probe.json has every second measured. Exit
-code 2 and one line on standard error for bad flags.
+Process 0 prints the median over the repeats, of the slowest process. If flags describe
+the links, it also prints the prediction of `cocodc_jax/network`; the ratio is what TCP
+and the machines add. The prediction is for regions that start an exchange at different
+times. If they start at once, a collective may take less. WORKDIR/probe.json has all
+measured seconds. Exit code 2 and one line on standard error for bad flags.
 """
 
 import dataclasses
@@ -67,14 +66,16 @@ def define_flags() -> flags.FlagValues:
     count = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    text("sizes_mb", "16,4,1,0.1", "10^6 bytes of a process's vector, in this order")
-    text("collectives", ",".join(COLLECTIVES), "which, with commas")
-    count("repeats", 5, "exchanges of each size, after one that is not counted")
-    number("pause_s", 1.0, "seconds of rest before each exchange")
-    number("bandwidth_mbit", None, "Mbit/s of each link, or at most, with --links")
+    text("sizes_mb", "16,4,1,0.1", "vectors of a process in 10^6 bytes, in this order")
+    text("collectives", ",".join(COLLECTIVES), "comma-separated")
+    count("repeats", 5, "timed exchanges of each size, after one that is not counted")
+    number("pause_s", 1.0, "seconds of pause before each exchange")
+    number(
+        "bandwidth_mbit", None, "Mbit/s of each link; with --links the most of a region"
+    )
     number("latency_ms", 50.0, "milliseconds one way; needs --bandwidth_mbit")
     text("links", None, "YAML file with regions and links (network/world.py)")
-    text_of_mtu = "bytes of a packet; default: what the lab takes for such links"
+    text_of_mtu = "bytes of a packet; default: the lab's choice for such links"
     count("mtu", None, text_of_mtu, lower_bound=_LEAST_MTU_BYTES)
     text("workdir", None, f"folder for {FILE}")
     return values
@@ -88,13 +89,13 @@ def read_sizes(values: flags.FlagValues) -> list[int]:
         sizes = []
     if not sizes or min(sizes) < 1:
         raise ValueError(
-            f"sizes_mb={values.sizes_mb!r} must be positive numbers, with commas"
+            f"sizes_mb={values.sizes_mb!r} must be positive numbers, comma-separated"
         )
     return sizes
 
 
 def read_collectives(values: flags.FlagValues) -> list[str]:
-    """Return the names of what to measure."""
+    """Return the names of the collectives to measure."""
     names = values.collectives.split(",")
     for name in names:
         if name not in COLLECTIVES:
@@ -105,11 +106,9 @@ def read_collectives(values: flags.FlagValues) -> list[str]:
 
 
 def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
-    """Return what the links between `num` processes carry, None if nobody told.
+    """Return the links between `num` processes, None if no flag describes them.
 
-    Args:
-      values: the flags; bandwidths as the lab takes them, headers included.
-      num: processes; process k is the k-th region.
+    Bandwidths of flags include headers, as in the lab. Process k is the k-th region.
     """
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
@@ -142,11 +141,7 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
 
 
 def _check_told(values: flags.FlagValues) -> None:
-    """Refuse what of the links would be passed over.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
+    """Refuse flags of links that would have no effect."""
     if values["latency_ms"].present and (values.links or not values.bandwidth_mbit):
         raise ValueError(
             f"latency_ms={values.latency_ms:g} "
@@ -163,14 +158,14 @@ def _check_told(values: flags.FlagValues) -> None:
 def probe(
     name: str, num_values: int, repeats: int, pause_s: float, links: LinkState | None
 ) -> dict[str, Any]:
-    """Measures one collective and size; every process gets the same row.
+    """Measure one collective and size; every process gets the same row.
 
     Args:
       name: a key of `COLLECTIVES`.
       num_values: float32 values of a process's vector.
       repeats: exchanges to time.
-      pause_s: of rest before each.
-      links: to predict by, if they are known.
+      pause_s: seconds of pause before each.
+      links: for the prediction, if known.
     """
     num_bytes = 4 * num_values
     send = make_exchange(name, outer_devices(), num_values)
@@ -185,7 +180,7 @@ def probe(
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a table of the rows that `probe` gives."""
+    """Print a table of the rows of `probe`."""
     table = Table("collective", box=box.SIMPLE, pad_edge=False)
     for head in ("MB", "measured s", "predicted s", "ratio", "at once s"):
         table.add_column(head, justify="right")
@@ -200,7 +195,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     values = define_flags()
     try:
         if rest := values(argv)[1:]:

@@ -1,12 +1,12 @@
-r"""What it costs in step time that regions are jobs of their own, with nobody failing.
+r"""Measures what elastic regions cost in step time while none fails.
 
     python -m experiments.route_cost --regions=2 --pairs=2 --workdir=DIR -- \
         --preset=smoke --steps=300
 
-The same training runs on this machine with a process for each region on the outer mesh,
-and with a job for each, by turns, the first of a pair alternating. Printed, and written
-to DIR/route_cost.json: seconds of an inner step of either, turns that compiled left out
-and waits for means included, and for each pair how many times the one is the other.
+The same training runs on this machine in pairs: with one process per region on the
+outer mesh, and with one job per region. The first of a pair alternates. Prints and
+writes to DIR/route_cost.json the seconds of an inner step of both, and their ratio for
+each pair. Seconds include waits for means, and exclude turns that compiled.
 """
 
 import json
@@ -20,7 +20,7 @@ from absl import flags as absl_flags
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
-from cocodc_jax.run.build import check_jobs
+from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
@@ -28,7 +28,7 @@ from cocodc_jax.run.resume import make_folder
 from . import commands
 from .train import read_flags
 
-_SUMMARY = {"outer": "summary.json", "jobs": "region_0/summary.json"}
+_SUMMARY = {"outer": "summary.json", "elastic": "region_0/summary.json"}
 
 
 def define_flags() -> absl_flags.FlagValues:
@@ -52,16 +52,16 @@ def step_seconds(
     """Train, and return the seconds of a step.
 
     Raises:
-      ValueError: if the run fails, or is too short to tell.
+      ValueError: if the run fails, or is too short to be timed.
     """
-    own = ["--jobs"] if route == "jobs" else []
+    own = ["--elastic"] if route == "elastic" else []
     command = [*commands.python_m("launch_local"), *own, "--", *train]
     log = workdir.with_suffix(".log")
     print(f"training in {workdir}; {log}", file=sys.stderr, flush=True)
     code = children.run([*command, f"--workdir={workdir}"], log=log)
     if code:
         lines = children.said(log.read_text(errors="replace"))
-        said = lines[-1] if lines else "it said nothing"
+        said = lines[-1] if lines else "it printed nothing"
         raise ValueError(f"the run with {route} ended with {code}: {said}")
     rate = read_table(workdir / _SUMMARY[route])["tokens_per_second"]
     if not rate:
@@ -79,26 +79,28 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), {"Flags": options(own)}))
             return 0
         if not own.workdir:
-            raise ValueError("workdir=None must be a folder")
+            raise ValueError("workdir=None is missing; name a folder")
         flags.parse([argv[0], *train])
         flags.check_not_given(("regions", "workdir"))
         train += [f"--regions={own.regions}"]
         flags.parse([argv[0], *train])
         config, _ = read_flags()
-        check_jobs(config)
+        check_elastic(config)
         workdir, tokens = pathlib.Path(own.workdir), config.tokens_per_step
         make_folder(workdir)
-        found: dict[str, list[float]] = {"outer": [], "jobs": []}
+        found: dict[str, list[float]] = {"outer": [], "elastic": []}
         for pair in range(own.pairs):
-            for route in ("outer", "jobs") if pair % 2 == 0 else ("jobs", "outer"):
+            for route in (
+                ("outer", "elastic") if pair % 2 == 0 else ("elastic", "outer")
+            ):
                 folder = workdir / f"{route}_{pair}"
                 found[route].append(step_seconds(route, train, folder, tokens))
                 print(json.dumps({route: found[route][-1]}), file=sys.stderr)
-    pairs = zip(found["jobs"], found["outer"], strict=True)
-    ratios = [jobs / outer for jobs, outer in pairs]
+    pairs = zip(found["elastic"], found["outer"], strict=True)
+    ratios = [elastic / outer for elastic, outer in pairs]
     result = {
         "step_s": found,
-        "jobs_over_outer": ratios,
+        "elastic_over_outer": ratios,
         "median": statistics.median(ratios),
         "flags": train,
     }

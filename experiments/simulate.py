@@ -3,23 +3,25 @@ r"""Simulates training over a network: time, stalls, bytes, without running a mo
     python -m experiments.simulate --params=1e9 --step_time_s=0.1 --regions=4 \
         --bandwidth_gbps=1 --latency_ms=50 --method=streaming_diloco --workdir=DIR
 
-prints a summary and writes simulation.json, timeline.json (open it in ui.perfetto.dev)
-and timeline.png. `--method` is any method of training, with its arguments' names; what
-it sends when is its own schedule's. `--plan` chooses K, H, N, tau and the collective
-(or takes the one given, such as "direct", this package's own between processes) for the
-network and says why; with `--frontier` it also recommends method, precision and
-interval by the losses that a sweep measured (experiments/sweeps/advice.py); with
-`--stages` it first chooses which site runs which stage of a pipeline, and with
-`--swarm_s` simulates them for so long: batches wired by what sites
-manage (SWARM), with `--failures`, and with moves between stages every `--rebalance_s`.
-Links that change (`--links`) are named by what their messages take (network/faults.py).
-`--hours_between_failures`, with `--repair_s`, predicts goodput, the share of time in
-steps that count: of one job, which goes on from the last checkpoint, and of regions
-that are jobs of their own. `--table` holds the simulator against published numbers. All
-times are simulated seconds. Exit code 2 and one line on standard error for bad flags.
+prints a summary and writes simulation.json, timeline.json (for ui.perfetto.dev) and
+timeline.png. All times are simulated seconds.
 
-Its flags are its own, apart from those of a training run (cocodc_jax/run/flags.py),
-which would refuse most of them: a network is described here, not a model.
+- `--method` is any method of training, with its arguments and its own schedule.
+- `--plan` chooses K, H, N, tau and the collective for the network, and says why.
+- `--frontier` also recommends method, precision and interval, by the losses that a
+  sweep measured (experiments/sweeps/advice.py).
+- `--stages` first chooses which site runs which stage of a pipeline. `--swarm_s`
+  simulates that pipeline, with batches routed by throughput (SWARM), with `--failures`,
+  and with moves between stages every `--rebalance_s`.
+- `--links` may describe links that change; the output names those that look faulty
+  (network/faults.py).
+- `--hours_between_failures`, with `--repair_s`, predicts goodput: the share of time
+  spent in steps that count, for one job that resumes from its last checkpoint, and for
+  regions that are separate jobs.
+- `--table` compares the simulator with published numbers.
+
+Exit code 2 and one line on standard error for bad flags. The flags describe a network,
+not a model, so they are not those of training (cocodc_jax/run/flags.py).
 """
 
 import dataclasses
@@ -51,7 +53,7 @@ from cocodc_jax.run.messages import one_line
 from . import commands
 from .simulation import described, options, stages
 from .simulation.files import named, read_curve, write_json
-from .sweeps import advice
+from .sweeps import advice, measured
 
 ADVICE_LINES = 5
 
@@ -95,7 +97,7 @@ def run_simulation(values: flags.FlagValues) -> None:
 
 
 def _check_rank(values: flags.FlagValues, method: Method) -> None:
-    """Refuse a rank that means nothing for this method."""
+    """Refuse a rank that has no meaning for this method."""
     if values.effective_rank is not None and "effective_rank" not in method.needs:
         raise ValueError(
             f"effective_rank={values.effective_rank} has no meaning for "
@@ -114,7 +116,7 @@ def _print_summary(summary: dict[str, float | str | None]) -> None:
 
 
 def _folder(values: flags.FlagValues) -> pathlib.Path | None:
-    """Return the folder for results, made if need be, before the work begins."""
+    """Return the folder for results; create it before the work begins."""
 
     def make(path: str) -> pathlib.Path:
         pathlib.Path(path).mkdir(parents=True, exist_ok=True)
@@ -159,15 +161,18 @@ def run_plan(values: flags.FlagValues) -> None:
         stages.report_placement(topology, placed, folder)
         if values.swarm_s is not None:
             stages.report_swarm(values, topology, placed.stages, job, times, failures)
-        # What a site averages is its stage, with the sites that have the same one.
+        # A site averages its stage with the sites that run the same stage.
         sites = placed.stages[placed.slowest_stage]
         topology, times = topology.subset(sites), tuple(times[i] for i in sites)
         job = dataclasses.replace(job, model_bytes=job.model_bytes / values.stages)
         if topology.num_regions == 1:
-            print("- Nothing is averaged: every site has a stage of its own.")
+            print("- No average is needed: every site has a stage of its own.")
             return
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
+    request = {"parameters": values.params, "regions": topology.num_regions}
+    if warning := measured.warning(request):
+        print(f"- {warning[0].upper()}{warning[1:]}.")
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
     if folder:
@@ -183,9 +188,9 @@ def _report_advice(
     times: Sequence[float],
     folder: pathlib.Path | None,
 ) -> None:
-    """Say what a sweep's frontier recommends on these links, and what comes next."""
+    """Print the best settings of a sweep's frontier on these links."""
     found = advice.advise(choices, topology, values.params, times, values.collective)
-    print("By losses that were measured, in the time of its steps without a network:")
+    print("By measured losses, in the time of the run's steps without a network:")
     for place, each in enumerate(found[:ADVICE_LINES], 1):
         print(f"{place}. {each.explain()}.")
     print(*(f"--{name}={value}" for name, value in found[0].choice.flags.items()))
@@ -206,7 +211,7 @@ def _job(values: flags.FlagValues, step_time_s: float) -> plan.Job:
 
 
 def run_table() -> None:
-    """Print simulated against published bandwidths, and DiLoCoX's speed-up."""
+    """Print simulated and published bandwidths, and DiLoCoX's speed-up."""
     table = Table(title="Gbit/s needed: simulated/published grid point = ratio")
     for name in ("model", "method", *(f"{t:.0%}" for t in published.TARGETS)):
         table.add_column(name, no_wrap=True)
@@ -216,7 +221,7 @@ def run_table() -> None:
         if interval is not None:
             label = "  with a fragment every step"
             table.add_row("", label, *_entries(size, row, printed, interval))
-    # Wide enough for every column, also where the output is no terminal.
+    # Wide enough for every column, also if the output is not a terminal.
     rich.console.Console(width=140).print(table)
     speedup = published.dilocox_speedup()
     print(
@@ -244,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         extra = values(argv)[1:]
         if extra:
-            raise ValueError(f"argument {extra[0]!r} is no flag")
+            raise ValueError(f"unexpected argument {extra[0]!r}; flags begin with --")
         if values.help:
             print(
                 render(commands.shown(__doc__), sections_of(options.SECTIONS, values))

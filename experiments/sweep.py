@@ -2,30 +2,31 @@ r"""Trains a grid of configurations, finds the best of each, and shows the front
 
     python -m experiments.sweep --grid=experiments/grids/example.toml --workdir=DIR
 
-A grid is a TOML file: flags of every run, groups of products of flags, seeds, and what
-is tuned, all at once or by successive halving on seeds of its own. Every row is checked
-before the first trains. Each finished run is a line of DIR/rows.jsonl, with its whole
-configuration. The same command goes on where a killed one stopped: finished rows are
-not run again, the one that was killed goes on from its newest checkpoint
-(checkpoint_every), or begins again if it had none. The folder of a run is deleted once
-its line is written; --keep_runs keeps it.
+A grid is a TOML file: flags of every run, groups of products of flags, seeds, and the
+flags to tune, all at once or by successive halving on seeds of its own. Every row is
+checked before the first trains. Each finished run is a line of DIR/rows.jsonl, with its
+full configuration. The same command resumes: it skips finished rows, and continues an
+interrupted one from its newest checkpoint (checkpoint_every), or from the start without
+one. The folder of a run is deleted once its line is written; --keep_runs keeps it.
 
 At the end, or with --report at any time, DIR gets report.md, cells.json and
-frontier.png: of each method, precision, H and tau the loss with the published
-hyperparameters and with tuned ones, intervals over the seeds, the bytes, and which of
-them nothing beats. With --reference_from=FILE what they are held against is a cell of
-another sweep, seed by seed.
+frontier.png. They have for each method, precision, H and tau the loss with published
+and with tuned hyperparameters, intervals over the seeds, the bytes, and which settings
+none beats. With --reference_from=FILE the reference is a cell of another sweep, seed by
+seed.
 
 Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3/3.
 """
 
+import collections
+import dataclasses
 import math
 import pathlib
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -34,25 +35,39 @@ from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report import plots
 from cocodc_jax.report.units import format_bytes, format_duration
 from cocodc_jax.run import flags
+from cocodc_jax.run.attend import stop_signal
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands
-from .sweeps import cells, grid, networks, reference, report, results, roles, rows, runs
+from .sweeps import (
+    batched,
+    cells,
+    grid,
+    networks,
+    reference,
+    report,
+    results,
+    roles,
+    rows,
+    runs,
+)
 from .sweeps.schedule import Plan, Progress
+from .trials import StoppedError
 
 GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
+T = TypeVar("T")
 POLL_S = 5.0  # between looks at what other shards have written
 
 
 def main() -> None:
-    """Read the flags, train what is missing, write the report."""
+    """Read the flags, train the missing rows, write the report."""
     console = Console()
     with flags.usage_errors():
         workdir, plan = _workdir(), _plan()
         if plan is None and not flags.value("report"):
-            raise ValueError("grid=None is no file; name a grid file")
+            raise ValueError("grid=None is missing; name a grid file")
         _check_report(plan, workdir)
     if plan is not None and flags.value("list"):
         _list(plan, console)
@@ -67,14 +82,14 @@ def main() -> None:
 
 def _workdir() -> pathlib.Path:
     if not flags.value("workdir") and not flags.value("list"):
-        raise ValueError("workdir=None is no folder; name one for the rows")
+        raise ValueError("workdir=None is missing; name a folder for the rows")
     workdir = pathlib.Path(flags.value("workdir") or ".")
     check_folder(workdir)
     return workdir
 
 
 def _make(workdir: pathlib.Path) -> None:
-    """Make the folder, with the grid in it."""
+    """Create the folder with a copy of the grid."""
     path, kept = pathlib.Path(flags.value("grid")), workdir / GRID_FILE
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -85,10 +100,10 @@ def _make(workdir: pathlib.Path) -> None:
 
 
 def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
-    """Refuse what the report could not be written with, before anything trains."""
+    """Refuse flags with which no report could be written, before anything trains."""
     step_s = flags.value("step_seconds")
     if not 0 < step_s < math.inf:
-        raise ValueError(f"step_seconds={step_s} must be a time above 0")
+        raise ValueError(f"step_seconds={step_s} must be above 0")
     if flags.value("networks"):
         networks.networks(flags.value("networks"))
     written = []
@@ -102,27 +117,55 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
 
 
 def _other_file(configs: Iterable[Mapping[str, Any]]) -> cells.Cell:
-    """Return the reference of another file, which some of these runs can be held to."""
+    """Return the reference from another file; it must be comparable with these runs."""
     column, path = flags.value("reference_column"), flags.value("reference_from")
     return reference.read(path, flags.value("reference"), column, configs)
 
 
 def _plan() -> Plan | None:
-    """Return what is to be trained, all of it checked; None without a grid."""
+    """Return the rows to train, all checked; None without a grid."""
     path = flags.value("grid")
     if path is None:
         return None
     try:
-        found = grid.read(path)
+        found = _only(grid.read(path))
     except OSError as error:
         raise ValueError(f"grid={path} cannot be read ({error.strerror})") from error
-    plan = Plan(found, *_shard())
-    runs.check(found.settings)
+    plan, most = Plan(found, *_shard()), flags.value("batch_trials")
+    if most < 0:
+        raise ValueError(
+            f"batch_trials={most} must be at least 0: trials of a batch at most, or 0 "
+            "for one row after another"
+        )
+    if most and flags.value("keep_runs"):
+        raise ValueError(
+            f"keep_runs=True keeps folders of runs, which batch_trials={most} does not "
+            "make; leave one of them out"
+        )
+    runs.check(batched.first_of_groups(found.settings) if most else found.settings)
     return plan
 
 
+def _only(found: grid.Grid) -> grid.Grid:
+    """Return a grid with the settings alone that have the flags of --only."""
+    words = flags.value("only")
+    if not words:
+        return found
+    fitting = [
+        setting
+        for setting in found.settings
+        if reference.has_flags(setting.config.to_json(), words)
+    ]
+    if not fitting:
+        raise ValueError(
+            f"only={words!r} is no setting of the grid; give flags of some as --list "
+            "shows them, such as method=diloco"
+        )
+    return dataclasses.replace(found, settings=tuple(fitting))
+
+
 def _kept_grid(workdir: pathlib.Path) -> grid.Grid | None:
-    """Return the grid that was trained here last; None without one."""
+    """Return the grid that was last trained in this folder; None without one."""
     path = workdir / GRID_FILE
     return grid.read(path) if path.exists() else None
 
@@ -138,7 +181,7 @@ def _shard() -> tuple[int, int]:
 
 
 def _list(plan: Plan, console: Console) -> None:
-    """Print what would be trained."""
+    """Print the settings of the grid."""
     for setting in plan.grid.settings:
         note = "  (published)" if setting.published and plan.grid.tuned else ""
         _say(console, setting.name + note)
@@ -148,22 +191,30 @@ def _list(plan: Plan, console: Console) -> None:
 
 
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
-    """Train every row that is this process's; exits where one cannot be trained."""
+    """Train every row of this process; exit if one cannot be trained."""
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
-    progress = Progress(plan)
+    progress, most = Progress(plan), flags.value("batch_trials")
+    batches = batched.BatchTrainer()
 
     def written() -> dict[str, rows.Row]:
         return {row["row"]: row for row in rows.read(workdir)}
 
     for stage in plan.stages(written):
         own, found = {row.row_id for row in plan.own(stage)}, written()
+        todo = [r for r in stage if r.row_id in own and r.row_id not in found]
+        done = set()
+        if most:
+            args = batches, todo, most, workdir, progress, console
+            done = _train_batches(*args)
         for row in stage:
+            if row.row_id in done:
+                continue
             if row.row_id in found:
                 trainer.forget(row)  # Where a kill came between the two.
                 progress.found(row)
             elif row.row_id in own:
                 _say(console, progress.line(row))
-                record = _trained(trainer, row)
+                record = _or_exit(row, lambda row=row: trainer.train(row))
                 rows.append(workdir, record)
                 trainer.forget(row)
                 progress.trained(row)
@@ -173,8 +224,35 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
             write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
 
 
+def _train_batches(
+    trainer: batched.BatchTrainer,
+    todo: Sequence[runs.Row],
+    most: int,
+    workdir: pathlib.Path,
+    progress: Progress,
+    console: Console,
+) -> set[str]:
+    """Train rows in batches of `most` trials; return those that were."""
+    found, alone = batched.batches(todo, most)
+    for why, num in collections.Counter(alone.values()).items():
+        _say(console, f"{num} rows are trained one by one: {why}")
+    done = set()
+    for number, batch in enumerate(found, 1):
+        row = batch.rows[0]
+        text = f"batch {number}/{len(found)}, {len(batch.rows)} trials with "
+        _say(console, text + progress.line(row))
+        with stop_signal() as should_stop:
+            records = _or_exit(row, lambda b=batch: trainer.train(b, should_stop))
+        for row, record in zip(batch.rows, records, strict=True):
+            rows.append(workdir, record)
+            progress.trained(row)
+            done.add(row.row_id)
+            _say(console, f"{row.setting.name}, seed {row.seed}: {_came_to(record)}")
+    return done
+
+
 def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
-    """Write what the rows that are there come to.
+    """Write the report of the finished rows.
 
     Raises:
       ValueError: if there are none, or the reference is none of them.
@@ -183,13 +261,15 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
     written = roles.assign(rows.read(workdir), of_grid)
+    if words := flags.value("only"):
+        written = [row for row in written if reference.has_flags(row["config"], words)]
     found = cells.cells(written, chosen)
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")
     if chosen and not {row["setting"] for row in written}.intersection(chosen):
         raise ValueError(
-            f"{halving} chose settings that no row has; give the sweep's own command "
-            "again, which makes it anew from the rows that are written"
+            f"{halving} chose settings that no row has; run the sweep's command again, "
+            "which rebuilds the file from the finished rows"
         )
     if other := flags.value("reference_from"):
         held = _other_file(cell.config for cell in found)
@@ -214,19 +294,19 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
 
 
 def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
-    """Write when everything is there on which network, and return it as a table."""
+    """Write the simulated times on each network, and return them as a table."""
     step_s, on = flags.value("step_seconds"), networks.networks(flags.value("networks"))
     found = list(networks.arrivals(made, on, step_s))
     write_whole(workdir / "networks.json", dumps(networks.to_json(found, step_s)))
     return "\n" + networks.markdown(made, found, step_s)
 
 
-def _trained(trainer: runs.Trainer, row: runs.Row) -> rows.Row:
-    """Return a row that was trained; exits where it cannot be, or was stopped."""
+def _or_exit(row: runs.Row, train: Callable[[], T]) -> T:
+    """Return what training gives; exit if it fails or is stopped."""
     try:
-        return trainer.train(row)
-    except runs.StoppedError as stopped:
-        print(f"stopped: {stopped}; the same command goes on", file=sys.stderr)
+        return train()
+    except StoppedError as stopped:
+        print(f"stopped: {stopped}; the same command resumes", file=sys.stderr)
         sys.exit(0)
     except (ValueError, *RUN_ERRORS) as error:
         name = f"{row.setting.name}, seed {row.seed}"
@@ -239,7 +319,7 @@ def _wait(
     written: Callable[[], dict[str, rows.Row]],
     console: Console,
 ) -> None:
-    """Wait until other shards have trained theirs: a choice needs all of them."""
+    """Wait for the rows of other shards: a choice needs all of them."""
     is_told = False
     while missing := {row.row_id for row in stage} - written().keys():
         if not is_told:
@@ -264,26 +344,35 @@ def _came_to(record: rows.Row) -> str:
 def define() -> None:
     """Define the program's flags."""
     flags.define_one(str, "grid", None, "Grid file, see experiments/grids.")
-    flags.define_one(str, "workdir", None, "Folder of the rows and the report.")
+    flags.define_one(str, "workdir", None, "Folder for the rows and the report.")
     flags.define_one(str, "shard", "1/1", "Which share of the rows, as i/n.")
+    flags.define_one(
+        str,
+        "only",
+        "",
+        "Train and report the rows alone that have these flags, as "
+        "method=diloco,steps=480.",
+    )
     flags.define_one(bool, "list", False, "Print the settings of the grid and exit.")
-    flags.define_one(bool, "report", False, "Train nothing; report what is there.")
+    flags.define_one(
+        bool, "report", False, "Train nothing; report on the finished rows."
+    )
     flags.define_one(
         str,
         "reference",
         None,
-        "Cell that others are held against, as method=diloco,sync_interval=40. "
+        "Cell to compare others with, as method=diloco,sync_interval=40. "
         "Default: the worst published one.",
     )
     flags.define_one(
-        str, "reference_column", "published", "Which of its columns, or tuned."
+        str, "reference_column", "published", "Column of the reference, or tuned."
     )
     flags.define_one(
         str,
         "reference_from",
         "",
-        "cells.json of another sweep that the reference is of, as experiments/results "
-        "has them; of the same model and data. Default: of these rows.",
+        "cells.json of another sweep, of the same model and data, that has the "
+        "reference, as in experiments/results. Default: these rows.",
     )
     flags.define_one(
         str,
@@ -294,6 +383,14 @@ def define() -> None:
     )
     flags.define_one(
         float, "step_seconds", 0.25, "Seconds of an inner step on these networks."
+    )
+    flags.define_one(
+        int,
+        "batch_trials",
+        0,
+        "Train up to so many rows at once, as inputs of one program, where they differ "
+        "in seed, learning rates, momentum, weight decay, strength or mixing alone; 0 "
+        "trains one row after another.",
     )
     flags.define_one(bool, "keep_runs", False, "Keep the folders of finished runs.")
 

@@ -1,11 +1,12 @@
-"""Shows when a run computed, waited and had fragments on their way, by the clock.
+"""Shows when a run computed, waited, and had fragments in flight.
 
     python -m experiments.timeline --workdir=DIR
 
-Reads timeline.json of every process of a run (`experiments.train` writes it), and
-writes to DIR: trace.json, which ui.perfetto.dev opens, and timeline.png; prints stall,
-seconds of a sync and utilisation after the first two intervals, which are compiled in;
-and processes whose steps have become slow, by robust z-scores (network/faults.py).
+Reads timeline.json of every process of a run, as `experiments.train` writes it. Writes
+trace.json (for ui.perfetto.dev) and timeline.png to DIR. Prints the stall, the seconds
+of a sync and the utilization after the first two intervals, in which programs are
+compiled. Names processes whose steps became slow, by robust z-scores
+(network/faults.py).
 """
 
 import pathlib
@@ -23,13 +24,13 @@ from . import commands
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
     flags.DEFINE_integer(
         "since_step",
         None,
-        "Step to begin at. Default: after two intervals and a delay, if there are any.",
+        "First step. Default: after two intervals and a delay, if there are any.",
         flag_values=values,
     )
     flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), {"Flags": options(values)}))
             return 0
         if values.workdir is None:
-            raise ValueError("workdir=None is no folder; name that of a run")
+            raise ValueError("workdir=None is missing; name the folder of a run")
         workdir = pathlib.Path(values.workdir)
         since = values.since_step
         if since is None:

@@ -2,11 +2,11 @@
 
     python -m experiments.train --preset=tiny --method=cocodc --workdir=DIR
 
-The same command goes on where an interrupted run stopped, bit for bit. One with other
-devices, placement, intervals or more steps goes on there too, and changes.jsonl tells
-from which step. Writes to DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard
-events, checkpoints, summary.json. Exit code 2 for what would be refused the next time
-too: wrong flags, a folder that does not fit; 1 for what ended the run.
+The same command resumes an interrupted run, bit for bit. It may change devices,
+placement and intervals, or add steps; changes.jsonl records what changed at which step.
+Writes to DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events,
+checkpoints, summary.json. Exit code 2 for errors that a restart cannot mend, such as
+wrong flags or a folder that does not fit; 1 for errors during the run.
 """
 
 import sys
@@ -36,21 +36,21 @@ def main() -> None:
             workdir,
             processes=processes,
             tracking=tracking,
-            jobs=flags.jobs(),
+            elastic=flags.elastic(),
             monitoring=flags.monitoring(),
         )
     try:
         summary = session.train()
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        # A folder that does not fit is refused the next time too, like a flag: who
-        # starts again what has died leaves it at that.
+        # A folder that does not fit is refused next time too, like a wrong flag, so a
+        # launcher must not restart the run.
         sys.exit(flags.USAGE_ERROR if isinstance(error, ResumeError) else 1)
     if jax.process_index() > 0:
         return  # Process 0 reports.
     if summary["steps"] < config.run.steps:
         step = summary["steps"]
-        print(f"stopped at step {step}; the same command goes on from there")
+        print(f"stopped at step {step}; the same command resumes there")
         return
     print(dumps(summary), end="")
 
@@ -58,13 +58,13 @@ def main() -> None:
 def read_flags(
     plan: Callable[[TrainConfig], TrainConfig] | None = None,
 ) -> tuple[TrainConfig, str]:
-    """Return what to train, and the folder of the run.
+    """Return the run's configuration and folder.
 
     Args:
       plan: chooses what the flags leave open, see `planned`.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: with the flag, its value and a value that works.
     """
     config = flags.config()
     if plan is not None:

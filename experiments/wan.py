@@ -3,20 +3,19 @@ r"""Runs a command once per region, in network namespaces joined by a slow netwo
     python -m experiments.wan --regions=4 --bandwidth_mbit=100 --latency_ms=50 \
         -- python -m experiments.train --process_id={region} ...
 
-The command knows nothing of it: it sees one interface, over which TCP and UDP reach the
-other regions late, slowly, and with losses. `{region}` in it becomes the region's
-number; it also finds COCODC_PROCESS_ID, COCODC_NUM_PROCESSES,
-COCODC_COORDINATOR_ADDRESS (region 0, a free port) and COCODC_LOCAL_ADDRESS in its
-environment, the host's own name resolves to the region's address, and region0, region1,
-... to everybody's.
+The command needs no change. It sees one network interface, over which TCP and UDP reach
+the other regions late, slowly, and with losses. `{region}` in the command is replaced
+by the region's number. The environment has COCODC_PROCESS_ID, COCODC_NUM_PROCESSES,
+COCODC_COORDINATOR_ADDRESS (region 0, a free port) and COCODC_LOCAL_ADDRESS. The host's
+own name resolves to the region's address, and region0, region1, ... to all addresses.
 
-Region 0 writes to the terminal, region N to LOGDIR/region_N.log; LOGDIR/traffic.json
-counts bytes and packets of every ordered pair of regions. Exit code: the command's in
-the region that failed first, the others are then ended; 2 and one line on standard
-error for bad flags or missing permissions; 1 if the lab itself failed.
+Region 0 writes to the terminal, region N to LOGDIR/region_N.log. LOGDIR/traffic.json
+counts bytes and packets of every ordered pair of regions. The exit code is that of the
+region that failed first, and ends the others; 2, with one line on standard error, for
+bad flags or missing permissions; 1 if the lab itself failed.
 
 The network is a relay in user space over TUN devices. `netem` would do the same inside
-the kernel, but there is no machine here to test it on, so the lab does not use it.
+the kernel, but many kernels lack it, so the lab does not use it.
 """
 
 import dataclasses
@@ -59,15 +58,15 @@ def _define_links(values: flags.FlagValues) -> None:
     number(
         "bandwidth_mbit",
         None,
-        "Mbit/s of each ordered pair, and of all that a region sends, and of all that "
-        f"it receives; default {_DEFAULT_MBIT:g}. With --links the pairs are as in the "
-        "file, and this caps regions, by default not at all",
+        "Mbit/s of each ordered pair, and the most that a region sends or receives; "
+        f"default {_DEFAULT_MBIT:g}. With --links the file sets the pairs, and this "
+        "limits regions; default: no limit",
     )
     number("latency_ms", _DEFAULT_LATENCY_MS, "milliseconds one way")
     number("jitter_ms", 0.0, "milliseconds either way; packets keep their order")
     number("loss", 0.0, "share of packets lost, in [0, 1)")
     known = ", ".join(world.world_regions())
-    text("world", None, f"cloud regions by name, with commas: {known}")
+    text("world", None, f"cloud regions, comma-separated, of {known}")
     text("links", None, "YAML file with regions, links, changes (network/world.py)")
     text("schedule", None, "YAML list of changes of the links (netlab/schedule.py)")
 
@@ -81,7 +80,7 @@ def _define_lab(values: flags.FlagValues) -> None:
     count(
         "mtu",
         None,
-        "bytes; default: what the slowest link passes in 1 ms, 1500 to "
+        "bytes of a packet; default: what the slowest link carries in 1 ms, 1500 to "
         "65000, and 1500 on lossy links",
         lower_bound=576,
         upper_bound=65000,
@@ -89,23 +88,23 @@ def _define_lab(values: flags.FlagValues) -> None:
     number(
         "buffer_ms",
         None,
-        "longest wait in a queue before packets are dropped; default: as long as it "
-        "takes, so that none is lost but by --loss",
+        "longest wait in a queue before packets are dropped; default: no limit, so "
+        "that only --loss loses packets",
     )
     text(
         "congestion_control",
         "reno",
-        "of TCP: what /proc/sys/net/ipv4/tcp_allowed_congestion_control names; every "
-        "kernel has reno",
+        "TCP's algorithm, one of /proc/sys/net/ipv4/tcp_allowed_congestion_control; "
+        "every kernel has reno",
     )
     flags.DEFINE_bool(
         "slow_start_after_idle",
         False,
-        "whether TCP begins with a small window again after a rest (the kernel's "
-        "default; hosts on long links have it off)",
+        "whether TCP restarts with a small window after a pause (the kernel's default; "
+        "hosts on long links turn it off)",
         flag_values=values,
     )
-    count("seed", 0, "of loss and jitter")
+    count("seed", 0, "seed of loss and jitter")
     number("grace_s", 5.0, "seconds between asking a command to end and killing it")
 
 
@@ -135,8 +134,8 @@ def _links(values: flags.FlagValues) -> Topology:
         given = [name for name in others if values[name].present]
         if values[source].value and given:
             raise ValueError(
-                f"--{given[0]}={values[given[0]].value} does not go with --{source}, "
-                "which says it already"
+                f"--{given[0]}={values[given[0]].value} does not combine with "
+                f"--{source}, which sets it; leave one out"
             )
     if values.links:
         try:
@@ -154,23 +153,19 @@ def _links(values: flags.FlagValues) -> Topology:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Refuse what is no command.
-
-    Raises:
-      ValueError: saying what was meant.
-    """
+    """Refuse a missing command, or a flag in its place."""
     if not command:
         raise ValueError("no command given; write it after --")
     if command[0].startswith("-"):
         program = commands.shown("python -m experiments.train")
         raise ValueError(
-            f"the command begins with {command[0]!r}, which is a flag: write after -- "
-            f"what it is a flag of, as in -- {program} {command[0]}"
+            f"the command begins with {command[0]!r}, which is a flag; write the "
+            f"program before it, as in -- {program} {command[0]}"
         )
 
 
 def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
-    """Return what the lab is to do."""
+    """Return the lab's plan."""
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
     if not values.grace_s < _LONGEST_GRACE_S:
@@ -203,7 +198,7 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     values = define_flags()
     try:
         command = values(argv)[1:]

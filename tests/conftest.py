@@ -56,7 +56,8 @@ _XLA = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_use_xnnpack=false"
 )
-if _XLA not in os.environ.get("XLA_FLAGS", ""):
+# XLA ends a process whose flags it does not know, and JAX 0.11 has other ones.
+if jax.__version_info__ < (0, 11) and _XLA not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA}".strip()
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)

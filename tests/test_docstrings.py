@@ -20,6 +20,9 @@ SPEC.loader.exec_module(docstrings)
         ("As:\n\n== ==\na  b\n\n|", "As:\n\n::\n\n    == ==\n    a  b\n    \n\\|"),
         ("As:\n\n```yaml\na: *b\n```", "As:\n\n\n.. code-block:: yaml\n\n    a: *b\n"),
         ("Args:\n  x: one\n    |two|.", "Args:\n  x: one\n    \\|two\\|."),
+        ("Of $x_i$,\n$a\n b$.", "Of :math:`x_i`,\n:math:`a\n b`."),
+        ("As:\n\n$$\na * b\n$$\n\nA", "As:\n\n\n.. math::\n\n    a * b\n\n\nA"),
+        ("For $5 and $HOME.", "For $5 and $HOME."),
         ("Defaults: 1.", "\n**Defaults:** 1."),
         (
             "See arXiv 2311.08105.",

@@ -1,4 +1,4 @@
-"""Documents and public docstrings use the field's words: no riddles of the house."""
+"""Documents, docstrings, errors and help use the field's words."""
 
 import ast
 import pathlib
@@ -11,18 +11,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"]
 LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
 DOCUMENTS += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
-# Packages whose public docstrings pass; add yours when it does.
-PACKAGES = [
-    "compiled",
-    "core",
-    "data",
-    "exchange",
-    "methods",
-    "models",
-    "netlab",
-    "network",
-]
-PACKAGES += ["program", "report", "run", "sharding", "sync", "train", "transforms"]
+# Packages, and programs with their modules.
+PACKAGES = sorted(path.parent for path in (ROOT / "cocodc_jax").glob("[a-z]*/*.py"))
+PACKAGES = [*dict.fromkeys(PACKAGES), ROOT / "experiments"]
+LATER = ("ablate_compensation.py", "delay_cost.py", "ablation", "sweeps")
 
 # What to write in place of each.
 WORDS = {
@@ -53,15 +45,24 @@ def found(text):
     return [" ".join(word.split()) for word in PATTERN.findall(prose(text))]
 
 
-def public_docstrings(package):
-    """Yield the place and text of each public docstring, private modules left out."""
-    for path in sorted((ROOT / "cocodc_jax" / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+def texts(package):
+    """Yield public docstrings, and strings of words: errors, help, what is printed."""
+    for path in sorted(package.rglob("*.py")):
+        if not set(LATER).isdisjoint(path.parts):
+            continue
+        tree, place = ast.parse(path.read_text()), path.relative_to(ROOT)
+        docstrings = set()
+        for node in ast.walk(tree):
             kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                docstrings.add(node.body[0].value)
                 name = getattr(node, "name", "module")
                 if name[0] != "_":
-                    yield f"{path.relative_to(ROOT)}: {name}", text
+                    yield f"{place}: {name}", text
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node not in docstrings:
+                if isinstance(node.value, str) and " " in node.value:
+                    yield f"{place}:{node.lineno}", node.value
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -69,9 +70,9 @@ def test_document(name):
     assert not found((ROOT / name).read_text()), f"instead of these use {WORDS}"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_public_docstrings(package):
-    hits = {place: found(text) for place, text in public_docstrings(package)}
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_docstrings_errors_and_help(package):
+    hits = {place: found(text) for place, text in texts(package)}
     assert not {p: h for p, h in hits.items() if h}, f"instead of these use {WORDS}"
 
 

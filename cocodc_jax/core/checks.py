@@ -15,7 +15,7 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.schedules import traced
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
 from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
@@ -139,7 +139,7 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
     Raises:
       ValueError: naming the argument and a setting that works.
     """
-    if method.sync is None or not method.sync.merge.feedback_weight:
+    if method.sync is None or not method.sync.merge.has_feedback:
         return
     part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
     state = jax.eval_shape(method.sync.message.init, part)
@@ -153,7 +153,7 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
         )
 
 
-def check_inside(method: Method, supplies: Supplies) -> None:
+def check_inside(method: Method, user_inputs: UserInputs) -> None:
     """Refuse a method that cannot be had inside a program, see `core.optimizer`.
 
     Raises:
@@ -171,7 +171,7 @@ def check_inside(method: Method, supplies: Supplies) -> None:
         raise ValueError(
             f"method={method.name!r} is none for synchronized: {why}; use RegionProgram"
         )
-    needs.check(method.needs, supplies, f"method={method.name!r}")
+    needs.check(method.needs, user_inputs, f"method={method.name!r}")
 
 
 def unboxed(fragments: Fragments) -> Fragments:

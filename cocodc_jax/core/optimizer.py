@@ -42,8 +42,7 @@ from cocodc_jax.sync import moments
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
-from cocodc_jax.sync.needs import Supplies
-from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
@@ -93,7 +92,7 @@ def synchronized(
     axis_name: Any,
     num_regions: int | None = None,
     fragments: Fragments | None = None,
-    supplies: Supplies = Supplies(),  # noqa: B008  (frozen)
+    user_inputs: UserInputs = UserInputs(),  # noqa: B008  (frozen)
 ) -> optax.GradientTransformationExtraArgs:
     """Train in several regions by `method`, with `inner` as each region's optimizer.
 
@@ -112,7 +111,7 @@ def synchronized(
       axis_name: name of the region axis.
       num_regions: M, checked before tracing; None takes the axis size.
       fragments: how to cut the parameters; by default as the method does.
-      supplies: what only the user knows, for merges that need it.
+      user_inputs: what only the user knows, for merges that need it.
 
     Raises:
       ValueError: naming arguments that do not fit together. Axis and parameters are
@@ -125,7 +124,7 @@ def synchronized(
     """
     check_transform("inner", inner, "optax.adamw(1e-3)")
     method = methods.get(method) if isinstance(method, str) else method
-    check_inside(method, supplies)
+    check_inside(method, user_inputs)
     if num_regions is not None:
         method.bind(Regions.alike(num_regions))
     check_accumulation(inner, method)
@@ -208,7 +207,7 @@ def synchronized(
                 f"method={method.name!r} needs the gradient of the last batch: pass "
                 "tx.update(..., value_fn=lambda params: loss)"
             )
-        due = turn.Turn(bound.sync, found, supplies, axis_name, num, value_fn)
+        due = turn.Turn(bound.sync, found, user_inputs, axis_name, num, value_fn)
         region = turn.Region(step, params, updates, kept)
         updates, state = due.events(region, state._replace(inner=()))
         kept = state.inner if bound.sync.moments else kept
@@ -216,31 +215,6 @@ def synchronized(
 
     both: Any = init, update
     return optax.GradientTransformationExtraArgs(*both)
-
-
-def sync_axes(
-    method: Method | str, regional: Any = 0, shared: Any = None
-) -> SynchronizedState:
-    """Return a prefix of the state that marks regional and shared parts.
-
-    Use it for `in_axes` or specs, so that the outer model is not stored once per
-    region: `jax.vmap(step, in_axes=(0, sync_axes(method), 0), out_axes=...)`, or
-    `sync_axes(method, P("region"), P())` on a mesh.
-
-    Args:
-      method: as passed to `synchronized`.
-      regional: value for parts that differ between regions.
-      shared: value for parts that are equal in all regions.
-    """
-    method = methods.get(method) if isinstance(method, str) else method
-    outer = method.sync and method.sync.outer
-    is_regional = isinstance(outer, RegionalOuter)
-    is_told_apart = is_regional and outer.group != "all"
-    own = {"inner", "per_step", "memories", "copies", "correction_ratio"}
-    own |= {"outer", "opt_states"} if is_regional else set()
-    own |= {"means"} if is_told_apart else set()
-    fields = SynchronizedState._fields
-    return SynchronizedState(*(regional if x in own else shared for x in fields))
 
 
 def sync_metrics(state: PyTree) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""A mean that arrives from other jobs on a thread, used like an array."""
+"""A mean that arrives from other regions on a thread, used like an array."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PyTree = Any
 
 
 class MeanResult(NamedTuple):
-    """Result of a sync with other jobs.
+    """Result of a sync with other regions.
 
     Attributes:
       mean: mean pseudo-gradient, on the outer device.
@@ -56,10 +56,10 @@ class PendingMean:
 
 
 def arrived(mean: PyTree) -> PyTree:
-    """Return a mean as arrays, waiting for it if it comes from other jobs."""
+    """Return a mean as arrays, waiting for it if it comes from other regions."""
     return landed(mean).mean
 
 
 def landed(mean: PyTree) -> MeanResult:
-    """Return a sync's result, waiting for it if it comes from other jobs."""
+    """Return a sync's result, waiting for it if it comes from other regions."""
     return mean.result() if isinstance(mean, PendingMean) else MeanResult(mean)

@@ -68,7 +68,7 @@ class InFlight(NamedTuple):
 
     Attributes:
       mean: mean pseudo-gradient that will arrive; `[R, ...]` if regions are averaged in
-        groups, a `PendingMean` if it comes from other jobs.
+        groups, a `PendingMean` if it comes from other regions.
       kept: values kept until the mean arrives, by name: copies of the fragment
         (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and "times",
         which arrive with the mean.
@@ -138,7 +138,7 @@ class SyncState:
 
     @property
     def arrays(self) -> dict[str, PyTree]:
-        """All arrays to checkpoint; waits for means that come from other jobs.
+        """All arrays to checkpoint; waits for means that come from other regions.
 
         Observations are not included: the schedule reads them before a save.
         """

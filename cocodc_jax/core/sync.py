@@ -33,6 +33,7 @@ from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.outer import SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length
+from cocodc_jax.transforms.layers import TOKEN_UNIT, is_token_count
 from cocodc_jax.transforms.numerics import vary_like, wide_dtype
 
 PyTree = Any
@@ -118,7 +119,7 @@ def finish(
       state, the norm of the mean (float32 scalar), and the merge's metrics.
     """
     assert isinstance(sync.outer, SharedOuter)
-    if sync.merge.feedback_weight:
+    if sync.merge.has_feedback:
         memory = remember(sync.merge.feedback_weight, part, started.staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(
@@ -218,7 +219,9 @@ def merge(
     )
 
 
-def remember(share: float, part: Fragment, staged: Fragment, memory: Any) -> Any:
+def remember(
+    share: float | jax.Array, part: Fragment, staged: Fragment, memory: Any
+) -> Any:
     """Put the local progress that a merge drops into the error-feedback residual.
 
     A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,
@@ -245,12 +248,14 @@ def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Ar
     """Measure how far regions are from an outer fragment, per parameter.
 
     Args:
-      name: "drift", the sum over regions of |theta^g - theta^m|, or "distance", the
-        mean over regions of its square; see `sync.needs`.
+      name: "drift", the sum over regions of |theta^g - theta^m|, "distance", the mean
+        over regions of its square, or "tokens", which experts saw; see `sync.needs`.
       outer: the outer fragment.
       local: local fragments of some regions, `[R, ...]`.
       num_regions: number of all regions; sum the result over them.
     """
+    if name == "tokens":
+        return _tokens(outer, local) / num_regions
     of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
     share = 1 / num_regions if name == "distance" else 1
     gaps = jax.tree.map(
@@ -258,6 +263,18 @@ def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Ar
     )
     size = sum(x.size for x in jax.tree.leaves(outer))
     return jnp.asarray(sum(jax.tree.leaves(gaps)) * share / size)
+
+
+def _tokens(outer: Fragment, local: Fragment) -> jax.Array:
+    """Return the mean count of a fragment's experts, summed over some regions."""
+    counts = [
+        ((local[path] - x[None]) / TOKEN_UNIT).reshape(len(local[path]), -1)
+        for path, x in outer.items()
+        if is_token_count(path)
+    ]
+    if not counts:
+        return jnp.float32(-len(jax.tree.leaves(local)[0]))
+    return jnp.concatenate(counts, axis=1).mean(axis=1).sum()
 
 
 def outer_parts(fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:

@@ -21,7 +21,7 @@ from cocodc_jax.sync import moments, needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
-from cocodc_jax.sync.needs import HALFWAY, STAGED, STALE, Supplies
+from cocodc_jax.sync.needs import HALFWAY, STAGED, STALE, UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
@@ -157,7 +157,7 @@ class Turn:
     Attributes:
       sync: synchronization of the method, bound to the regions.
       fragments: cut of the parameters.
-      supplies: the user's inputs.
+      user_inputs: the user's inputs.
       axis_name: name of the region axis.
       num_regions: M.
       value_fn: loss of the last batch as a function of the parameters, or None.
@@ -165,7 +165,7 @@ class Turn:
 
     sync: Sync
     fragments: Fragments
-    supplies: Supplies
+    user_inputs: UserInputs
     axis_name: Any
     num_regions: int
     value_fn: Callable | None
@@ -360,11 +360,11 @@ class Turn:
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
         """Return what a merge may ask for, but for what `core.finish` fills in."""
-        rate, tau = self.supplies.learning_rate, self.schedule.delay_steps
+        rate, tau = self.user_inputs.learning_rate, self.schedule.delay_steps
         if callable(rate):
             rate = cast(Callable, rate)(region.step - 1)
         lead = jax.tree.map(lambda x: x[None], region.inner)
-        found = needs.regional(self.sync.merge.needs, lead, self.supplies)
+        found = needs.regional(self.sync.merge.needs, lead, self.user_inputs)
         own = jax.tree.map(lambda x: x[0], found)
 
         def whole(value: Fragment) -> PyTree:
@@ -388,7 +388,7 @@ class Turn:
             key=core.merge_key(self.key_data(region)),
             whole=whole,
             loss_fn=loss_fn,
-            supplies=self.supplies,
+            user_inputs=self.user_inputs,
             sync_key=sync_key(k, region.step - tau),
         )
 

@@ -1,4 +1,4 @@
-"""Regions that come and go: membership, messages, decisions."""
+"""Regions that may die and return: membership, messages, decisions."""
 
 from cocodc_jax._lazy import attach, modules_of
 

@@ -1,4 +1,4 @@
-"""How regions come to a decision on each sync; `protocol.py` has the rules."""
+"""How regions decide which messages each mean is of; `protocol.py` has the rules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from cocodc_jax.elastic.messages import (
 )
 from cocodc_jax.elastic.views import Views
 
-# Beats after which what is missing is asked for, and how often this doubles.
+# Beats after which a region asks for what is missing, and how often this doubles.
 _ASK_BEATS, _ASK_DOUBLINGS = 4, 4
 
 
 class Deciding(Views):
-    """One region's part in deciding of whose messages a mean is.
+    """One region's part in deciding which messages a mean is of.
 
     Attributes:
-      oldest_step: all syncs that started before it are applied here.
+      oldest_step: this region has applied all syncs that started before this step.
     """
 
     oldest_step = 0
@@ -28,7 +28,7 @@ class Deciding(Views):
 
     @property
     def delivered(self) -> list[Decision]:
-        """Decisions of what this region waits for; who reads them clears them."""
+        """Decisions that this region waits for; the reader clears the list."""
         return self._book.delivered
 
     def offer(self, sync: SyncId, row: bytes, now: float) -> None:
@@ -40,7 +40,7 @@ class Deciding(Views):
                 self._send_row(region, sync, now)
 
     def expect(self, sync: SyncId, now: float) -> None:
-        """Wait for the decision of a sync that began before this region took part."""
+        """Wait for the decision of a sync that started before this region joined."""
         self._book.wait_for(sync, None, now)
 
     def _entered(self, now: float) -> None:
@@ -50,7 +50,7 @@ class Deciding(Views):
             self._send_row(self.coordinator, sync, now)
 
     def _ask(self, now: float) -> None:
-        """Ask for decisions that do not come: what was said may have been lost."""
+        """Ask again for missing decisions: the messages may have been lost."""
         waiting = self._book.waiting
         self._asked = {s: n for s, n in self._asked.items() if s in waiting}
         for sync, since in waiting.items():
@@ -89,16 +89,16 @@ class Deciding(Views):
             is_late = self._book.is_due(
                 sync, there, max(quorum, 1), self._timing.grace_s, now
             )
-            # Without the dead there will be another view.
+            # If a region is dead, a view without it follows; the sync waits for that.
             alive = [self._is_alive(r, b, now) for r, b in missing.items()]
             if not missing or (is_late and all(alive)):
                 self._choose(sync, rows)
 
     def _choose(self, sync: SyncId, rows: dict) -> None:
-        """Decide a sync of what is there, and tell all."""
+        """Decide a sync with the messages that have arrived, and announce it."""
         members = members_of(rows, self._boot_of, self.shunned)
         for region, seat in self.view.seats.items():
-            # Who joined since has none; the dead may not have sent theirs to all.
+            # A region that joined since lacks all; a dead one may not have sent to all.
             lacks = {
                 r: rows[r, boot]
                 for r, boot in members
@@ -111,7 +111,7 @@ class Deciding(Views):
         self._book.learn(Decision(self.view.epoch, sync, found))
 
     def _trim(self) -> None:
-        """Forget what every region has applied, and those that are about to join."""
+        """Forget what every region has applied, joining regions included."""
         if not self.is_in:
             return
         others = [r for r in self.view.seats if r != self.region]

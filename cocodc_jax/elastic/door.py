@@ -1,10 +1,11 @@
-"""Bounds the connections of those who have not shown the key.
+"""Limits the number of connections that have not shown the key yet.
 
-Each connection takes a file descriptor before its handshake. A stranger who opens more
-than ZeroMQ gives up would take them all, and the region could open no file. So no more
-than a share of the descriptors wait for a handshake: beyond it the connection that
-waits longest is closed. A handshake takes a few round trips; members have time for it
-in a flood too. Who has sent a message has shown the key, and is never closed here.
+Each connection takes a file descriptor before its handshake. An attacker who opens
+connections faster than ZeroMQ drops them could take all descriptors, and the region
+could open no file. So only a share of the descriptors may wait for a handshake. Beyond
+it, the oldest waiting connection is closed. A handshake takes a few round trips, so
+members finish theirs during a flood too. A peer that has sent a message has shown the
+key, and its connection is never closed here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 HANDSHAKE_MS = 5000
 _MAX_WAITING = 512
-_SHARE = 4  # The others of so many descriptors are for the program itself.
+_SHARE = 4  # One in so many descriptors; the program itself uses the others.
 _SAY_S = 60.0
 
 
@@ -29,22 +30,17 @@ class Door:
     """Watches a listening socket, from before it is bound until it is closed."""
 
     def __init__(self, listener: Any, context: Any):
-        """Begin to watch.
-
-        Args:
-          listener: ZeroMQ socket that is not yet bound.
-          context: its context.
-        """
+        """Watch `listener`, a ZeroMQ socket of `context` that is not bound yet."""
         import zmq
 
         limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
         self._zmq, self._limit, self._closed = zmq, limit, 0
         self._said_s = -_SAY_S
-        # Whose each descriptor is; the oldest first.
+        # The peer of each descriptor, oldest first.
         self._waiting: dict[int, Any] = {}
         self._lock = threading.Lock()
         listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        # ZeroMQ waits for who reads its events: accepting cannot run far ahead.
+        # ZeroMQ waits for the reader of its events, so it cannot accept far ahead.
         self._events = context.socket(zmq.PAIR)
         self._events.rcvhwm = 1
         name = f"inproc://door-{id(self)}"
@@ -56,12 +52,12 @@ class Door:
         self._thread.start()
 
     def saw_message(self, frame: Any) -> None:
-        """Take note that whoever sent this frame has the key."""
+        """Note that the sender of this frame has the key."""
         with self._lock:
             self._waiting.pop(frame.get(self._zmq.SRCFD), None)
 
     def close(self) -> None:
-        """End; the listening socket is closed already."""
+        """Stop; the listening socket must be closed already."""
         self._ended = True
         self._thread.join()
         self._events.close(linger=0)
@@ -79,7 +75,7 @@ class Door:
                 if kind == self._zmq.EVENT_ACCEPTED:
                     with contextlib.suppress(OSError), _borrowed(descriptor) as new:
                         self._waiting[descriptor] = new.getpeername()
-                # Of the events yet to read some may tell that one has gone.
+                # Unread events may say that some of the connections are closed.
                 too_many = self._limit if not self._events.poll(0) else 2 * self._limit
                 if len(self._waiting) > too_many:
                     self._close_oldest()
@@ -95,7 +91,7 @@ class Door:
         if time.monotonic() - self._said_s > _SAY_S:
             self._said_s = time.monotonic()
             print(
-                f"more than {self._limit} connections at once without the key: "
+                f"more than {self._limit} open connections have not shown the key; "
                 f"{self._closed} closed so far",
                 file=sys.stderr,
                 flush=True,
@@ -104,7 +100,7 @@ class Door:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor that somebody else owns."""
+    """Yield the socket of a descriptor that ZeroMQ owns."""
     found = socket.socket(fileno=descriptor)
     try:
         yield found

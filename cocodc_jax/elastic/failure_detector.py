@@ -1,4 +1,4 @@
-"""Who is alive, as far as one region hears: no socket, no clock."""
+"""Which regions are alive, from the messages of one region: no socket, no clock."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Timing:
     """How long regions wait for one another.
 
     Attributes:
-      beat_s: between two signs of life.
-      dead_after_s: silence after which a region is taken for dead.
-      grace_s: from the message that makes the quorum of a sync to the decision without
-        the others.
-      start_s: that a region which is alone waits for others before it begins.
-      quorum: messages of a sync that are waited for however long it takes, or all
-        where fewer regions take part.
-      max_behind: syncs decided without a region after which it begins anew, at the
-        step of the others.
+      beat_s: seconds between two heartbeats.
+      dead_after_s: seconds of silence after which a region counts as dead.
+      grace_s: seconds from the message that completes the quorum of a sync to the
+        decision without the others.
+      start_s: seconds that a region waits for others before it begins alone.
+      quorum: messages that a sync always waits for, or all of them where fewer regions
+        take part.
+      max_behind: syncs decided without a region after which it restarts, at the step
+        of the others.
     """
 
     beat_s: float = 0.5
@@ -33,17 +33,17 @@ class Timing:
 
 
 class Heard(NamedTuple):
-    """The last that was heard of a region.
+    """What a region's last messages said.
 
     Attributes:
       boot: its life.
-      when: it was heard, seconds.
-      step: of its checkpoint, while it takes no part.
-      oldest_step: as of its last `Beat`.
-      has_left: on purpose.
-      hears_us: it says so.
-      deaf_since: it said then, and ever since, that it does not.
-      is_elsewhere: in a later view, without this region.
+      when: time of its last message, in seconds.
+      step: step of its checkpoint, while it takes no part.
+      oldest_step: from its last `Beat`.
+      has_left: whether it left on purpose.
+      hears_us: whether it says that it receives this region's messages.
+      deaf_since: the time since which it says that it does not.
+      is_elsewhere: whether it is in a later view without this region.
     """
 
     boot: int
@@ -57,29 +57,20 @@ class Heard(NamedTuple):
 
 
 class Hearing:
-    """What was heard last of every other region."""
+    """What is known of every other region from its last messages."""
 
     def __init__(self, region: int, silence_s: float):
-        """Have heard nothing.
-
-        Args:
-          region: which this is.
-          silence_s: after which a region is taken for dead.
-        """
+        """Start without messages; after `silence_s` a region counts as dead."""
         self._region, self._silence_s = region, silence_s
         self.last: dict[int, Heard] = {}
 
     def hear(
         self, sender: int, boot: int, message: Message, now: float, are_we_told: bool
     ) -> bool:
-        """Note a message; tell whether it is to be listened to.
+        """Record a message; return whether to process it.
 
-        Args:
-          sender: region.
-          boot: its life; an earlier one than is known is not listened to.
-          message: what it says.
-          now: seconds.
-          are_we_told: whether there is something to hear of this region.
+        Messages of an earlier life of the sender, and of one that left, are ignored.
+        `are_we_told` says whether this region has announced itself.
         """
         before = self.last.get(sender, Heard(boot, now))
         if boot < before.boot:
@@ -104,26 +95,26 @@ class Hearing:
     def _with_ear(
         self, heard: Heard, hears: tuple[int, ...], now: float, are_we_told: bool
     ) -> Heard:
-        """Note whether a region says that it hears this one."""
+        """Record whether a region says that it receives this one's messages."""
         if self._region in hears:
             return heard._replace(hears_us=True, deaf_since=None)
         since = now if heard.deaf_since is None else heard.deaf_since
         if not are_we_told:
-            since = None  # There was nothing to hear.
+            since = None  # This region has sent nothing yet.
         return heard._replace(hears_us=False, deaf_since=since)
 
     def note(self, region: int, **what) -> None:
-        """Change what is known of a region, see `Heard`."""
+        """Change fields of a region's `Heard`."""
         self.last[region] = self.last[region]._replace(**what)
 
     def of_late(self, now: float) -> tuple[int, ...]:
-        """List the regions that are heard."""
+        """List the regions whose last message is recent."""
         return tuple(
             r for r, heard in self.last.items() if now - heard.when <= self._silence_s
         )
 
     def is_alive(self, region: int, boot: int, now: float) -> bool:
-        """Tell whether another region lives this life, takes part here, and hears."""
+        """Return whether a region lives this life, takes part here, and receives."""
         heard = self.last.get(region)
         return (
             heard is not None
@@ -135,11 +126,11 @@ class Hearing:
         )
 
     def alive(self, now: float) -> dict[int, Heard]:
-        """Return what was heard of all that live."""
+        """Return what is known of each live region."""
         return {r: h for r, h in self.last.items() if self.is_alive(r, h.boot, now)}
 
     def met(self, region: int, boot: int, now: float) -> None:
-        """Note that a region has a seat in a view that holds now."""
+        """Record that a region has a seat in the view that begins now."""
         heard = self.last.get(region)
         if heard is None or heard.boot < boot:
             self.last[region] = Heard(boot, now)

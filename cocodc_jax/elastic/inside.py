@@ -1,21 +1,22 @@
-"""A region of several processes: one speaks for it, the others are told what it hears.
+"""A region of several processes: process 0 has the link and forwards its answers.
 
-The processes of a region are one JAX job and run one program, call for call. Process 0
-holds the `Link` to the other regions (`Speaker`). Its answers, in the order of its
-calls, and every decision, by its sync, go to the others (`Listener`), who stand in its
-place with the same methods: so all take the same means at the same steps, and let in,
-fall behind and end together. A process that dies ends its region, as JAX has it; the
-other regions see a region that died.
+The processes of a region are one JAX job and run the same program, call for call.
+Process 0 holds the `Link` to the other regions (`Speaker`). It forwards its answers, in
+the order of its calls, and every decision, by its sync, to the other processes. They
+have a `Listener` with the same methods as the link. So all processes take the same
+means at the same steps, and admit regions, fall behind and end together. If a process
+dies, JAX ends the job, and the other regions see a dead region.
 
-ZeroMQ carries them inside the region too, encrypted for who has the key. Nothing here
-is lost but with a process, and nothing is a program of the devices: whoever waits for a
-decision holds up no step.
+ZeroMQ carries these messages too, encrypted with the shared key. They are lost only if
+a process dies. They run no device program, so a process that waits for a decision
+delays no step.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,15 +41,11 @@ _HELLO = b"hello"
 
 
 class Ears:
-    """Where process 0 tells the others of its region; made before there is a link."""
+    """The socket by which process 0 reaches its region's other processes."""
 
     def __init__(self, place: Place):
-        """Listen at any free port.
-
-        Args:
-          place: of the region.
-        """
-        with extra("jobs"):
+        """Listen on any free port, before there is a link."""
+        with extra("elastic"):
             import zmq
         self._zmq, self._context = zmq, zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -59,15 +56,17 @@ class Ears:
         self._socket.sndhwm = 0  # Nothing is dropped.
         self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
-        host = place.addresses[place.region].rpartition(":")[0]
+        host = socket.gethostname()
+        if place.addresses:
+            host = place.addresses[place.region].rpartition(":")[0]
         self.address = f"tcp://{host}:{port}"
         self._others: list[bytes] = []
 
     def wait_for(self, num: int, timeout_s: float) -> None:
-        """Wait until so many other processes listen.
+        """Wait until `num` other processes listen.
 
         Raises:
-          TimeoutError: if they do not.
+          TimeoutError: after `timeout_s`.
         """
         self._socket.rcvtimeo = round(timeout_s * 1000)
         while len(self._others) < num:
@@ -75,8 +74,8 @@ class Ears:
                 frames = self._socket.recv_multipart(copy=False)
             except self._zmq.Again as error:
                 raise TimeoutError(
-                    f"{num - len(self._others)} processes of this region did not come "
-                    f"to {self.address} within {timeout_s:.0f} s"
+                    f"{num - len(self._others)} processes of this region did not "
+                    f"connect to {self.address} within {timeout_s:.0f} s"
                 ) from error
             self._door.saw_message(frames[-1])
             name, word = (frame.bytes for frame in frames)
@@ -84,27 +83,22 @@ class Ears:
                 self._others.append(name)
 
     def tell(self, frames: Sequence[bytes]) -> None:
-        """Send to all of them; one thread alone may."""
+        """Send to all of them; call from one thread only."""
         for name in self._others:
             self._socket.send_multipart([name, *frames])
 
     def close(self) -> None:
-        """Send what is still to be sent, for a few seconds."""
+        """Close, after a few seconds at most for unsent messages."""
         self._socket.close()
         self._door.close()
         self._context.term()
 
 
 class Speaker:
-    """A `Link` whose answers the other processes of the region are told."""
+    """A `Link` that forwards its answers to the other processes of the region."""
 
     def __init__(self, link: Link, ears: Ears):
-        """Tell nothing yet.
-
-        Args:
-          link: to the other regions.
-          ears: with all processes of the region there.
-        """
+        """Wrap `link`; all processes of the region must be connected to `ears`."""
         self._link, self._ears, self._calls = link, ears, 0
         self.view = link.view
         self._out: queue.SimpleQueue = queue.SimpleQueue()
@@ -112,11 +106,11 @@ class Speaker:
         self._thread.start()
 
     def __enter__(self) -> Speaker:
-        """Nothing to do: it speaks."""
+        """Return itself: the link is open already."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave, and tell those who wait for more that there is none."""
+        """Leave, and end the waits of the other processes."""
         self._link.close()
         self._out.put([_header({"ended": str(exception[1] or "")})])
         self._out.put(None)
@@ -125,7 +119,7 @@ class Speaker:
 
     @property
     def place(self) -> Place:
-        """Of the region."""
+        """The region's place."""
         return self._link.place
 
     def _serve(self) -> None:
@@ -133,7 +127,7 @@ class Speaker:
             self._ears.tell(frames)
 
     def _answer(self, call: Callable[[], Any], write: Callable = lambda x: (x, ())):
-        """Call, and tell the others what came of it."""
+        """Call, and forward the result or the error to the other processes."""
         self._calls += 1
         value, frames, error = None, (), None
         try:
@@ -189,7 +183,7 @@ class Speaker:
         return self._decided(self._link.expect(sync))
 
     def _decided(self, future: Future) -> Future:
-        """Tell the others too what is decided."""
+        """Forward the decision to the other processes when it arrives."""
 
         def tell(done: Future) -> None:
             decision: Decision = done.result()
@@ -205,17 +199,11 @@ class Speaker:
 
 
 class Listener:
-    """What stands for the `Link` in the other processes of a region."""
+    """The `Link` of a region's other processes; it receives process 0's answers."""
 
     def __init__(self, place: Place, address: str, process: int):
-        """Tell process 0 that this one listens.
-
-        Args:
-          place: of the region.
-          address: of its `Ears`.
-          process: which this is.
-        """
-        with extra("jobs"):
+        """Connect to process 0, whose `Ears` have this address."""
+        with extra("elastic"):
             import zmq
         self.place, self.view, self._calls = place, View(), 0
         self._lock = threading.Lock()
@@ -237,11 +225,11 @@ class Listener:
         self._thread.start()
 
     def __enter__(self) -> Listener:
-        """Nothing to do: it listens."""
+        """Return itself: it listens already."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._ended = True
         self._thread.join()
 
@@ -264,22 +252,22 @@ class Listener:
         self._context.term()
 
     def _future(self, sync: SyncId) -> Future:
-        """Return what both who asks for a decision and who brings it finds."""
+        """Return the future of a decision, for the caller and the receiving thread."""
         with self._lock:
             return self._futures.setdefault(sync, Future())
 
     def _answer(self) -> tuple[Any, Sequence[bytes]]:
-        """Return what process 0 was answered in this process's place.
+        """Return the answer that process 0 got to the same call.
 
         Raises:
-          LeftBehindError, TimeoutError: as process 0 got it.
+          LeftBehindError, TimeoutError: if the link of process 0 raised it.
           ConnectionError: if process 0 has ended.
-          RuntimeError: if it has made another call.
+          RuntimeError: if process 0 has made another call.
         """
         self._calls += 1
         told, frames = self._answers.get()
         if "ended" in told:
-            self._answers.put((told, frames))  # For who asks again.
+            self._answers.put((told, frames))  # For later calls.
             raise ConnectionError(
                 f"process 0 of region {self.place.region} has ended: {told['ended']}"
             )
@@ -306,7 +294,7 @@ class Listener:
         return self._answer()[0]
 
     def leave(self) -> None:
-        """Do nothing: process 0 says it."""
+        """Do nothing: process 0 leaves for the region."""
 
     def join(self, timeout_s: float) -> Snapshot | None:
         """See `Link.join`."""
@@ -328,10 +316,10 @@ class Listener:
         self._answer()
 
     def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
-        """Do nothing: process 0 does."""
+        """Do nothing: process 0 sends the copy."""
 
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
-        """Wait for the decision; the message is that of process 0."""
+        """Return the future of the decision; process 0 sends the region's message."""
         del row, step_s
         return self._future(sync)
 
@@ -355,17 +343,17 @@ def of_process(
     make_link: Callable[[], Link],
     gather: Callable[[Any], list[Any]],
 ) -> Link | Speaker | Listener:
-    """Return what this process of a region has of the region's link.
+    """Return the link of this process: a `Link`, a `Speaker` or a `Listener`.
 
     Args:
-      place: of the region.
-      process: which this is.
-      num_processes: of the region.
-      make_link: makes the region's link.
-      gather: returns what every process of the region has to say.
+      place: the region's place.
+      process: index of this process in the region.
+      num_processes: processes of the region.
+      make_link: makes the region's link; called in process 0 only.
+      gather: returns the argument that each process of the region passes.
 
     Raises:
-      TimeoutError: if the processes do not meet.
+      TimeoutError: if a process does not connect in time.
     """
     if num_processes == 1:
         return make_link()

@@ -1,18 +1,13 @@
-"""One region's connection to the others: a thread between protocol and sockets.
+"""One region's connection to the others: a thread between protocol and channel.
 
-ZeroMQ carries the messages (`pip install cocodc_jax[jobs]`): connections that are made
-again by themselves, queues with an end, and CURVE, by which both sides prove that they
-have the shared key, and everything is encrypted. Each region listens at its own address
-and sends to the others' on a connection each; what is lost with a connection is asked
-for again by those who need it. Steps are computed by other threads: nothing here holds
-them up.
+A `Channel` carries the messages, by sockets or through a store. A region that needs a
+message which was lost asks for it again. Other threads compute the steps, so nothing
+here delays them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,40 +15,41 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.channel import open_channel
 from cocodc_jax.elastic.messages import (
     Decision,
     Join,
+    Message,
     Snapshot,
     SyncId,
     View,
 )
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
-from cocodc_jax.elastic.sockets import Sockets
 from cocodc_jax.elastic.straggler_detector import Silence
 from cocodc_jax.elastic.times import Measured
 
-# Regions to leave out, and pairs to send messages on for: `(sender, receiver)`.
+# Regions to leave out, and pairs `(sender, receiver)` whose messages to forward.
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
 
 
 class Watch(Protocol):
-    """Who is told what messages took."""
+    """Receives message times, and names what is faulty."""
 
     def __call__(self, measured: Measured, present: tuple[int, ...]) -> Faulty:
-        """Take in one sync; `present` are the regions that take part."""
+        """Process the times of one sync; `present` are the regions that take part."""
         ...
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
-        """Take in which regions are silent now."""
+        """Process which regions are silent now."""
         ...
 
 
 class LeftBehindError(RuntimeError):
-    """The other regions go on without this one, which has to begin anew.
+    """The other regions continue without this one, which has to restart.
 
     Attributes:
-      state: what this region had done by then, if it can be gone on from.
+      state: this region's last state, if it can be restarted from.
     """
 
     state: Any = None
@@ -72,21 +68,19 @@ class Link:
         is_announced: bool = True,
         watch: Watch | None = None,
     ):
-        """Listen, and tell the others that this region is there.
+        """Listen, and announce this region to the others.
 
         Args:
-          place: of the region.
-          run: what tells this run from another; who has another one is not listened
-            to.
-          max_frame_bytes: of the largest row or array that can be right.
-          step: of the region's own checkpoint, 0 for none.
-          boot: see `Seat`; by default the time.
+          place: the region's place.
+          run: identifies the run; messages of another run are ignored.
+          max_frame_bytes: size of the largest valid row or array.
+          step: step of the region's own checkpoint, 0 for none.
+          boot: see `Seat`; the time by default.
           is_announced: whether to ask to take part at once, or at `join`.
-          watch: is told what messages took, and says who is faulty.
+          watch: receives message times, and names what is faulty.
 
         Raises:
-          ImportError: if ZeroMQ is missing.
-          OSError: if the address cannot be listened at.
+          ImportError, OSError, ValueError: see `open_channel`.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot
@@ -107,37 +101,31 @@ class Link:
         self._letters: queue.SimpleQueue = queue.SimpleQueue()
         self._ended, self._answered_s, self._watch = False, 0.0, watch
         self.strangers = 0
-        self._wake, waked = socket.socketpair()
-        try:
-            self._sockets = Sockets(place, max_frame_bytes, waked)
-        except OSError:
-            self._wake.close()
-            waked.close()
-            raise
+        self._channel = open_channel(place, self.boot, max_frame_bytes)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Link:
-        """Nothing to do: it listens."""
+        """Return itself: it listens already."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave, and see that what was said has gone out."""
+        """Leave, after pending messages are sent."""
         self.close()
 
     @property
     def region(self) -> int:
-        """Which region this is."""
+        """The index of this region."""
         return self.place.region
 
     @property
     def view(self) -> View:
-        """Who takes part, as far as this region knows."""
+        """The regions that take part, as this region knows it."""
         with self._lock:
             return self._member.view
 
     def hears_others(self, seconds: float) -> bool:
-        """Listen for so long whether others take part already."""
+        """Return whether others take part already, after at most `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with self._lock:
@@ -147,23 +135,17 @@ class Link:
         return False
 
     def close(self) -> None:
-        """Leave, and see that what was said has gone out."""
+        """Leave, after pending messages are sent."""
         with self._lock:
             if self._ended:
                 return
             self._member.leave()
             self._ended = True
-            self._nudge()
+            self._channel.wake()
         self._thread.join()
-        self._wake.close()
 
     def wait_for_step(self, step: int, timeout_s: float) -> bool:
-        """Wait until the others have come to a step; tell whether they have.
-
-        Args:
-          step: of this region's own checkpoint.
-          timeout_s: at most.
-        """
+        """Return whether the others reach a step, after at most `timeout_s`."""
         end = time.monotonic() + timeout_s
         while (now := time.monotonic()) < end:
             with self._lock:
@@ -173,53 +155,54 @@ class Link:
         return False
 
     def leave(self) -> None:
-        """Say that this region goes, so that nobody waits for it from now on.
+        """Announce that this region leaves, so that no other region waits for it.
 
-        All that it waits for must be there. It may take its time after that.
+        All decisions that it waits for must have arrived. The region may continue on
+        its own, to write a checkpoint for example.
         """
         with self._lock:
             self._member.leave()
-            self._nudge()
+            self._channel.wake()
 
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
-        """Send this region's message; the decision comes as the future's result.
+        """Send this region's message; the future's result is the decision.
 
-        It is one of nobody's messages, of epoch 0, if the others go on without this
-        region, as `at` then says.
+        If the others continue without this region, the result is an empty decision of
+        epoch 0, and the next `at` raises.
 
         Args:
-          sync: which.
+          sync: the fragment's id and the start step.
           row: the message.
-          step_s: seconds of an inner step here, 0 for not measured.
+          step_s: seconds of an inner step in this region, 0 if not measured.
         """
         with self._lock:
             self._member.times.step_s = step_s
             future = self._future(sync)
             self._member.offer(sync, row, time.monotonic())
             self._hand_out()
-            self._nudge()
+            self._channel.wake()
         return future
 
     def expect(self, sync: SyncId) -> Future:
-        """Wait for the decision of a sync that this region sends nothing for."""
+        """Return the future of a sync's decision without sending a message."""
         with self._lock:
             future = self._future(sync)
             self._member.expect(sync, time.monotonic())
             self._hand_out()
-            self._nudge()
+            self._channel.wake()
         return future
 
     def at(self, oldest_step: int) -> dict[int, int]:
-        """Tell how far this region is; return who waits for a copy of it.
+        """Report this region's progress; return the regions that wait for a copy.
 
         Args:
-          oldest_step: all syncs that started before it are applied here.
+          oldest_step: this region has applied all syncs that started before this step.
 
         Returns:
-          Their lives, by region.
+          The lives of the waiting regions, by region.
 
         Raises:
-          LeftBehindError: if the others go on without this region.
+          LeftBehindError: if the others continue without this region.
         """
         with self._lock:
             self._check()
@@ -227,47 +210,43 @@ class Link:
             return self._member.joiners(time.monotonic())
 
     def finish(self, timeout_s: float) -> None:
-        """Wait, at the end of a run, until the others have all that is known here.
-
-        Args:
-          timeout_s: at most.
-        """
+        """Wait at the end of a run until the others need no decision of this region."""
         end = time.monotonic() + timeout_s
         with self._changed:
             self._member.finish(time.monotonic())
-            self._nudge()
+            self._channel.wake()
             while self._member.is_needed(now := time.monotonic()) and now < end:
                 self._changed.wait(min(end - now, self.place.timing.beat_s))
 
     def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
-        """Send a region a copy to go on from, and propose a view with it."""
+        """Send a region a copy to start from, and propose a view with it."""
         with self._lock:
             self._letters.put((region, copy))
             self._member.admit(region, boot, copy.step, oldest_step)
-            self._nudge()
+            self._channel.wake()
 
     def join(self, timeout_s: float) -> Snapshot | None:
         """Wait until this region takes part.
 
         Returns:
-          What it goes on from; None where a run begins, or goes on from its own
-          checkpoint.
+          The copy that it starts from; None where the run begins, or continues from
+          this region's own checkpoint.
 
         Raises:
-          TimeoutError: if nobody lets it in.
+          TimeoutError: if no region admits it in time.
           LeftBehindError: if others begin without it meanwhile.
         """
         end = time.monotonic() + timeout_s
         with self._changed:
             if not self._member.is_announced:
                 self._member.announce(time.monotonic())
-                self._nudge()
+                self._channel.wake()
             while True:
                 self._check()
                 member = self._member
                 seat = member.view.seats.get(self.region)
                 if seat is not None:
-                    # Copies of one step are alike, whoever has sent them.
+                    # Copies of one step are equal, whichever region sent them.
                     if seat.since_step in self._snapshots:
                         return self._snapshots[seat.since_step]
                     begins = member.coordinator == self.region
@@ -278,7 +257,7 @@ class Link:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"region {self.region} was let in by nobody within "
+                        f"no region admitted region {self.region} within "
                         f"{timeout_s:.0f} s"
                     )
                 self._changed.wait(min(left, 1.0))
@@ -289,10 +268,6 @@ class Link:
     def _check(self) -> None:
         if self._member.is_over:
             raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
-
-    def _nudge(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b".")
 
     def _hand_out(self) -> None:
         for decision in self._member.delivered:
@@ -307,7 +282,7 @@ class Link:
         self._changed.notify_all()
 
     def _serve(self) -> None:
-        """Own the sockets until the end; whoever waits hears of what goes wrong."""
+        """Own the channel until the end; an error ends all waits."""
         try:
             self._serve_on()
         except BaseException as error:
@@ -319,7 +294,7 @@ class Link:
     def _serve_on(self) -> None:
         pause = self.place.timing.beat_s / 2
         while True:
-            arrived = self._sockets.receive(pause)
+            arrived = self._channel.receive(pause)
             with self._lock:
                 now = time.monotonic()
                 for frames in arrived:
@@ -334,11 +309,11 @@ class Link:
                 silences = self._member.silent(now)
             while not self._letters.empty():
                 out.append(self._letters.get())
-            for region, message in out:
+            for regions, message in _shared(out):
                 letter = wire.Letter(self._run, self.region, self.boot, message)
-                self._sockets.send(region, wire.pack(letter))
+                self._channel.send(regions, wire.pack(letter))
             if ended:
-                self._sockets.close()
+                self._channel.close()
                 return
             self._look_at(measured, present, silences)
 
@@ -348,7 +323,7 @@ class Link:
         present: tuple[int, ...],
         silences: Mapping[int, Silence],
     ) -> None:
-        """Have it watched what messages took, and who is silent."""
+        """Pass message times and silences to the watch, and use its answer."""
         if self._watch is None:
             return
         self._watch.silent(silences)
@@ -374,7 +349,7 @@ class Link:
         self._member.receive(letter.sender, letter.boot, letter.message, now)
 
     def _meet_another_run(self, sender: int, now: float) -> None:
-        """Take part in nothing, and have the other one hear of this run too."""
+        """Refuse to take part, and let the other run notice this one too."""
         member = self._member
         if now - self._answered_s >= self.place.timing.beat_s:
             self._answered_s = now
@@ -382,5 +357,18 @@ class Link:
         if not member.is_over and not member.is_in:
             member.is_over = (
                 f"region {sender} is of another run (method, model, data or code "
-                "differ): start all with the same command"
+                "differ): start all regions with the same command"
             )
+
+
+def _shared(out: Sequence[tuple[int, Message]]) -> list[tuple[list[int], Message]]:
+    """Group the regions that are told the same, so that it is written once."""
+    found: list[tuple[list[int], Message]] = []
+    for region, message in out:
+        for regions, said in found:
+            if said == message and region not in regions:
+                regions.append(region)
+                break
+        else:
+            found.append(([region], message))
+    return found

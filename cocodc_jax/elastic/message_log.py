@@ -1,4 +1,4 @@
-"""What one region knows of the messages of every sync, and of what was decided."""
+"""One region's record of the messages and the decision of every sync."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class Book:
     """Messages and decisions until every region has applied them.
 
     Attributes:
-      floor: every region has applied all syncs that started before this step; nothing
-        is kept of them, and what still arrives of them is nothing.
-      reached: the last step that this region has waited for a sync of.
-      own: this region's messages that nothing is decided of.
+      floor: every region has applied all syncs that started before this step; their
+        messages are dropped, and late ones are ignored.
+      reached: the latest start step of a sync that this region has waited for.
+      own: this region's messages of undecided syncs.
       waiting: the syncs that this region waits for, and since when.
-      rows: messages that nothing is decided of, by sync and sender.
-      quorum_s: when a sync had messages enough, where this region coordinates.
-      choices: what the coordinator said, until all of its messages are here.
+      rows: messages of undecided syncs, by sync and sender.
+      quorum_s: when the quorum of a sync was complete, where this region coordinates.
+      choices: the coordinator's choices whose messages are not all here yet.
       decided: decisions, by sync.
-      delivered: decisions of what was waited for, to be taken away.
-      news: all decisions, to be taken away.
+      delivered: new decisions that this region waited for; the reader clears them.
+      news: all new decisions; the reader clears them.
     """
 
     def __init__(self):
-        """Know nothing."""
+        """Start without messages."""
         self.floor = self.reached = 0
         self.own: dict[SyncId, bytes] = {}
         self.waiting: dict[SyncId, float] = {}
@@ -45,13 +45,13 @@ class Book:
         self._settle(sync)
 
     def collect(self, sender: Life, sync: SyncId, row: bytes) -> None:
-        """Take in a region's message."""
+        """Store a region's message."""
         if sync not in self.decided and sync[1] >= self.floor:
             self.rows.setdefault(sync, {})[sender] = row
             self._complete(sync)
 
     def choose(self, choice: Choice) -> None:
-        """Take in what the coordinator says; it counts once all messages are here."""
+        """Store the coordinator's choice; it counts once all its messages are here."""
         sync = choice.sync
         if sync in self.decided or sync[1] < self.floor:
             return
@@ -69,7 +69,7 @@ class Book:
             self.learn(Decision(choice.epoch, sync, found))
 
     def learn(self, decision: Decision) -> None:
-        """Take in a decision; the first that is known of a sync holds."""
+        """Store a decision; the first one of a sync holds."""
         sync = decision.sync
         if sync[1] >= self.floor:
             if self.decided.setdefault(sync, decision) is decision:
@@ -77,11 +77,11 @@ class Book:
             self._settle(sync)
 
     def forget_choices(self) -> None:
-        """Take none of what a coordinator said that is not whole yet."""
+        """Drop the choices whose messages are not all here."""
         self.choices = {}
 
     def forget_rows_but(self, senders: Collection[Life]) -> None:
-        """Keep the messages of some regions; who coordinates is another one."""
+        """Keep the messages of `senders` only; another region coordinates now."""
         self.quorum_s = {}
         for sync, rows in self.rows.items():
             self.rows[sync] = {life: x for life, x in rows.items() if life in senders}
@@ -94,7 +94,7 @@ class Book:
                 del table[sync]
 
     def undecided(self) -> list[SyncId]:
-        """List the syncs that somebody waits for here or has sent a message of."""
+        """List the syncs that this region waits for or has messages of."""
         return sorted(
             self.waiting.keys() | {s for s, rows in self.rows.items() if rows}
         )
@@ -104,37 +104,25 @@ class Book:
         return tuple(self.decided)
 
     def behind(self, since_step: int) -> int:
-        """Count the decided syncs that this region has not come to.
-
-        Args:
-          since_step: from which it takes part.
-        """
+        """Count the decided syncs after `since_step` that are not reached here."""
         reached = max(self.reached, since_step)
         return sum(start > reached for _, start in self.decided)
 
     def beyond(self, known: Iterable[SyncId]) -> tuple[Decision, ...]:
-        """List the decisions that somebody does not know."""
+        """List the decisions of all syncs but `known`."""
         known = set(known)
         return tuple(d for sync, d in self.decided.items() if sync not in known)
 
     def is_due(
         self, sync: SyncId, count: int, quorum: int, grace_s: float, now: float
     ) -> bool:
-        """Tell whether those who have not sent a message are waited for no more.
-
-        Args:
-          sync: which.
-          count: messages that are there.
-          quorum: that there must be.
-          grace_s: seconds after that.
-          now: seconds.
-        """
+        """Return whether `grace_s` has passed since `quorum` messages were here."""
         if count < quorum:
             return False
         return now - self.quorum_s.setdefault(sync, now) > grace_s
 
     def _settle(self, sync: SyncId) -> None:
-        """Hand out a decision that was waited for."""
+        """Deliver a sync's decision, if there is one and this region waits for it."""
         if sync not in self.decided:
             return
         tables: tuple[dict, ...] = (self.rows, self.quorum_s, self.own, self.choices)
@@ -149,12 +137,10 @@ def members_of(
     boot_of: Callable[[int], int | None],
     shunned: Collection[int],
 ) -> tuple[Life, ...]:
-    """Return whose messages a mean is of: one life of a region, its present one first.
+    """Return which messages a mean is of: one life per region, the present if there.
 
-    Args:
-      rows: messages of a sync.
-      boot_of: the life that a region has a seat for, None for no seat.
-      shunned: regions that are left out, unless nobody else is there.
+    `boot_of` gives the life that a region has a seat for. `shunned` regions are left
+    out unless no other region has sent a message.
     """
     found: dict[int, int] = {}
     for region, boot in sorted(rows):

@@ -1,4 +1,4 @@
-"""What regions that are jobs of their own tell one another.
+"""The messages between elastic regions.
 
 Plain values: `wire.py` writes them as bytes.
 """
@@ -18,8 +18,8 @@ class Seat(NamedTuple):
     """A region's place in a view.
 
     Attributes:
-      boot: which life of the region: a number that grows with every start.
-      since_step: it sends messages of the syncs that start after this step.
+      boot: the life of the region, a number that grows with every start.
+      since_step: the region takes part in syncs that start after this step.
     """
 
     boot: int
@@ -28,11 +28,12 @@ class Seat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Who takes part, by agreement of all of them.
+    """The regions that take part, by agreement of all of them.
 
     Attributes:
-      epoch: round * M + the region that proposed it, which coordinates it; 0 for none.
-      seats: by region.
+      epoch: round * M + the region that proposed the view and coordinates it; 0 for no
+        view.
+      seats: a seat for each region that takes part.
     """
 
     epoch: int = 0
@@ -40,13 +41,13 @@ class View:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Which of two views goes on when both come to know of each other."""
+        """Orders views: of two that learn of each other, the higher rank continues."""
         return len(self.seats), -min(self.seats, default=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """I am there and take no part yet; `step` is that of my own checkpoint."""
+    """I ask to take part; `step` is that of my own checkpoint."""
 
     step: int
     hears: tuple[int, ...]
@@ -56,8 +57,7 @@ class Join:
 class Beat:
     """I am alive in `view`; I have applied all syncs that started before a step.
 
-    `hears` are the regions that I hear, so that they know whether I do. `clock_s` is
-    what my clock says.
+    `hears` are the regions whose messages I receive. `clock_s` is my clock.
     """
 
     view: View
@@ -69,7 +69,7 @@ class Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """My message of a sync, for all; `clock_s` is what my clock says as it leaves."""
+    """My message of a sync, for all; `clock_s` is my clock when I send it."""
 
     epoch: int
     sync: SyncId
@@ -79,7 +79,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """I miss your decision, or as the coordinator your message, of a sync."""
+    """I miss your decision of a sync; from the coordinator: I miss your message."""
 
     epoch: int
     sync: SyncId
@@ -87,7 +87,7 @@ class Want:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """All messages that the mean of a sync is of, by region."""
+    """The messages that the mean of a sync is of, by region."""
 
     epoch: int
     sync: SyncId
@@ -98,7 +98,7 @@ class Decision:
 class Choice:
     """The mean of a sync is of the messages of these lives.
 
-    `rows` are those of them that you may not have, by region.
+    `rows` are the messages that you may lack, by region.
     """
 
     epoch: int
@@ -109,9 +109,9 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the messages of a sync took to me, by sender, and an inner step of mine.
+    """How long each sender's message of a sync took to me, and my inner step.
 
-    Who is not there sent nothing that came; `step_s` is 0 where nothing was measured.
+    Missing regions delivered no message. `step_s` is 0 if it was not measured.
     """
 
     sync: SyncId
@@ -121,9 +121,9 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Propose:
-    """Promise to take no decision of an earlier view; `known` I have already.
+    """Please promise to take no decision of an earlier view.
 
-    `base_epoch` is of the view that I am in.
+    I know the decisions of `known`. `base_epoch` is the view that I am in.
     """
 
     view: View
@@ -133,7 +133,7 @@ class Propose:
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """I promise, and these decisions you do not have; `known` I have."""
+    """I promise. I know the decisions of `known`; you lack `decisions`."""
 
     epoch: int
     known: tuple[SyncId, ...]
@@ -142,7 +142,7 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True)
 class Install:
-    """All have promised: the view holds; these decisions you do not have."""
+    """All have promised, so the view holds; you lack `decisions`."""
 
     view: View
     decisions: tuple[Decision, ...]
@@ -155,12 +155,12 @@ class Leave:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What a region that joins goes on from.
+    """The copy of the state that a joining region starts from.
 
     Attributes:
-      step: inner steps done when it was taken.
-      header: plain values.
-      arrays: as bytes, in the order that the header tells of.
+      step: inner steps done at the copy.
+      header: plain values, among them the order of the arrays.
+      arrays: arrays as bytes.
     """
 
     step: int

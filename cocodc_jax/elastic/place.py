@@ -1,4 +1,4 @@
-"""Where a region is among the others, and the key that they share."""
+"""A region's settings: its index, all addresses, the shared key and timeouts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import pathlib
 from cocodc_jax.elastic.failure_detector import Timing
 
 MIN_KEY_BYTES = 32
+BUCKET_BEAT_S = 2.0
 LATE = {"late_mean": ("wait", "merge"), "late_message": ("keep", "drop")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a region is, and what it shares with the others.
+    """A region's index, and what all regions share.
 
     Attributes:
-      region: which.
-      addresses: host:port of every region there may be, in their order.
+      region: index of this region.
+      addresses: host:port of every possible region, by index; none with `via`.
       key: shared secret, at least 32 bytes.
-      timing: how long they wait for one another.
-      min_regions: that go on when others are gone.
-      late_mean: "wait" for a mean that is not there when it is due, or go on and
+      timing: how long regions wait for one another.
+      min_regions: how many regions must remain for the run to continue.
+      late_mean: "wait" for a mean that is not there when it is due, or continue and
         "merge" it at the next slot.
-      late_message: what becomes of the work of a message that came too late for its
-        mean: "keep" it in the region, or "drop" it.
+      late_message: what happens to the work in a message that missed its mean: "keep"
+        it in the region, or "drop" it.
+      via: folder or bucket that carries messages in place of sockets, "" for none.
+      regions: number of possible regions, with `via`.
     """
 
     region: int
@@ -34,12 +37,14 @@ class Place:
     min_regions: int = 1
     late_mean: str = "wait"
     late_message: str = "keep"
+    via: str = ""
+    regions: int = 0
 
     def __post_init__(self):
-        """Check what can be checked alone.
+        """Validate the settings.
 
         Raises:
-          ValueError: naming the argument, its value and what would be right.
+          ValueError: with the argument, its value and what would be right.
         """
         for address in self.addresses:
             host, _, port = address.rpartition(":")
@@ -47,13 +52,27 @@ class Place:
                 raise ValueError(
                     f"region_addresses has {address!r}; it must be host:port"
                 )
-        num = len(self.addresses)
-        if len(set(self.addresses)) < num:
-            raise ValueError("region_addresses has one address twice; one a region")
+        if self.via and self.addresses:
+            raise ValueError(
+                f"via={self.via!r} needs no region_addresses="
+                f"{','.join(self.addresses)!r}; leave one out"
+            )
+        if len(set(self.addresses)) < len(self.addresses):
+            raise ValueError(
+                f"region_addresses={','.join(self.addresses)} has one address twice; "
+                "each region needs its own"
+            )
+        num, what = self.num_regions, "regions" if self.via else "region_addresses"
         if not 0 <= self.region < num:
             raise ValueError(
-                f"region_id={self.region} must be 0 to {num - 1}: region_addresses has "
-                f"{num}"
+                f"region_id={self.region} must be 0 to {num - 1}, as {what} "
+                + (f"is {num}" if self.via else f"has {num}")
+            )
+        if is_bucket(self.via) and self.timing.beat_s < BUCKET_BEAT_S:
+            raise ValueError(
+                f"beat_s={self.timing.beat_s:g} is too short for via={self.via!r}: a "
+                "bucket is listed once a second, and a request takes part of it; use "
+                f"beat_s={BUCKET_BEAT_S:g} and dead_after_s=30"
             )
         if not 1 <= self.min_regions <= num:
             raise ValueError(f"min_regions={self.min_regions} must be 1 to {num}")
@@ -67,26 +86,35 @@ class Place:
         if len(self.key) < MIN_KEY_BYTES:
             raise ValueError(
                 f"the key has {len(self.key)} bytes and must have {MIN_KEY_BYTES}: "
-                f"head -c {MIN_KEY_BYTES} /dev/urandom > FILE"
+                f"make one by head -c {MIN_KEY_BYTES} /dev/urandom > FILE"
             )
 
     @property
     def num_regions(self) -> int:
-        """The most regions there may be, M."""
-        return len(self.addresses)
+        """M, the number of possible regions."""
+        return self.regions if self.via else len(self.addresses)
+
+
+def is_bucket(via: str) -> bool:
+    """Return whether a URL names something other than a folder.
+
+    >>> is_bucket("gs://bucket/run"), is_bucket("/mnt/run"), is_bucket("file:///run")
+    (True, False, False)
+    """
+    return "://" in via and not via.startswith("file://")
 
 
 def read_key(path: str | pathlib.Path) -> bytes:
     """Read the shared key.
 
     Raises:
-      ValueError: if it cannot be read, or others may read it.
+      ValueError: if the file cannot be read, or other users may read it.
     """
     path = pathlib.Path(path)
     try:
         if path.stat().st_mode & 0o077:
             raise ValueError(
-                f"key_file={str(path)!r} can be read by others; chmod 600 {path}"
+                f"key_file={str(path)!r} can be read by others; run chmod 600 {path}"
             )
         return path.read_bytes()
     except OSError as error:

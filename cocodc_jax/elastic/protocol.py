@@ -1,46 +1,47 @@
 """One region's side of the agreement, as a pure state machine: no socket, no clock.
 
-Regions are jobs that may die at any moment. All that take part have to take the same
-mean of the same messages. The rules:
+Regions are jobs that may die at any moment. All that take part must apply the same mean
+of the same messages. The rules:
 
-- A *view* is a set of regions with a number, the epoch. The region that proposed it
-  coordinates it: each region sends its message of a sync to all, the coordinator
-  decides of whose messages the mean is, and tells all; who misses one of these asks it
-  for them. It waits for every region of the view, but `grace_s` after there were
-  `quorum` messages for nobody any more.
-- A region that says nothing for `dead_after_s`, says that it does not hear, or comes
-  back in another life, is dead.
-  Then the coordinator, or if it is dead the lowest region that lives, proposes the next
-  view. Where the coordinator is shunned, or at a faulty link that is to be routed
-  around, the lowest region that is well does: its lists go over good links, and what
-  a faulty one delays is sent on by it. Who promises tells every decision it has, and
-  takes none of an earlier view from then on. When all have promised the view holds;
-  every decision that one of them has taken holds in it, and only syncs without one are
-  decided anew.
-- So no two regions of a view ever take different means of a sync, whoever died between
-  two messages. A region that was only silent finds that the others have gone on
-  without it, takes part no more (`is_over`), and begins anew.
-- Who is asked to stop says so, and is as good as dead from then on: nobody waits for
-  its silence. What it does after that (a checkpoint) holds nobody up.
-- Who is at its end stays until all that live have applied what it knows decided
-  (`is_needed`): a region that leaves takes its word on decisions with it, as the dead
-  do, and the last of a run would be decided anew by who is left.
-- What is decided is kept until every region of the view has applied it. Where the
-  others do not wait, a straggler would have them keep ever more: who has not come to
-  `max_behind` syncs that are decided leaves by itself, and begins anew at the step of
-  the others. So nobody ever keeps more than these and those that are on their way.
-- Of two views, after a network was cut in two, the larger goes on, of equal ones that
-  with the lowest region; the regions of the other begin anew from it, and what they did
-  since is lost. With `min_regions` above half
-  of M there is never a second one: who is too few waits.
+- **Views.** A *view* is a set of regions with a number, the epoch. The region that
+  proposed it coordinates it. Each region sends its message of a sync to all. The
+  coordinator decides which messages the mean is of, and announces it. A region that
+  lacks a message asks the coordinator for it.
+- **Waiting.** The coordinator waits for every region of the view. Once `quorum`
+  messages have arrived, it waits for `grace_s` at most.
+- **Death.** A region is dead if it sends nothing for `dead_after_s`, says that it does
+  not receive, or returns in another life. Then the coordinator proposes the next view,
+  or the lowest live region if the coordinator is dead.
+- **Faulty links.** If the coordinator is shunned, or has a faulty link that is to be
+  routed around, the lowest healthy region proposes a view of its own. As coordinator it
+  forwards what a faulty link delays.
+- **Promises.** A region that promises a view reports every decision it knows, and takes
+  no decision of an earlier view from then on. Once all have promised, the view holds.
+  Every decision that one of them knows holds in it. Only syncs without a decision are
+  decided again.
+- **Result.** No two regions of a view ever apply different means of a sync, at whatever
+  moment a region dies. A region that was only silent finds that the others continued
+  without it. It takes part no more (`is_over`), and restarts.
+- **Leaving.** A region that is asked to stop announces it and counts as dead at once.
+  Its last checkpoint delays no other region.
+- **The end.** A region that has finished stays until all live regions have applied the
+  decisions that it knows (`is_needed`). If it left earlier, the remaining regions could
+  decide the last syncs again.
+- **Stragglers.** A decision is kept until every region of the view has applied it. A
+  region that is `max_behind` decided syncs behind leaves by itself, and restarts at the
+  step of the others. So every region keeps a bounded number of messages.
+- **Two views.** If a network is cut in two, both parts may form a view. Once they meet,
+  the larger continues, of equal ones that with the lowest region. The regions of the
+  other restart from it, and their work since the cut is lost. With `min_regions` above
+  M / 2 there is never a second view: the smaller part waits.
 
-What a death leaves behind, by its moment: in the inner steps, nothing is sent and the
-others go on without; a message that the coordinator has whole counts, one that it has
-not does not; when the coordinator dies before it decided, its successor collects the
-messages again, and that of the dead is lost with it; when it dies after some of the
-regions know what it decided, their word holds for all; when it dies and nobody knows,
-it has never been. A death at the merge or in a checkpoint is one in the inner steps:
-neither crosses regions.
+What a death leaves behind depends on its moment. In the inner steps, nothing was sent
+and the others continue without the region. A message counts if the coordinator has
+received all of it. If the coordinator dies before it decides, its successor collects
+the messages again, without that of the dead region. If it dies after some regions
+received its decision, the decision holds for all; if none did, it never existed. A
+death at the merge or in a checkpoint is like one in the inner steps, as neither
+involves other regions.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ from cocodc_jax.elastic.messages import (
 from cocodc_jax.elastic.straggler_detector import Silence, Silences
 from cocodc_jax.elastic.times import Times
 
-# A region looks at what has come at least twice a beat, if nothing holds it up.
+# A region reads its messages at least twice a beat, unless its process is held up.
 _HELD_UP_BEATS = 2
-# Beats, or share of a sync if that is longer, after which is told what has not come.
+# Beats, or share of a sync if longer, after which missing messages are reported.
 _TELL_BEATS, _TELL_SYNCS = 4, 0.5
 
 
 class Member(Deciding):
-    """What one region knows, and what it says next.
+    """What one region knows, and what it sends next.
 
     Attributes:
-      is_announced: whether it asks to take part, and the others shall hear of it.
-      times: of messages.
+      is_announced: whether it asks to take part.
+      times: measured times of messages.
     """
 
     def __init__(
@@ -92,16 +93,16 @@ class Member(Deciding):
         now: float,
         min_regions: int = 1,
     ):
-        """Take no part yet.
+        """Start outside of any view.
 
         Args:
-          region: which this is.
-          num_regions: M, the most there can be.
-          boot: which life of the region, see `Seat`.
-          step: of its own checkpoint, 0 for none.
-          timing: how long to wait.
-          now: seconds, of any clock that only grows.
-          min_regions: that a view needs.
+          region: index of this region.
+          num_regions: M, the number of possible regions.
+          boot: life of the region, see `Seat`.
+          step: step of its own checkpoint, 0 for none.
+          timing: timeouts.
+          now: seconds of a monotonic clock.
+          min_regions: the fewest regions of a view.
         """
         super().__init__(region, num_regions, boot, step, timing, now, min_regions)
         self._beat_at, self._looked_at = -float("inf"), now
@@ -110,16 +111,16 @@ class Member(Deciding):
         self.times = Times(region, num_regions, _TELL_BEATS * timing.beat_s)
 
     def hears_others(self) -> bool:
-        """Tell whether others take part already."""
+        """Return whether others take part already."""
         return any(heard.step is None for heard in self._hearing.last.values())
 
     def have_come_to(self, step: int, now: float) -> bool:
-        """Tell whether all that live and take part have applied what began before."""
+        """Return whether all live regions of a view have reached a step."""
         alive = self._hearing.alive(now).values()
         return all(x.oldest_step >= step for x in alive if x.step is None)
 
     def joiners(self, now: float) -> dict[int, int]:
-        """Return the lives of the regions that wait for this one to let them in."""
+        """Return the lives of the regions that wait for this one to admit them."""
         if not self.is_in or self.coordinator != self.region:
             return {}
         return {
@@ -132,18 +133,15 @@ class Member(Deciding):
         }
 
     def admit(self, region: int, boot: int, since_step: int, oldest_step: int) -> None:
-        """Have the next view hold a region that goes on from a copy of this one.
+        """Add a region of `joiners` to the next view.
 
-        Args:
-          region: one of `joiners`.
-          boot: its life.
-          since_step: of the copy.
-          oldest_step: all syncs that started before it are applied in the copy.
+        It starts from a copy of this region at `since_step`, in which all syncs that
+        started before `oldest_step` are applied.
         """
         self._admitted[region] = Seat(boot, since_step), oldest_step
 
     def silent(self, now: float) -> dict[int, Silence]:
-        """Return who of those that take part is silent, and not yet taken for dead."""
+        """Return which regions of the view are silent, but not yet counted as dead."""
         seats = self.view.seats.items()
         others = {(r, x.boot) for r, x in seats if r != self.region}
         return self._silences.overdue(others, now)
@@ -153,17 +151,13 @@ class Member(Deciding):
         self.is_announced, self._born = True, now
 
     def finish(self, now: float) -> None:
-        """Have applied all that there is, and say so at once.
-
-        Args:
-          now: seconds.
-        """
+        """Announce at once that this region has applied all syncs of the run."""
         self.oldest_step = sys.maxsize
         if self.is_in:
             self._beat(now)
 
     def is_needed(self, now: float) -> bool:
-        """Tell whether others may still ask for what this region knows decided."""
+        """Return whether others may still ask for decisions that this region knows."""
         if not self.is_in:
             return False
         last = self._hearing.last
@@ -179,7 +173,7 @@ class Member(Deciding):
         return bool(self._book.waiting) or oldest <= newest
 
     def leave(self) -> None:
-        """Take part no more; the others need not wait for the silence."""
+        """Take part no more, and announce it so that no region waits."""
         if not self.is_over:
             self._tell_all(Leave())
             self.is_over, self._has_left = "it has left", True
@@ -189,7 +183,7 @@ class Member(Deciding):
         self._looked_at = now
         if self._has_left and now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
-            self._tell_all(Leave())  # The word may have been lost.
+            self._tell_all(Leave())  # The last one may have been lost.
         if self.is_over or not self.is_announced:
             return
         if self._is_far_behind():
@@ -208,11 +202,11 @@ class Member(Deciding):
         self._trim()
 
     def receive(self, sender: int, boot: int, message: Message, now: float) -> None:
-        """Take in what another region says.
+        """Process another region's message; those of an earlier life are ignored.
 
         Args:
-          sender: region.
-          boot: its life; an earlier one than is known is not listened to.
+          sender: index of the region.
+          boot: its life.
           message: of any kind but `Snapshot`.
           now: seconds.
         """
@@ -229,7 +223,7 @@ class Member(Deciding):
             self.times.sign((sender, boot), message.clock_s, now)
         match message:
             case Join() if self._has_seat(sender, boot) and self._holds:
-                # The word that it may come in was lost.
+                # The message that admitted it was lost.
                 self._tell(sender, Install(self.view, self._book.beyond(())))
             case Beat(view):
                 self._compare(sender, view)
@@ -254,10 +248,10 @@ class Member(Deciding):
                 if view.epoch == self._promised and view.epoch > self.view.epoch:
                     self._enter(view, decisions, now)
 
-    # Signs of life, and views that have gone on.
+    # Heartbeats, and views that continued without this region.
 
     def _is_far_behind(self) -> bool:
-        """Leave if the others are so far ahead that they keep too much for this one."""
+        """Leave if the others are too far ahead."""
         seat = self.view.seats.get(self.region)
         if not self.is_in or seat is None:
             return False
@@ -280,7 +274,7 @@ class Member(Deciding):
         self._ask(now)
 
     def _compare(self, sender: int, theirs: View) -> None:
-        """Find out whether the others went on without this region."""
+        """Check whether the others continued without this region."""
         if not self.is_in:
             return
         mine = self.view.seats
@@ -288,7 +282,7 @@ class Member(Deciding):
             rest = View(seats={r: x for r, x in mine.items() if r not in theirs.seats})
             is_apart = len(rest.seats) == len(mine)
             if not is_apart and theirs.epoch < self.view.epoch:
-                return  # It does not know yet.
+                return  # The sender does not know of this region's view yet.
             if theirs.rank > rest.rank:
                 self.is_over = (
                     f"region {sender} is of a larger part of a run cut in two"
@@ -297,21 +291,21 @@ class Member(Deciding):
                 )
         elif (
             theirs.epoch < self.view.epoch and sender in self.view.seats and self._holds
-        ):  # The word that the view holds was lost.
+        ):  # The message that the view holds was lost.
             self._tell(sender, Install(self.view, self._book.beyond(())))
 
-    # What messages took.
+    # Times of messages.
 
     def _there(self, now: float) -> float:
-        """Return when a message was there that is seen now, at the earliest.
+        """Return the earliest time at which a message that is read now had arrived.
 
-        Where this process was held up, that is no fault of who sent it.
+        If this process was held up, the sender is not to blame.
         """
         was_held_up = now - self._looked_at > _HELD_UP_BEATS * self._timing.beat_s
         return self._looked_at if was_held_up else now
 
     def _note_decided(self, now: float) -> None:
-        """Have told what messages took, of what this region took part in."""
+        """Pass new decisions on to the times and the silences."""
         seat = self.view.seats.get(self.region)
         for decision in self._book.news:
             self._silences.decided(now)

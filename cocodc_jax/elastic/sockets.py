@@ -1,9 +1,9 @@
 """The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
 
-A stranger's bytes are refused in the handshake, before anything of them is taken for a
-message, and how many may wait for it is bounded (`door`); a frame larger than the
-largest that can be right closes the connection before it is allocated. What cannot be
-sent to a region that is gone is dropped.
+A peer without the key is refused in the handshake, before any of its bytes is read as a
+message. `door` limits how many peers may wait for the handshake. A frame larger than
+any valid one closes the connection before memory is allocated. Messages to a region
+that is gone are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
@@ -19,17 +20,18 @@ from cocodc_jax.elastic import wire
 from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.place import Place
 
-_QUEUE = 256  # Messages that wait for one region at most.
+_QUEUE = 256  # The most messages that wait for one region.
 _FAREWELL_MS = 5000
-# ZeroMQ gives a connection up for ever when the other side's handshake fails, as it may
-# while that one ends: who cannot be sent to for so long is connected to anew.
+_CURVE_BYTES = 64  # More than encryption adds to a frame (33), which ZeroMQ counts.
+# ZeroMQ never retries a connection whose handshake failed, which happens when the other
+# side ends. If sending fails for so long, the connection is opened again.
 _GIVE_UP_S = 1.5
 _PING_MS, _PONG_MS = 2000, 10000
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
-    """Return the public and the secret key, for CURVE, of those who share `key`."""
-    with extra("jobs"):
+    """Return the public and the secret CURVE key, derived from the shared `key`."""
+    with extra("elastic"):
         import zmq
         import zmq.utils.z85
     digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
@@ -38,24 +40,30 @@ def key_pair(key: bytes) -> tuple[bytes, bytes]:
 
 
 class Sockets:
-    """The sockets of one region; one thread alone may use them."""
+    """A `Channel` of sockets; see `open_channel`.
 
-    def __init__(self, place: Place, max_frame_bytes: int, waked: socket.socket):
-        with extra("jobs"):
+    ZeroMQ (`pip install cocodc_jax[elastic]`) reconnects by itself and has bounded
+    queues. CURVE encrypts everything and proves on both sides that they have the key.
+    """
+
+    def __init__(self, place: Place, max_frame_bytes: int):
+        with extra("elastic"):
             import zmq
             import zmq.utils.z85
-        self._zmq, self._waked = zmq, waked
+        self._zmq = zmq
+        self._wake, self._waked = socket.socketpair()
         self._public, self._secret = key_pair(place.key)
         self._raw = zmq.utils.z85.decode(self._public)
         self._context = zmq.Context()
         self._context.max_sockets = 1023
-        # ZeroMQ asks here who may come in, before it lets anything through.
+        # ZeroMQ asks here whether to accept a peer, before it passes anything on.
         self._asked = self._context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
         self._in = self._context.socket(zmq.PULL)
         self._in.curve_server = True
         self._in.zap_domain = b"regions"
-        self._in.setsockopt(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
+        largest = max(max_frame_bytes, wire.MAX_HEADER_BYTES)
+        self._in.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
         self._secure(self._in)
         self._door = Door(self._in, self._context)
         port = place.addresses[place.region].rpartition(":")[2]
@@ -77,8 +85,8 @@ class Sockets:
         self._poller = zmq.Poller()
         self._poller.register(self._in, zmq.POLLIN)
         self._poller.register(self._asked, zmq.POLLIN)
-        self._poller.register(waked, zmq.POLLIN)
-        waked.setblocking(False)
+        self._poller.register(self._waked, zmq.POLLIN)
+        self._waked.setblocking(False)
 
     def _secure(self, where: Any) -> None:
         where.curve_publickey, where.curve_secretkey = self._public, self._secret
@@ -89,7 +97,7 @@ class Sockets:
         out = self._context.socket(self._zmq.PUSH)
         self._secure(out)
         out.curve_serverkey = self._public
-        out.immediate = True  # Nothing is kept for who is not there.
+        out.immediate = True  # No queue for a peer that is not connected.
         out.setsockopt(self._zmq.RECONNECT_IVL, 100)
         out.setsockopt(self._zmq.RECONNECT_IVL_MAX, 1000)
         out.setsockopt(self._zmq.HEARTBEAT_IVL, _PING_MS)
@@ -98,7 +106,7 @@ class Sockets:
         return out
 
     def receive(self, seconds: float) -> list[list[bytes]]:
-        """Return what has come; waits for it, for a nudge, or so many seconds."""
+        """See `Channel.receive`."""
         self._poller.poll(round(seconds * 1000))
         with contextlib.suppress(BlockingIOError):
             while self._waked.recv(4096):
@@ -117,14 +125,23 @@ class Sockets:
         return found
 
     def _answer(self, asked: list[bytes]) -> None:
-        """Let in who has the run's key pair (ZeroMQ's RFC 27)."""
+        """Accept a peer that has the run's key pair (ZeroMQ's RFC 27)."""
         version, request, *_ = asked
         is_known = asked[5] == b"CURVE" and asked[6] == self._raw
         status = (b"200", b"OK") if is_known else (b"400", b"another key")
         self._asked.send_multipart([version, request, *status, b"", b""])
 
-    def send(self, region: int, frames: list[bytes]) -> None:
-        """Send, or drop it where nobody is."""
+    def wake(self) -> None:
+        """See `Channel.wake`."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b".")
+
+    def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
+        """See `Channel.send`; it is dropped where nobody is."""
+        for region in regions:
+            self._send(region, frames)
+
+    def _send(self, region: int, frames: list[bytes]) -> None:
         try:
             self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
             self._refused_s.pop(region, None)
@@ -136,11 +153,12 @@ class Sockets:
                 self._out[region] = self._connect(self._addresses[region])
 
     def close(self) -> None:
-        """Send what is still to be sent, for a few seconds."""
+        """See `Channel.close`."""
         for out in getattr(self, "_out", {}).values():
             out.close()
         self._in.close(linger=0)
         self._door.close()
         self._asked.close(linger=0)
+        self._wake.close()
         self._waked.close()
         self._context.term()

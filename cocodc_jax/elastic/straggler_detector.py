@@ -1,12 +1,13 @@
-"""Who is silent for longer than it ever was of late, long before it counts as dead.
+"""Reports a region that is unusually silent, long before it counts as dead.
 
-With g the longest time between two messages of a region in the last minutes, and s the
-usual time between two syncs, it is silent where nothing came of it for
+Let g be the longest time between two messages of a region in the last minutes, and s
+the median time between two syncs. The region is silent if nothing arrives from it for
 
     max(4 beat_s, 3 g, 2.5 s)
 
-so within five syncs, unless it usually is as silent. A silence is not learned from, and
-nothing is said where this process itself was held up. The factors are ours.
+So a silence is reported within five syncs, unless such gaps are usual for the region. A
+silence does not count towards g, and nothing is reported if this process itself was
+held up. The factors are ours.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import NamedTuple
 from cocodc_jax.elastic.messages import Life
 
 _BEATS, _GAPS, _SYNCS = 4, 3.0, 2.5
-_LEAST_HEARD, _LEAST_SYNCS = 20, 3  # By which anything can be judged.
-_BUCKET_S = 300.0  # Two of these are looked back on.
+_LEAST_HEARD, _LEAST_SYNCS = 20, 3  # Messages and syncs before the first report.
+_BUCKET_S = 300.0  # The history spans two of these.
 
 
 class Silence(NamedTuple):
     """How long a region is silent.
 
     Attributes:
-      seconds: since it was heard.
-      usual: between two of its messages at most, before.
+      seconds: since its last message.
+      usual: the longest time between two of its messages before.
     """
 
     seconds: float
@@ -36,7 +37,7 @@ class Silence(NamedTuple):
 
 
 class _Heard:
-    """When a region was heard, and the longest times between."""
+    """The time of a region's last message, and the longest gaps before it."""
 
     def __init__(self, now: float):
         self.last, self.count, self._since = now, 0, now
@@ -57,10 +58,10 @@ class _Heard:
 
 
 class Silences:
-    """What one region hears, and when."""
+    """Times of the other regions' messages, as one region receives them."""
 
     def __init__(self, beat_s: float):
-        """Have heard nothing; `beat_s` is the time between two signs of life."""
+        """Start without messages; `beat_s` is the time between two heartbeats."""
         self._beat_s = beat_s
         self._heard: dict[Life, _Heard] = {}
         self._between: collections.deque[float] = collections.deque(maxlen=9)
@@ -68,32 +69,27 @@ class Silences:
         self._looked_at: float | None = None
 
     def heard(self, sender: Life, now: float) -> None:
-        """Take in that something came from a region."""
+        """Record a message of a region."""
         heard = self._heard.setdefault(sender, _Heard(now))
         heard.take(now, self._limit(heard))
 
     def decided(self, now: float) -> None:
-        """Take in that a mean is decided."""
+        """Record that a mean is decided."""
         if self._decided_at is not None:
             self._between.append(now - self._decided_at)
         self._decided_at = now
 
     @property
     def sync_s(self) -> float:
-        """The usual time between two syncs, 0 before it is known."""
+        """The median time between two syncs, 0 before it is known."""
         return statistics.median(self._between) if self._between else 0.0
 
     def overdue(self, lives: Collection[Life], now: float) -> dict[int, Silence]:
-        """Return who is silent, of those that take part.
-
-        Args:
-          lives: of the other regions.
-          now: seconds; to be asked more often than there are signs of life.
-        """
+        """Return which of `lives` are silent; call it at least twice a heartbeat."""
         self._heard = {life: x for life, x in self._heard.items() if life in lives}
         before, self._looked_at = self._looked_at, now
         if before is None or now - before > 2 * self._beat_s:
-            for heard in self._heard.values():  # It could not have been heard.
+            for heard in self._heard.values():  # This process did not read messages.
                 heard.last = now
         if len(self._between) < _LEAST_SYNCS:
             return {}

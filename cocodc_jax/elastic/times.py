@@ -1,14 +1,14 @@
-"""What messages take between pairs of regions, measured as they come.
+"""Measures how long messages take between pairs of regions.
 
-Regions' clocks differ. With c the sender's clock as a message leaves and t the
-receiver's as it is there, t - c holds that difference; so what a message took is told
-against the least t - c of the sender's signs of life, which are next to no bytes, over
-the last minutes:
+Clocks of regions differ. Let c be the sender's clock when a message leaves and t the
+receiver's when it arrives. t - c contains the difference of the clocks. So the time of
+a message is measured against the least t - c of the sender's heartbeats, which are a
+few bytes, over the last minutes:
 
-    seconds = (t - c of the message) - min (t - c of signs of life)
+    seconds = (t - c of the message) - min (t - c of heartbeats)
 
-It is what a message takes beyond the shortest way of a few bytes. Each region tells all
-of what came to it, and so everyone knows the matrix of pairs.
+This is the time beyond that of the fastest small message. Each region reports the times
+of the messages that it received, so all know the matrix of pairs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import NamedTuple
 
 from cocodc_jax.elastic.messages import Life, Report, SyncId
 
-# Two of these are looked back on: clocks drift apart by parts in ten thousand.
+# The history spans two of these; clocks drift apart by parts in ten thousand.
 _BUCKET_S = 300.0
-_REMEMBERED = 64  # Syncs that were told of.
+_REMEMBERED = 64  # Syncs.
 
 
 class Measured(NamedTuple):
-    """One sync, as all regions have told.
+    """One sync, from the reports of all regions.
 
     Attributes:
-      sync: which.
-      seconds: rows of a matrix, M by M; row sends. NaN was not measured, infinity is a
-        message that came to others and not here, or of a region, and to one, from which
-        nothing was heard.
-      step_s: of an inner step, by region; NaN was not measured.
+      sync: the fragment's id and the start step.
+      seconds: rows of a matrix, M by M; the row is the sender. NaN was not measured.
+        Infinity is a message that reached other regions and not this one, or a pair of
+        which one region reported nothing and sent nothing.
+      step_s: seconds of an inner step, by region; NaN was not measured.
     """
 
     sync: SyncId
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 
 
 class _Least:
-    """The least of some numbers of late."""
+    """The least of recent numbers."""
 
     def __init__(self):
         self._since, self._before, self._now = -math.inf, math.inf, math.inf
@@ -58,22 +58,16 @@ class _Least:
 
 
 class Times:
-    """What one region measures, and what others tell.
+    """One region's measurements, and the reports of the others.
 
     Attributes:
-      step_s: seconds of an inner step here, 0 for not measured.
-      wait_s: after a decision, for messages that have not come; and for others to tell
-        of theirs.
+      step_s: seconds of an inner step here, 0 if not measured.
+      wait_s: seconds after a decision to wait for missing messages; reports of the
+        others may take twice as long.
     """
 
     def __init__(self, region: int, num_regions: int, wait_s: float):
-        """Know nothing.
-
-        Args:
-          region: which this is.
-          num_regions: M.
-          wait_s: until it is changed.
-        """
+        """Start without measurements; `num_regions` is M."""
         self._region, self._num, self.wait_s = region, num_regions, wait_s
         self._least: dict[Life, _Least] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
@@ -84,11 +78,11 @@ class Times:
         self.step_s = 0.0
 
     def sign(self, sender: Life, clock_s: float, now: float) -> None:
-        """Take in a sign of life."""
+        """Record a heartbeat."""
         self._least.setdefault(sender, _Least()).take(now - clock_s, now)
 
     def came(self, sender: Life, sync: SyncId, clock_s: float, now: float) -> None:
-        """Take in that a message is here; the first time counts."""
+        """Record the arrival of a message; only the first one counts."""
         least = self._least.get(sender)
         if least is None or sync in self._done:
             return
@@ -98,12 +92,12 @@ class Times:
             del self._came[next(iter(self._came))]
 
     def decided(self, sync: SyncId, members: Collection[int], now: float) -> None:
-        """Take in that a mean is decided, and of whose messages."""
+        """Record that a mean is decided, and of which regions' messages."""
         others = frozenset(members) - {self._region}
         self._decided.setdefault(sync, (now, others))
 
     def due(self, now: float) -> list[Report]:
-        """Return what is to be told to all now."""
+        """Return the reports to send to all regions now."""
         found = []
         for sync, (since, members) in list(self._decided.items()):
             came = self._came.get(sync, {})
@@ -116,19 +110,14 @@ class Times:
         return found
 
     def told(self, sender: int, report: Report, now: float) -> None:
-        """Take in what a region tells."""
+        """Record a region's report."""
         if report.sync in self._done:
             return
         self._told.setdefault(report.sync, {})[sender] = report
         self._told_s.setdefault(report.sync, now)
 
     def finished(self, regions: Collection[int], now: float) -> list[Measured]:
-        """Return the syncs of which all regions have told, or that are long ago.
-
-        Args:
-          regions: that take part.
-          now: seconds.
-        """
+        """Return the syncs that all `regions` have reported, or that are old."""
         found = []
         for sync, told in sorted(self._told.items(), key=lambda each: each[0][1]):
             is_old = now - self._told_s[sync] > 2 * self.wait_s

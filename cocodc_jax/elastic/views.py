@@ -1,4 +1,4 @@
-"""How regions go from view to view; `protocol.py` has the rules."""
+"""How regions agree on the next view; `protocol.py` has the rules."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from cocodc_jax.elastic.messages import (
 
 
 class Views(abc.ABC):
-    """One region's part in agreeing on who takes part.
+    """One region's part in agreeing on which regions take part.
 
     Attributes:
-      view: that holds, as far as this region knows.
-      is_over: why this region takes part no more, "" while it does or may.
-      shunned: regions that are not waited for, and whose messages are in no mean as
-        long as there are others, where this region coordinates.
-      detours: `(sender, receiver)` whose messages this region sends on, where it
-        coordinates.
-      outbox: `(region, message)` to be sent.
+      view: the present view, as this region knows it.
+      is_over: why this region takes part no more; "" while it does or may.
+      shunned: where this region coordinates, the regions that it does not wait for, and
+        whose messages it leaves out while there are others.
+      detours: where this region coordinates, pairs `(sender, receiver)` whose messages
+        it forwards.
+      outbox: messages to send, `(region, message)`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Views(abc.ABC):
         now: float,
         min_regions: int = 1,
     ):
-        """Take no part yet; arguments are those of `Member`."""
+        """Start outside of any view; the arguments are those of `Member`."""
         self.region, self._num, self.boot = region, num_regions, boot
         self._step, self._timing, self._min = step, timing, min_regions
         self._born = now
@@ -61,12 +61,12 @@ class Views(abc.ABC):
 
     @property
     def is_in(self) -> bool:
-        """Whether it takes part."""
+        """Whether this region takes part."""
         return self.view.epoch > 0 and not self.is_over
 
     @property
     def coordinator(self) -> int:
-        """Who decides in the view."""
+        """The region that decides in the view."""
         return self.view.epoch % self._num
 
     def _leads(self, epoch: int | None = None) -> bool:
@@ -94,7 +94,7 @@ class Views(abc.ABC):
     def _next_seats(self, now: float) -> dict[int, Seat] | None:
         """Return the seats to propose now, None if it is not this region's turn."""
         if self._promised > self.view.epoch and now - self._promised_at <= self._pause:
-            return None  # Somebody, maybe this one, is about to.
+            return None  # A proposal is pending.
         if not self.is_in:
             return self._first_seats(now)
         alive = {
@@ -116,10 +116,10 @@ class Views(abc.ABC):
         return seats
 
     def _leader_of(self, alive: Collection[int], now: float) -> int:
-        """Return who is to coordinate: who does, unless it is dead or badly reached."""
+        """Return the next coordinator: the present one unless it is dead or faulty."""
         faulty = self.shunned | {region for pair in self.detours for region in pair}
         well = [r for r in alive if r not in faulty] or list(alive)
-        # Regions may differ for a while in what they take for faulty.
+        # For a while, regions may disagree on what is faulty.
         is_new = now - self._entered_at <= self._timing.dead_after_s
         if self.coordinator in (alive if is_new else well):
             return self.coordinator
@@ -127,14 +127,14 @@ class Views(abc.ABC):
 
     @property
     def _pause(self) -> float:
-        """Seconds after which a proposal that came to nothing is made again."""
+        """Seconds after which a failed proposal is made again."""
         return 4 * self._timing.beat_s
 
     def _first_seats(self, now: float) -> dict[int, Seat] | None:
-        """Return the seats of a run's first view, of this life of all regions."""
+        """Return the seats of the run's first view, None if another proposes them."""
         alive = self._hearing.alive(now)
         if any(heard.step is None for heard in alive.values()):
-            return None  # Somebody takes part already, and will let this one in.
+            return None  # There is a view already, which will admit this region.
         steps = {r: h.step or 0 for r, h in alive.items() if h.hears_us}
         steps[self.region] = self._step
         is_early = now - self._born < self._timing.start_s
@@ -143,7 +143,7 @@ class Views(abc.ABC):
         if max(steps, key=lambda r: (steps[r], -r)) != self.region:
             return None
         boots = {r: heard.boot for r, heard in alive.items()} | {self.region: self.boot}
-        if self._step:  # The others go on from a copy of this one.
+        if self._step:  # The others start from a copy of this one.
             return {self.region: Seat(self.boot, self._step)}
         return {r: Seat(boots[r], 0) for r in sorted(steps)}
 
@@ -160,10 +160,10 @@ class Views(abc.ABC):
         self._count_promise(self.region, Promise(epoch, (), ()), now)
 
     def _descends(self, sender: int, boot: int, base_epoch: int) -> bool:
-        """Tell whether a region knows what this region's view has decided.
+        """Return whether a region knows what this region's view has decided.
 
-        It does if this region takes no part yet, if both are in one view, or if one
-        has promised the view that the other is in, and only not heard that it holds.
+        It does if this region is in no view yet, if both are in one view, or if one has
+        promised the other's view and does not know yet that it holds.
         """
         if self.view.epoch == 0 or base_epoch == self.view.epoch:
             return True
@@ -217,7 +217,7 @@ class Views(abc.ABC):
 
     @abc.abstractmethod
     def _entered(self, now: float) -> None:
-        """Do what is due where a view holds now."""
+        """Act on the view that begins now."""
 
     def _tell(self, region: int, message: Message) -> None:
         if region != self.region:

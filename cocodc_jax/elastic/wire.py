@@ -1,8 +1,8 @@
-"""What regions tell one another, as frames of bytes: a JSON header, then the data.
+"""Messages between regions as frames of bytes: a JSON header, then the data.
 
-A header names the kind of the message and its plain fields; rows and arrays follow as
-frames of their own. Whatever is not exactly so is refused: nothing is unpickled, and
-no field is taken for more than the type it has.
+A header names the kind of the message and its plain fields. Rows and arrays follow as
+separate frames. Anything else is refused. Nothing is unpickled, and the type of every
+field is checked.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _KINDS = {
 
 
 class WireError(ValueError):
-    """The frames are no message of this protocol."""
+    """The frames are not a message of this protocol."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Letter:
-    """A message and whose it is.
+    """A message and its sender.
 
     Attributes:
-      run: what tells one run from another: method, model, data and code.
-      sender: region.
+      run: identifies the run: method, model, data and code.
+      sender: index of the region.
       boot: its life.
       message: of any kind.
     """
@@ -73,18 +73,18 @@ def pack(letter: Letter) -> list[bytes]:
 
 
 def unpack(frames: Sequence[bytes], num_regions: int) -> Letter:
-    """Read what `pack` wrote.
+    """Read the frames that `pack` wrote.
 
     Args:
-      frames: as they came.
-      num_regions: M; no region is above.
+      frames: the received frames.
+      num_regions: M; every region's index must be below.
 
     Raises:
-      WireError: for anything else.
+      WireError: if the frames are not a message of this protocol.
     """
     try:
         if not frames or len(frames[0]) > MAX_HEADER_BYTES:
-            raise ValueError("no header, or too long a one")
+            raise ValueError("the header is missing or too long")
         header = json.loads(bytes(frames[0]))
         sender, boot = map(_count, header["from"])
         data = _Data(frames[1:], num_regions)
@@ -92,16 +92,16 @@ def unpack(frames: Sequence[bytes], num_regions: int) -> Letter:
         body = header["body"]
         fields = [field.name for field in dataclasses.fields(kind)]
         if set(body) != set(fields) or sender >= num_regions:
-            raise ValueError("other fields than it should have")
+            raise ValueError("wrong fields, or an unknown sender")
         values = {name: _READ[name](body[name], data) for name in fields}
         data.check_all_used()
         return Letter(_text(header["run"]), sender, boot, kind(**values))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {error!r}") from error
+        raise WireError(f"not a message of this protocol: {error!r}") from error
 
 
 def _plain(value: Any, data: list[Any]) -> Any:
-    """Return what JSON can hold; bytes become the number of their frame."""
+    """Return a value that JSON can hold; bytes become the index of their frame."""
     match value:
         case bytes() | bytearray() | memoryview():
             data.append(value if isinstance(value, bytes) else bytes(value))
@@ -118,7 +118,7 @@ def _plain(value: Any, data: list[Any]) -> Any:
 
 
 class _Data:
-    """The frames of a message, each of which is used once."""
+    """The frames of a message; each is used exactly once."""
 
     def __init__(self, frames: Sequence[bytes], num_regions: int):
         self._frames, self._used, self.num_regions = frames, set(), num_regions
@@ -126,35 +126,35 @@ class _Data:
     def take(self, index: Any) -> bytes:
         index = _count(index)
         if index in self._used:
-            raise ValueError(f"frame {index} stands for two things")
+            raise ValueError(f"frame {index} is used twice")
         self._used.add(index)
         return bytes(self._frames[index])
 
     def check_all_used(self) -> None:
         if len(self._used) != len(self._frames):
-            raise ValueError("frames that nothing tells of")
+            raise ValueError("the header does not name all frames")
 
     def region(self, value: Any) -> int:
         if _count(value) >= self.num_regions:
-            raise ValueError(f"region {value}")
+            raise ValueError(f"region {value} must be below {self.num_regions}")
         return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) < 1e15:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a text")
     return value
 
 
@@ -186,7 +186,7 @@ def _decisions(value: Any, data: _Data) -> tuple[m.Decision, ...]:
 def _table(value: Any, data: _Data) -> dict[str, Any]:
     del data
     if not isinstance(value, dict):
-        raise ValueError("no table")
+        raise ValueError(f"{value!r} is not a table")
     return value
 
 

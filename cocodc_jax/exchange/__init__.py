@@ -1,4 +1,4 @@
-"""Means over regions: inside compiled programs, between processes, between jobs."""
+"""Means over regions: in programs, between processes, between elastic regions."""
 
 from cocodc_jax._lazy import attach, modules_of
 

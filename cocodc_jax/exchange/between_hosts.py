@@ -174,7 +174,7 @@ class OnOuterMesh(Exchange):
     def _layout(self, k: int, rank: int) -> ShardBuffer | None:
         """Return a message's layout over a region's devices, or None for one device.
 
-        Jobs pass full messages to threads, from one device.
+        Elastic regions pass full messages to threads, from one device.
         """
         spec = self._spec
         mesh = spec.mesh
@@ -205,7 +205,7 @@ class OnOuterMesh(Exchange):
         # Each process its part, if a region's processes shard the outer state.
         mean = host
         if not self._is_alone:
-            mean = spec.shardings.on_host(k, spec.outer_shapes[k])
+            mean = spec.place.lay(k, spec.outer_shapes[k])
 
         def arriving(rows, weights, start_step):
             mean, times, told = combine(rows, weights)
@@ -233,8 +233,7 @@ class OnOuterMesh(Exchange):
 
     def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
         """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
-        host = self._spec.shardings.on_host(fragment_id, part)
-        return with_shardings(part, host)
+        return with_shardings(part, self._spec.place.lay(fragment_id, part))
 
     def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and shardings of side information of a mean, by name.

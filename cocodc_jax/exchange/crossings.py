@@ -56,13 +56,17 @@ class Crossing(NamedTuple):
     arrive: Callable
 
 
-def make_crossing(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
+def make_crossing(
+    spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool = False
+) -> Crossing:
     """Make the `Crossing` of a fragment's message.
 
     Args:
       spec: of the run.
       fragment_id: which fragment.
       rank: of the message, if the schedule sets one.
+      in_one_buffer: whether all arrays of a compressed message are one transfer, which
+        inner steps can hide.
     """
     message = spec.sync.message
     if isinstance(message, ByRings):
@@ -72,7 +76,7 @@ def make_crossing(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
     elif message.compressor(rank) is None:
         make = make_summed
     else:
-        return make_decoded(spec, fragment_id, rank)
+        return make_decoded(spec, fragment_id, rank, in_one_buffer)
     restore = make_restore(spec, fragment_id)
 
     def arrive(crossed, start_step):
@@ -102,7 +106,9 @@ def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
     )
 
 
-def make_decoded(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
+def make_decoded(
+    spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool
+) -> Crossing:
     """Make the `Crossing` of messages that are all-gathered and decoded everywhere."""
     encoded = region_shard_map(
         make_messages(spec, fragment_id, rank),
@@ -124,7 +130,7 @@ def make_decoded(spec: SyncSpec, fragment_id: int, rank: int) -> Crossing:
         mean, told = robust_mean(spec, rank, message, weights)
         return restore(mean, start_step), told
 
-    if not spec.overlap:
+    if not in_one_buffer:
         cross, join = functools.partial(everywhere, spec.mesh), _as_it_is
         return Crossing(leave, arrive)
     shapes = spec.sync.message.encoded(spec.outer_shapes[fragment_id], rank)

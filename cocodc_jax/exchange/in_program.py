@@ -41,9 +41,9 @@ class InProgram(Exchange):
         """Number of regions."""
         return self._spec.regions.num
 
-    def __init__(self, spec: SyncSpec):
-        """Compile nothing."""
-        self._spec = spec
+    def __init__(self, spec: SyncSpec, in_one_buffer: bool):
+        """Compile nothing; for `in_one_buffer` see `make_crossing`."""
+        self._spec, self._in_one_buffer = spec, in_one_buffer
         self._programs: dict[tuple[int, int], Callable] = {}
 
     def send(
@@ -92,7 +92,7 @@ class InProgram(Exchange):
             shardings.of_regions(fragment_id, compressor_state),
             NamedSharding(self._spec.mesh, P()),
         )
-        crossing = make_crossing(self._spec, fragment_id, rank)
+        crossing = make_crossing(self._spec, fragment_id, rank, self._in_one_buffer)
 
         def sent(*arguments):
             staged, crossed, state = crossing.leave(*arguments)

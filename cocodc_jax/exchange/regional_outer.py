@@ -44,10 +44,10 @@ PyTree = Any
 class RegionalOuterModels:
     """Compiled programs of one outer model per region."""
 
-    steps_on_mesh = True
-
-    def __init__(self, spec: SyncSpec, outer: RegionalOuter):
+    def __init__(self, spec: SyncSpec):
         """Wrap every program in one jit."""
+        outer = spec.sync.outer
+        assert isinstance(outer, RegionalOuter)
         self._spec, self._outer = spec, outer
         self._compressor = spec.sync.message.compressor() or identity()
         self._partners = matchings(spec.regions.num)

@@ -18,18 +18,11 @@ from cocodc_jax.core.state import (
     RegionState,
     SyncState,
 )
-from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.core.sync import outer_parts, outer_step
 from cocodc_jax.exchange.base import Exchange, Times
 from cocodc_jax.exchange.combine import times_bytes
 from cocodc_jax.exchange.compressors import Compressors
 from cocodc_jax.exchange.lowered_program import LoweredProgram
-from cocodc_jax.exchange.outer_placement import (
-    OuterPlace,
-    copies,
-    make_broadcast,
-    make_join,
-    make_steps,
-)
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import (
@@ -50,32 +43,35 @@ class SharedOuterModel:
     """Compiled programs of one outer model.
 
     Attributes:
-      place: placement of its state.
       where: shardings of its state.
       compressors: states of the regions' compressors.
     """
 
-    def __init__(self, spec: SyncSpec, outer: SharedOuter, exchange: Exchange):
+    def __init__(self, spec: SyncSpec, exchange: Exchange):
         """Wrap every program in one jit."""
+        outer = spec.sync.outer
+        assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
-        self.place = OuterPlace(spec, outer)
-        # Whether the outer step is a program of the inner mesh.
-        self.steps_on_mesh = self.place.on_mesh
+        self._place = spec.place
         self.compressors = Compressors(spec)
         each = range(len(spec.fragments))
-        self._step = make_steps(self.place)
-        if spec.overlap:
-            self._near = [make_broadcast(self.place, k) for k in each]
-        self._copy = jax.jit(copies)
+        self._step = self._make_steps()
+        self._broadcast = [
+            jax.jit(
+                functools.partial(self.broadcast, k),
+                out_shardings=spec.shardings.fragments[k],
+            )
+            for k in each
+        ]
+        self._copy = jax.jit(_copies)
         self._take = jax.jit(_take, donate_argnums=0)
         self._start = jax.jit(outer.start) if outer.start else None
-        self._join = make_join(self.place)
-        shardings = spec.shardings
+        self._join = self._make_join()
         shapes, regional = jax.eval_shape(self._make, spec.params)
         self.where, _ = self._where(shapes, regional)
         first = self.where
-        if not self.steps_on_mesh:  # One program, so one channel.
-            lay = functools.partial(shardings.on_host, channel=0)
+        if self._place.has_channels:  # One program, so one channel.
+            lay = functools.partial(self._place.lay, channel=0)
             first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
         self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
         # By rank of the messages, if the schedule sets one.
@@ -88,12 +84,8 @@ class SharedOuterModel:
           params: one region's parameters, on the mesh.
           schedule: the schedule's state; compressor states have its rank.
         """
-        shardings = self._spec.shardings
-        near = params
-        if not self.steps_on_mesh:
-            near = transfer.move(params, shardings.params_on_host())
-        outer = self._new_outer(near)
-        if len(shardings.channels) > 1:
+        outer = self._new_outer(transfer.move(params, self._place.params()))
+        if self._place.has_channels:
             outer = transfer.move(outer, self.where)
         rank = schedule.rank
         if rank not in self._new_regional:
@@ -121,7 +113,7 @@ class SharedOuterModel:
         return tuple(for_all_regions(part, num_regions) for part in parts)
 
     def _where(self, outer: OuterState, regional: tuple) -> tuple[OuterState, tuple]:
-        shardings, lay = self._spec.shardings, self.place.lay
+        shardings, lay = self._spec.shardings, self._place.lay
         each = [
             (lay(k, part), lay(k, state))
             for k, (part, state) in enumerate(zip(*outer, strict=True))
@@ -145,7 +137,7 @@ class SharedOuterModel:
         """Return shapes and shardings of a fragment that was just sent."""
         spec = self._spec
         part = spec.outer_shapes[fragment_id]
-        part = with_shardings(part, self.place.lay(fragment_id, part))
+        part = with_shardings(part, self._place.lay(fragment_id, part))
         kept: dict[str, Any] = {}
         if STALE in spec.sync.copies:
             kept[STALE] = part
@@ -230,12 +222,11 @@ class SharedOuterModel:
         region = self._sending(k, region)
         send = self._exchange.list_programs(k, region, stale, sync.compressors[k])
         sent = LoweredProgram(f"send fragment {k}", *send, self.num_bytes(k))
-        if not self.steps_on_mesh:  # The host takes the outer step.
+        if not self._place.on_mesh:  # The host takes the outer step.
             return [sent]
         params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
         flight = self.abstract_flight(k)
-        mean = flight.mean if self._spec.overlap else params
-        arguments = (params, opt_state, mean, flight.kept.get(STALE))
+        arguments = (params, opt_state, flight.mean, flight.kept.get(STALE))
         return [sent, LoweredProgram(f"outer step {k}", self._step[k], arguments)]
 
     def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
@@ -268,7 +259,7 @@ class SharedOuterModel:
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
         """Return the mean, in the placement of the outer step."""
-        if self._spec.overlap:
+        if self._place.on_mesh:
             return flight.mean
         outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
@@ -276,37 +267,100 @@ class SharedOuterModel:
 
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, in the same placement."""
-        if self.place.memory_kind is None:
+        if not self._place.is_pinned:
             return self._copy(part)
         where = jax.tree.map(lambda x: x.sharding, part)
         return jax.device_put(part, where, may_alias=False)
 
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return an outer fragment as regions receive it, on the mesh."""
-        part = sync.outer.params[fragment_id]
-        if self._spec.overlap:
-            return self._near[fragment_id](*self.given(sync, fragment_id))
+        part, state = sync.outer.entry(fragment_id)
+        if self._place.on_mesh:
+            return self._broadcast[fragment_id](*self.given(part, state))
         if self._start is not None:
-            part = self._start(part, sync.outer.opt_states[fragment_id])
+            part = self._start(part, state)
         return transfer.move(part, self._spec.shardings.fragments[fragment_id])
 
-    def given(self, sync: SyncState, fragment_id: int) -> tuple[Fragment, PyTree]:
-        """Return the arguments of `OuterPlace.broadcast` for a fragment."""
-        outer = sync.outer
-        return self.place.given(
-            outer.params[fragment_id], outer.opt_states[fragment_id]
+    def given(self, params: Fragment, opt_state: PyTree) -> tuple[Fragment, PyTree]:
+        """Return the last two arguments of `broadcast`."""
+        return params, None if self._outer.start is None else opt_state
+
+    def broadcast(
+        self, fragment_id: int, params: Fragment, opt_state: PyTree
+    ) -> Fragment:
+        """Return a fragment as regions receive it, in a program of the mesh.
+
+        Args:
+          fragment_id: which.
+          params: the outer fragment, on the mesh.
+          opt_state: its state; only if regions do not start from `params` themselves.
+        """
+        params = self._place.load(fragment_id, params)
+        if self._outer.start is not None:
+            params = self._outer.start(params, self._place.load(fragment_id, opt_state))
+        where = self._spec.shardings.fragments[fragment_id]
+        return jax.lax.with_sharding_constraint(params, where)
+
+    def step_on_mesh(
+        self,
+        fragment_id: int,
+        params: Fragment,
+        opt_state: PyTree,
+        mean: Fragment,
+        stale_params: Fragment | None,
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        """Take an `outer_step` in a program of the mesh, on loaded state."""
+        place = self._place
+        loaded = (
+            place.load(fragment_id, tree)
+            for tree in (params, opt_state, mean, stale_params)
         )
+        return outer_step(self._outer.optimizer, *loaded)
+
+    def _make_steps(self) -> list[Callable]:
+        """Make the outer step of each fragment; it donates the state."""
+        place, optimizer = self._place, self._outer.optimizer
+        own, shapes = functools.partial(outer_step, optimizer), self._spec.outer_shapes
+        if not place.is_divided:  # One program for all fragments of equal shapes.
+            return [jax.jit(own, donate_argnums=(0, 1))] * len(shapes)
+
+        def on_mesh(k, *arguments):
+            *state, norm = self.step_on_mesh(k, *arguments)
+            return *(place.offload(k, tree) for tree in state), norm
+
+        return [
+            jax.jit(
+                functools.partial(on_mesh, k) if place.on_mesh else own,
+                donate_argnums=(0, 1),
+                # Results keep the placement of the arguments.
+                out_shardings=(
+                    place.lay(k, part),
+                    place.lay(k, jax.eval_shape(optimizer.init, part)),
+                    None,
+                ),
+            )
+            for k, part in enumerate(shapes)
+        ]
+
+    def _make_join(self) -> Callable:
+        """Make `join(outer fragments) -> parameters`, a copy."""
+        place, fragments = self._place, self._spec.fragments
+
+        def join(parts):
+            if place.on_mesh:
+                parts = tuple(map(place.load, range(len(parts)), parts))
+            # A copy: an output that aliases an input would be donated later.
+            return _copies(fragments.join(parts))
+
+        return jax.jit(join, out_shardings=place.params())
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
-        parts, shardings = sync.outer.params, self._spec.shardings
-        if len(shardings.channels) > 1:  # Joined in one program, so on one channel.
-            lay = functools.partial(shardings.on_host, channel=0)
+        parts = sync.outer.params
+        if self._place.has_channels:  # Joined in one program, so on one channel.
+            lay = functools.partial(self._place.lay, channel=0)
             parts = transfer.move(parts, tuple(map(lay, range(len(parts)), parts)))
-        whole = self._join(parts)
-        if self._spec.overlap:
-            return whole
-        return transfer.move(whole, shardings.params)
+        return transfer.move(self._join(parts), self._spec.shardings.params)
 
     def hand_out(
         self, event: Event, sync: SyncState
@@ -331,6 +385,10 @@ class SharedOuterModel:
         stale_params = replaced(sync.stale_params, k, stale)
         sync = dataclasses.replace(sync, stale_params=stale_params)
         return sync, outer, participating
+
+
+def _copies(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
 def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:

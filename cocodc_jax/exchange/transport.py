@@ -3,8 +3,8 @@
 - `in_program.InProgram`: the program that sends also averages;
 - `between_hosts.OnOuterMesh`: a second program averages between hosts, concurrently
   with the inner steps;
-- `between_jobs.BetweenJobs`: every region is a separate job, which may die and come
-  back; threads carry messages from host to host.
+- `elastic_exchange.ElasticExchange`: every region is a run of its own, which may die
+  and come back; threads carry messages from host to host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.base import Exchange
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
-from cocodc_jax.exchange.between_jobs import BetweenJobs
 from cocodc_jax.exchange.collectives import ALL_REDUCES
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.in_program import InProgram
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding.mesh import REGION, is_cpu
@@ -28,8 +28,8 @@ from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
 
-EXCHANGES = ("auto", "program", "outer", "jobs")
-FUSES = ("auto", "yes", "no")
+EXCHANGES = ("auto", "program", "outer", "elastic")
+OVERLAPS = ("auto", "yes", "no")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Transport:
 
     Attributes:
       exchange: "program" averages messages in a program of the inner mesh; "outer" on
-        the outer mesh, concurrently with the inner steps; "jobs" makes every region a
-        separate job; "auto" is "outer" if there are several processes and the method
-        allows it, else "program".
+        the outer mesh, concurrently with the inner steps; "elastic" makes every
+        region a run of its own; "auto" is "outer" if there are several processes and
+        the method allows it, else "program".
       all_reduce: algorithm between processes, where this package chooses: "direct" or
         "ring", see `collectives.py`.
       outer_channels: number of outer meshes; fragment k uses number k mod
         outer_channels, so that as many can be in flight at once.
-      place: this process's region among the jobs, for "jobs".
-      fuse_syncs: whether syncs and inner steps share a program, so that messages
+      place: this process's region, for "elastic".
+      overlap: whether syncs and inner steps share a program, so that messages
         overlap with computation, see `program/segment.py`: "yes", "no", or "auto",
         which is yes if regions are on several accelerators and messages cross in the
         program.
@@ -56,7 +56,7 @@ class Transport:
     all_reduce: str = "direct"
     outer_channels: int = 1
     place: Place | None = None
-    fuse_syncs: str = "auto"
+    overlap: str = "auto"
 
     def __post_init__(self):
         """Validate the names and the number."""
@@ -68,29 +68,29 @@ class Transport:
             raise ValueError(
                 f"all_reduce={self.all_reduce!r} is unknown; use one of {ALL_REDUCES}"
             )
-        if self.fuse_syncs not in FUSES:
+        if self.overlap not in OVERLAPS:
             raise ValueError(
-                f"fuse_syncs={self.fuse_syncs!r} is unknown; use one of {FUSES}"
+                f"overlap={self.overlap!r} is unknown; use one of {OVERLAPS}"
             )
         if self.outer_channels < 1:
             raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
-        if self.exchange == "jobs" and self.outer_channels > 1:
+        if self.exchange == "elastic" and self.outer_channels > 1:
             raise ValueError(
                 f"outer_channels={self.outer_channels} has no meaning for exchange="
-                "'jobs', where every message has a thread of its own; use 1"
+                "'elastic', where every message has a thread of its own; use 1"
             )
 
     def own(self, regions: Regions, method: Method) -> Regions:
         """Return the regions that this program trains.
 
         Raises:
-          ValueError: if the regions or the method cannot be separate jobs.
+          ValueError: if the regions or the method cannot be elastic.
         """
-        if self.exchange != "jobs":
+        if self.exchange != "elastic":
             return regions
         if self.place is None:
             raise ValueError(
-                "exchange='jobs' needs to know which region this is: place="
+                "exchange='elastic' needs to know which region this is: place="
             )
         if self.place.num_regions != regions.num:
             raise ValueError(
@@ -102,12 +102,12 @@ class Transport:
         ):
             raise ValueError(
                 f"step_times={regions.step_times} and batch_sizes="
-                f"{regions.batch_sizes} must be alike for exchange='jobs'"
+                f"{regions.batch_sizes} must be equal for exchange='elastic'"
             )
-        if why := _not_between_jobs(method):
+        if why := _not_elastic(method):
             raise ValueError(
-                f"exchange='jobs' is not possible for method={method.name!r}: {why}; "
-                "use 'auto'"
+                f"exchange='elastic' is not possible for method={method.name!r}: "
+                f"{why}; use 'auto'"
             )
         assert method.sync is not None
         if self.place.late_mean == "merge" and HALFWAY in method.sync.copies:
@@ -119,25 +119,25 @@ class Transport:
         return Regions(regions.step_times[:1], regions.batch_sizes[:1])
 
     def check_model_state(self, model_state: ModelState) -> None:
-        """Refuse a model state that separate jobs would have to average.
+        """Refuse a model state that elastic regions would have to average.
 
         Raises:
           ValueError: naming a setting that works.
         """
-        if self.exchange == "jobs" and model_state.averaged_bytes:
+        if self.exchange == "elastic" and model_state.averaged_bytes:
             raise ValueError(
-                "exchange='jobs' does not average a model_state over regions; use "
+                "exchange='elastic' does not average a model_state over regions; use "
                 "ModelState(init, average=False), or exchange='outer'"
             )
 
     def own_keys(self, keys: jax.Array) -> jax.Array:
         """Select the keys of this program's regions from all regions' keys."""
-        if self.exchange != "jobs" or self.place is None:
+        if self.exchange != "elastic" or self.place is None:
             return keys
         return keys[self.place.region][None]
 
     def resolve(self, method: Method, num_processes: int) -> str:
-        """Return "program", "outer" or "jobs".
+        """Return "program", "outer" or "elastic".
 
         Args:
           method: whose messages cross.
@@ -146,8 +146,8 @@ class Transport:
         Raises:
           ValueError: if the method does not support it.
         """
-        if self.exchange == "jobs":
-            return "jobs"
+        if self.exchange == "elastic":
+            return "elastic"
         crosses_outside = self._crosses_outside(method, num_processes)
         if self.outer_channels == 1:
             return "outer" if crosses_outside else "program"
@@ -183,7 +183,7 @@ class Transport:
             return is_measured or (num_processes > 1 and why is None)
         return self.exchange == "outer"
 
-    def fuses(self, method: Method, mesh: Mesh, kind: str) -> bool:
+    def overlaps(self, method: Method, mesh: Mesh, kind: str) -> bool:
         """Return whether syncs and inner steps share a program.
 
         Args:
@@ -200,32 +200,32 @@ class Transport:
         elif kind != "program":
             why = f"messages cross by exchange={kind!r}; use 'program'"
         elif mesh.shape[REGION] == 1:
-            why = "all regions lie on the same devices, and nothing crosses; use 'auto'"
-        if self.fuse_syncs == "yes" and why:
-            raise ValueError(f"fuse_syncs='yes' is not possible: {why}")
+            why = "all regions share the same devices, and nothing crosses; use 'auto'"
+        if self.overlap == "yes" and why:
+            raise ValueError(f"overlap='yes' is not possible: {why}")
         return why is None and (
-            not is_cpu(mesh) if self.fuse_syncs == "auto" else self.fuse_syncs == "yes"
+            not is_cpu(mesh) if self.overlap == "auto" else self.overlap == "yes"
         )
 
-    def exchange_of(self, spec: SyncSpec, kind: str) -> Exchange:
-        """Make the exchange that `resolve` chose."""
+    def exchange_of(self, spec: SyncSpec, kind: str, overlap: bool) -> Exchange:
+        """Make the exchange that `resolve` and `overlaps` chose."""
         if kind == "program":
-            return InProgram(spec)
-        if kind == "jobs":
+            return InProgram(spec, in_one_buffer=overlap)
+        if kind == "elastic":
             assert self.place is not None
-            return BetweenJobs(spec, self.place)
+            return ElasticExchange(spec, self.place)
         return OnOuterMesh(spec, self.all_reduce)
 
 
-def _not_between_jobs(method: Method) -> str | None:
-    """Return why a method's messages cannot cross between jobs, None if they can."""
+def _not_elastic(method: Method) -> str | None:
+    """Return why a method is not for elastic regions, None if it is."""
     sync = method.sync
     if method.per_step is not None:
         return "its regions exchange at every step"
     if sync is None:
         return "it exchanges nothing"
     if not isinstance(sync.outer, SharedOuter):
-        return "its outer parameters lie in the regions"
+        return "each region has outer parameters of its own"
     if sync.only_in_program:
         return sync.only_in_program
     if sync.message.is_numbered:

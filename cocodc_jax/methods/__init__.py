@@ -126,6 +126,7 @@ COMMON: dict[str, Any] = {
     "region_weights": None,
     "exclude_above": None,
     "robust_mean": None,
+    "expert_weights": None,
 }
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -167,8 +168,8 @@ def get(name: str, **overrides: Any) -> Method:
       name: a key of `METHODS`.
       **overrides: arguments of that method's function, and of `COMMON`: `compress`,
         a compressor for what is sent (see `transforms.compression.parse`),
-        `outer_placement`, `region_weights`, `exclude_above` and `robust_mean` (see
-        `Method`).
+        `outer_placement`, `region_weights`, `exclude_above`, `robust_mean` and
+        `expert_weights` (see `Method`).
 
     Raises:
       ValueError: for an unknown name, or an argument that this method does not take.
@@ -193,6 +194,7 @@ def get(name: str, **overrides: Any) -> Method:
     if "outer_placement" in overrides and "outer_placement" not in own:
         method = method.placed(overrides["outer_placement"])
     method = method.weighted(overrides.get("region_weights"))
+    method = method.expert_weighted(overrides.get("expert_weights"))
     return method.guarded(overrides.get("exclude_above"), overrides.get("robust_mean"))
 
 

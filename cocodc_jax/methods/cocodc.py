@@ -1,49 +1,64 @@
-"""`cocodc`, `cocodc_paper` (arXiv 2504.17672): compensation and adaptive transmission.
+r"""`cocodc`, `cocodc_paper` (arXiv 2504.17672): compensation and adaptive transmission.
 
-*When* (`schedules.adaptive`). N >= K syncs in H steps, a slot every h = floor(H / N).
-I_p is the steps between the last two starts of fragment p, age those since the last. A
-slot serves the fragment that is due (each starts within H steps, strictly), else one
-never sent, else
+**When** (`schedules.adaptive`). There are N >= K syncs in H steps, so a slot every
+$h = \lfloor H / N \rfloor$ steps. A slot serves the fragment whose deadline is near:
+each starts within H steps, strictly. Else it serves one that was never sent, else the
+fragment p of the highest score $R_p$. Let $d_p$ be its number of parameters, $I_p$ the
+steps between its last two starts, and $a_p$ those since the last:
 
-    argmax_p   ||last mean Delta_p|| / size_p / I_p              "pseudo_gradient"
-            or ||last mean Delta_p|| / sqrt(size_p) * age / I_p  "aged", the later score
-            or sum_m mean |theta^g_p - theta^m_p| / age          "drift", measured now
+$$
+R_p = \frac{\lVert \Delta_p \rVert}{d_p \, I_p} \;\; \text{(pseudo_gradient)}, \qquad
+\frac{\lVert \Delta_p \rVert \, a_p}{\sqrt{d_p} \, I_p} \;\; \text{(aged)}, \qquad
+\sum_m \frac{\overline{|\theta^g_p - \theta^m_p|}}{a_p} \;\; \text{(drift)}
+$$
 
-"auto" measures the seconds T_c of a step and T_s of a sync, and takes tau = ceil(T_s /
-T_c) and N = max(K, floor(gamma H T_c / T_s)), gamma the `network_share`.
+$\Delta_p$ is the fragment's last mean pseudo-gradient, the bar a mean over its entries.
+Other scores are in `schedules.adaptive`.
+With "auto", measured seconds $T_c$ of a step and $T_s$ of a sync give
+$\tau = \lceil T_s / T_c \rceil$ and $N = \max(K, \lfloor \gamma H T_c / T_s \rfloor)$,
+where gamma is `network_share`.
 
-*What* (`merge.compensate`). A region sends Delta^m_p = theta^g_p - staged, with staged
-its theta^m_p at the start. tau steps later m <- mu m + Delta, theta^g <- theta^g - eta
-(Delta + mu m) of the mean (`sync.outer.nesterov`), and every region continues from
+**What** (`merge.compensate`). A region sends $\Delta^m = \theta^g - \theta^m_t$ of the
+fragment. Nesterov (`sync.outer.nesterov`) steps on the mean, $\tau$ steps later:
 
-    g  = (staged - theta^m_p) / tau          own progress, old minus new, per step
-    D  = theta^g_p - staged                  from where g was taken to where it goes
-    g~ = g + lambda C(g, D)                  first-order Taylor; the sign is plus
-    theta^m_p <- theta^g_p - tau g~
+$$
+v \leftarrow \mu v + \Delta, \qquad
+\theta^g \leftarrow \theta^g - \eta \, (\Delta + \mu v)
+$$
 
-`cocodc_paper`: C = g * g * D / H, lambda 0.5, as specified. We are not sure of the
-placement of 1/H (about 75 %), and N by T_c and T_s with gamma is from memory. In
-parameter units the correction is some 1e-7 of g (`correction_ratio`), so the method is
-the replay, `loscar`'s merge. `cocodc` (ours): C = D / tau ("isotropic"), so theta^m_p
-<- theta^g_p - lambda D + progress: the mix is taken at the staged point. Others, also
-the authors' later normalized form, are in `transforms.curvature`.
+Then the region moves its own progress u, old minus new per step, from the point where
+it was made to the outer parameters, by a first-order Taylor expansion:
+
+$$
+\begin{align*}
+u &= (\theta^m_t - \theta^m_{t+\tau}) / \tau \\
+D &= \theta^g - \theta^m_t \\
+\theta^m_{t+\tau} &\leftarrow \theta^g - \tau \, (\rho u + \lambda \, C(\rho u, D))
+\end{align*}
+$$
+
+- `cocodc_paper`, rule "text": $C(u, D) = u \odot u \odot D / H$, lambda 0.5, rho 1. We
+  are about 75 % sure of the place of 1/H. In parameter units the correction is about
+  1e-7 of u (`correction_ratio`), so the method is the replay of the progress,
+  `loscar`'s merge. It is the default: it is the formula of the paper.
+- `cocodc_paper`, rule "code", as the authors run it, of a tensor with the progress
+  $G = \tau u$ and $c = G \odot G \odot D / 0.0004$: $\theta^m_{t+\tau} \leftarrow
+  \theta^g - G - \lambda_0 \, c \, \lVert G \rVert / (\lVert c \rVert + 10^{-8})$,
+  $\lambda_0 = 1$, with "drift" as the score and a constant N. The correction is as long
+  as the progress, and does not shrink as D does.
+- `cocodc` (ours): $C(u, D) = D / \tau$, "isotropic", so $\theta^m_{t+\tau} \leftarrow
+  \theta^g - \lambda D + \rho \, (\theta^m_{t+\tau} - \theta^m_t)$.
+- Others are in `transforms.curvature`.
 
 Source: CoCoDC, sections 3.1 and 3.2; rule, scores and compensation read from the
-authors' code, N and gamma from memory, the units and the sign derived here.
+authors' code, N and gamma from memory, the units and the plus sign derived here.
 Differs from the paper: a fragment in flight is never chosen again, and each starts
 within H steps strictly (there a slot serves one fragment, whatever is overdue).
 Defaults: published H 100, K 4, tau 5, N 8, eta 0.4, mu 0.9, lambda 0.5; `cocodc` has
 lambda 0.3 (won at tau/H 0.05 to 0.5; 0.5 at 1).
-Measured here: `cocodc` 1.776 (DiLoCo's last loss after 380 of 480 steps) and
-`cocodc_paper` 1.870, at 80 MB a region, N/K = 2 times streaming's, which ends at 1.803
-(H 40, tau 5, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
-
-At equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, published 2.241,
-mix(0.5) 2.210, secant 2.193 (`experiments.studies.ablate_compensation`). At tau/H 0.5
-and 1, int4, N = K, five seeds: 24 to 42 % fewer steps than Streaming DiLoCo as
-published; inner rate tuned, level or behind, and ahead by `merge_feedback`.
+Measured here: at equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, "text"
+2.241, mix(0.5) 2.210 (`experiments.studies.ablate_compensation`). One seed of the tiny
+preset: docs/results/archive/methods.md.
 """
 
 from __future__ import annotations
@@ -51,6 +66,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import optax
 
 from cocodc_jax.sync import merge
@@ -59,7 +75,11 @@ from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import measured
 from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.transforms.compensation import delay_compensation
-from cocodc_jax.transforms.curvature import Curvature, isotropic
+from cocodc_jax.transforms.curvature import (
+    Curvature,
+    isotropic,
+    normalized_outer_product,
+)
 from cocodc_jax.transforms.curvature import get as get_curvature
 from cocodc_jax.transforms.numerics import check_finite
 from cocodc_jax.transforms.secant import secant
@@ -97,7 +117,8 @@ def cocodc(
       syncs_per_interval: N, syncs in one interval of adaptive transmission, at least
         K; None is 2 K, the paper's 8 for 4, "auto" as many as the network carries.
       transmission_score: what ranks fragments: "pseudo_gradient", "aged", "rms",
-        "drift", "gain", "disagreement" or "round_robin"; see `schedules.adaptive`.
+        "drift", "gain", "disagreement", "load" (for mixtures of experts) or
+        "round_robin"; see `schedules.adaptive`.
       curvature: what stands for the Hessian in the delay compensation, a name or a
         value of `transforms.curvature` ("outer_product" is the published one); or
         "secant", the isotropic one with a weight for each tensor from the two halves of
@@ -167,34 +188,64 @@ def cocodc_paper(
     fragment_strategy: str = "strided",
     max_delay_steps: int | None = None,
     network_share: float | None = None,
+    rule: str = "text",
+    relative_strength: float | None = None,
 ) -> Method:
-    """Build CoCoDC as specified (arXiv 2504.17672): g * g * D / H, in parameter units.
+    """Build CoCoDC as its paper has it, or as its authors' code (arXiv 2504.17672).
 
-    Uncertain are the placement of 1/H (about 75 % sure) and the formula of an automatic
-    N (from memory). In these units the correction is numerically nothing (see
-    `correction_ratio`), so it amounts to replaying the local progress on the outer
-    fragment.
+    By the text the correction is g * g * D / H in parameter units, numerically nothing
+    (see `correction_ratio`), so it amounts to replaying the local progress on the outer
+    fragment. Uncertain are the placement of 1/H (about 75 % sure) and the formula of an
+    automatic N (from memory). By the code the correction of every tensor is
+    `relative_strength` times as long as the progress.
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.
       num_fragments: K.
       delay_steps: tau, inner steps from a start to its merge, or "auto".
       syncs_per_interval: N, syncs in one interval, or "auto"; None is 2 K.
-      compensation_strength: lambda, the weight of the correction.
+      compensation_strength: lambda of the rule "text", the weight of the correction.
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential" or "balanced".
       max_delay_steps: the longest that "auto" may choose; None is about H.
       network_share: gamma in (0, 1], the share of the network that N "auto" may use;
         None is 0.4.
+      rule: of CoCoDC, "text" or "code": g * g * D / H and the change rate of the last
+        means; or as its authors run it, the normalised correction and "drift".
+      relative_strength: lambda_0 of the rule "code", length of the correction of a
+        tensor over that of its progress; None is 1.
+
+    Raises:
+      ValueError: for an unknown rule, or a strength that belongs to the other one.
     """
+    if rule not in _RULES:
+        raise ValueError(f"rule={rule!r} is unknown; use one of {_RULES}")
+    if rule == "text" and relative_strength is not None:
+        raise ValueError(
+            f"relative_strength={relative_strength} has no meaning with rule='text'; "
+            "use rule='code' or compensation_strength"
+        )
+    if rule == "code" and compensation_strength != 0.5:
+        raise ValueError(
+            f"compensation_strength={compensation_strength} has no meaning with "
+            "rule='code'; use relative_strength"
+        )
+    if rule == "code":
+        check_finite("relative_strength", relative_strength)
+        strength = 1.0 if relative_strength is None else relative_strength
+        score, curvature = "drift", _as_coded()
+    else:
+        strength = compensation_strength
+        score, curvature = "pseudo_gradient", "outer_product"
     method = cocodc(
         sync_interval,
         num_fragments,
         delay_steps,
         syncs_per_interval,
-        curvature="outer_product",
-        compensation_strength=compensation_strength,
+        transmission_score=score,
+        curvature=curvature,
+        compensation_strength=strength,
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
         fragment_strategy=fragment_strategy,
@@ -204,14 +255,31 @@ def cocodc_paper(
     return dataclasses.replace(method, name="cocodc_paper")
 
 
+_RULES = ("text", "code")
+
+
+def _as_coded() -> Curvature:
+    """Return the authors' correction, whose norms are of the undivided progress."""
+    # Their c is divided by 4e-4, a constant of the code, and guarded by 1e-8.
+    whole = normalized_outer_product(scope="layer", eps=1e-8 * 4e-4)
+
+    def product(gradient, displacement, *, delay_steps):
+        progress = jax.tree.map(lambda u: u * delay_steps, gradient)
+        curved = whole.product(progress, displacement)
+        return jax.tree.map(lambda c: c / delay_steps, curved)
+
+    return Curvature(whole.name, product, frozenset({"delay_steps"}))
+
+
 def _kept(
     weight: float, compensation: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Compensate for the delay what a region keeps of its progress."""
-    if not 0 <= weight <= 1:
-        raise ValueError(f"progress_weight={weight} must be from 0 to 1")
-    if weight == 1:
-        return compensation
+    if isinstance(weight, (int, float)):
+        if not 0 <= weight <= 1:
+            raise ValueError(f"progress_weight={weight} must be from 0 to 1")
+        if weight == 1:
+            return compensation
     return optax.chain(optax.scale(weight), compensation)
 
 

@@ -1,19 +1,26 @@
-"""`data_parallel`: gradients averaged over all regions at every step, the reference.
+r"""`data_parallel`: gradients averaged over all regions at every step, the reference.
 
-At every inner step, in each region m of M with a batch of its own:
+At every inner step each region m computes the gradient of its own batch, and all take
+the same step by the mean:
 
-    g^m   = gradient of the loss at theta      `per_step.mean_gradients().send`
-    g     = (1/M) sum_m g^m                    a mean is all, so nothing is gathered
-    theta <- inner(theta, g)                   AdamW, the same step in every region
+$$
+\begin{align*}
+g &= \frac{1}{M} \sum_m g^m, \qquad g^m = \nabla L(\theta; \text{batch of } m) \\
+\theta &\leftarrow \mathrm{inner}(\theta, g)
+\end{align*}
+$$
 
 There is no outer optimizer, no schedule and no drift. M regions take one step on M
 times the batch, so per step it is ahead of every method whose regions train apart. It
-sends a message as large as the model at every step. With `compress` each region encodes
-its gradient, and the mean is that of the decoded messages. All regions wait for the
-slowest.
+sends a message as large as the model at every step, and all regions wait for the
+slowest. With `compress` each region encodes its gradient, and the mean is that of the
+decoded messages.
+
+In code: `per_step.mean_gradients`. Without `compress` gradients are all-reduced.
 
 Source: textbook. Derived here, and a test: `diloco` with H = 1, eta = 1, no momentum
 and SGD inside is this method.
+Differs from the paper: there is none.
 Defaults: it has no numbers of its own.
 Measured here: last loss 1.511, DiLoCo's last loss after 198 of its 480 steps, 1,610 MB
 sent by a region (840k parameters, 480 steps, 4 regions, one seed), by

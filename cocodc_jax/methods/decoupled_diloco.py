@@ -1,25 +1,44 @@
-"""`decoupled_diloco` (arXiv 2604.21428): from regions that answer in time, by tokens.
+r"""`decoupled_diloco` (arXiv 2604.21428): from regions that answer in time, by tokens.
 
 Fragment p of K starts at p H / K, then every H steps (`schedules.staggered`). Region
-m's message takes a_m steps (`answer_steps`, given, so that a run can be repeated). With
-Q the `quorum` and G the `grace_steps`,
+m's message takes $a_m$ steps (`answer_steps`, an argument, so that a run is
+reproducible). With $a_{(Q)}$ the Q-th smallest, Q the `quorum` and G the `grace_steps`,
+the sync waits for the regions of S, and weighs them by tokens and speed:
 
-    tau = min(a_(Q) + G, max_m a_m)                a_(Q) the Q-th smallest
-    S   = the m with a_m <= tau                    `schedule.participating`
-    w_m = tokens_m * tokens_m / steps_m            since the sync before; `Sync.weigh`
+$$
+\tau = \min(a_{(Q)} + G, \, \max_m a_m), \qquad
+S = \{m : a_m \le \tau\}, \qquad
+w_m = n_m \cdot \frac{n_m}{s_m}
+$$
 
-    t_p        send Delta^m_p = theta^g_p - theta^m_p, of each tensor
-               n_m = ||Delta^m||  and  u_m = Delta^m / n_m    `RadialDirectional`
-    t_p + tau  n = sum_S w_m n_m / sum_S w_m;  u = sum_S w_m u_m / sum_S w_m
-               Delta = n u / ||u||                 of embeddings the weighted mean
-               m_p <- mu m_p + Delta_p;  theta^g_p <- theta^g_p - eta (Delta_p + mu m_p)
-               theta^m_p <- alpha theta^m_p + (1 - alpha) theta^g_p     `merge.mix`
+$n_m$ are the tokens and $s_m$ the steps of region m since the sync before. Each region
+sends length and direction of every tensor's pseudo-gradient,
+$\Delta^m = \theta^g - \theta^m_t$. The means recover a pseudo-gradient of the regions'
+mean length (RDA, "radial-directional averaging"):
 
-Both means are linear, so messages are summed on their way. Where regions disagree a
-plain mean (`averaging="mean"`) shortens the step; this does not. Regions that were late
-take the result like all others. Fragments are of nearly equal size: tensors, largest
-first, each to the smallest so far. With equal answers, plain means and strided blocks
-it is `streaming_diloco`.
+$$
+r = \frac{\sum_{m \in S} w_m \lVert \Delta^m \rVert}{\sum_{m \in S} w_m}, \qquad
+u = \frac{\sum_{m \in S} w_m \Delta^m / \lVert \Delta^m \rVert}{\sum_{m \in S} w_m},
+\qquad \Delta = r \, \frac{u}{\lVert u \rVert}
+$$
+
+Embeddings use the plain weighted mean. Then, as in `streaming_diloco`,
+
+$$
+\begin{align*}
+v &\leftarrow \mu v + \Delta \\
+\theta^g &\leftarrow \theta^g - \eta \, (\Delta + \mu v) \\
+\theta^m_{t+\tau} &\leftarrow \alpha \, \theta^m_{t+\tau} + (1 - \alpha) \, \theta^g
+\end{align*}
+$$
+
+Both means are linear, so messages can be summed on their way. If regions disagree, a
+plain mean (`averaging="mean"`) shortens the step; this does not. Late regions merge the
+result like all others. Fragments are of nearly equal size: each tensor, largest first,
+goes to the smallest fragment so far. With equal answers, plain means and strided blocks
+the method is `streaming_diloco`.
+
+In code: `schedule.participating`, `Sync.weigh`, `RadialDirectional`, `merge.mix`.
 
 Source: Decoupled DiLoCo, arXiv 2604.21428; RDA, quorum, grace window and weights from a
 published summary.

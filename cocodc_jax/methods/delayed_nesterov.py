@@ -1,27 +1,40 @@
-"""`delayed_nesterov` (arXiv 2401.09135): regions come alone; the momentum waits for N.
+r"""`delayed_nesterov` (arXiv 2401.09135): regions come alone; the momentum waits for N.
 
-Region m, whose step takes s_m of the fastest one's, does H_m = max(1, floor(H / s_m))
-inner steps between two arrivals ("dynamic", so that all come about equally often; H
-otherwise; `schedules.asynchronous`). When it comes it sends what it has done since it
-last came, is answered at once, and goes on from there; nobody waits for anybody:
+Region m, whose step takes $s_m$ times the fastest one's, does $H_m = \max(1, \lfloor
+H / s_m \rfloor)$ inner steps between two arrivals ("dynamic", so that all arrive about
+equally often; H otherwise). When it arrives it sends its progress since its last
+arrival, is answered at once, and continues from the answer. No region waits. With
+$\theta^g_0$ the outer parameters that it started from, which other arrivals have
+changed since,
 
-    g = theta^g(then) - theta^m                        old minus new; theta^g has moved
-    arrival 1 .. N - 1 of a buffer                     since "then", by other arrivals
-        theta^g <- theta^g - eta (c b m + g / N)
-    arrival N
-        m       <- b m + (sum of the N g's) / N
-        theta^g <- theta^g - eta ((1 - c N + c) b m + g / N)
-    theta^m <- theta^g                                 `merge.replace`
+$$
+\Delta^m = \theta^g_0 - \theta^m
+$$
 
-In code: b `outer_momentum`, N `arrivals_per_momentum`, c `momentum_spread`, and
-`transforms.outer.delayed_nesterov`. c = 0 applies the momentum whole at the N-th
-arrival, c = 1 / N evenly. With N = 1 it is Nesterov at every arrival, where M arrivals
-that agree push the momentum M times.
+Every arrival moves the outer parameters. Each N-th also updates the momentum, from the
+N pseudo-gradients since:
+
+$$
+\begin{align*}
+\text{arrivals } 1 \ldots N - 1: \qquad
+\theta^g &\leftarrow \theta^g - \eta \, (c \, \mu v + \Delta^m / N) \\
+\text{arrival } N: \qquad
+v &\leftarrow \mu v + \frac{1}{N} \sum \Delta^m \\
+\theta^g &\leftarrow \theta^g - \eta \, ((1 - c N + c) \, \mu v + \Delta^m / N) \\
+\text{always}: \qquad \theta^m &\leftarrow \theta^g
+\end{align*}
+$$
+
+c = 0 applies the momentum at the N-th arrival only, c = 1 / N evenly. With N = 1 it is
+Nesterov at every arrival, where M arrivals that agree push the momentum M times.
+
+In code: mu is `outer_momentum`, N `arrivals_per_momentum`, c `momentum_spread`;
+`schedules.asynchronous`, `transforms.outer.delayed_nesterov`, `merge.replace`.
 
 Source: asynchronous local SGD, Liu et al., arXiv 2401.09135; read from the authors'
 code, dynamic local updates too.
 Differs from the paper: nothing known. Time is simulated in steps of the fastest region.
-Defaults: published c 0; here H 50, N 4 (the regions), c 0 and DiLoCo's eta 0.7, b 0.9.
+Defaults: published c 0; here H 50, N 4 (the regions), c 0 and DiLoCo's eta 0.7, mu 0.9.
 Measured here: last loss 2.133 against DiLoCo's 1.838, both 40.3 MB sent by a region; no
 stall (840k parameters, 480 steps, H 40, 4 equally fast regions, one seed), by
 

@@ -1,25 +1,39 @@
-"""`demo` (arXiv 2411.19870): the top of the momentum's cosine transform, at every step.
+r"""`demo` (arXiv 2411.19870): the top of the momentum's cosine transform, every step.
 
-At every inner step, in each region i of M, with d_i from zero:
+At every inner step each region m adds its gradient to a momentum $e^m$, from zero, and
+sends the k largest coefficients of each 64 x 64 chunk's cosine transform. What is sent
+is taken out of the momentum:
 
-    g_i  = gradient of the loss at theta
-    d_i <- b d_i + g_i                                 `error_feedback(decay=b)`
-    q_i  = the k largest of each 64 x 64 chunk's       `dct_top_k(k)`; `send`
-           cosine transform of d_i
-    d_i <- d_i - IDCT(q_i)                             what was sent is taken out
-    Q    = of each coefficient, the mean over those    `average_duplicates`; `receive`
-           who sent it
-    theta <- theta - eta (sign(IDCT(Q)) + wd theta)   `Inner("sgd", steps_by_sign=True)`
+$$
+\begin{align*}
+e^m &\leftarrow \beta e^m + g^m \\
+q^m &= \mathrm{top}_k(\mathrm{DCT}(e^m)) \\
+e^m &\leftarrow e^m - \mathrm{IDCT}(q^m)
+\end{align*}
+$$
 
-Parameters stay equal in all regions, momenta do not. The sign has no length, so that
-the learning rate is another one than AdamW's: `sign_lr_fraction` of it. Here a mean
-over senders is safe, as only its sign is used. Compressors that do not tell which
-values they carry are averaged over all regions.
+Every coefficient j is averaged over the regions $S_j$ that sent it, and all regions
+step by the sign of the result, with weight decay w:
+
+$$
+\begin{align*}
+q_j &= \frac{1}{|S_j|} \sum_{m \in S_j} q^m_j \\
+\theta &\leftarrow \theta - \gamma \, (\mathrm{sign}(\mathrm{IDCT}(q)) + w \, \theta)
+\end{align*}
+$$
+
+Parameters stay equal in all regions, momenta do not. The sign has no length, so the
+learning rate is another one than AdamW's: `sign_lr_fraction` of it. A mean over senders
+is safe here, as only its sign is used. Compressors that do not say which values they
+carry are averaged over all regions.
+
+In code: `error_feedback(decay=beta)`, `dct_top_k(k)`, `average_duplicates`,
+`Inner("sgd", steps_by_sign=True)`.
 
 Source: DeMo, Peng et al., arXiv 2411.19870; read from the authors' code.
-Differs from the paper: there d_i <- b d_i + eta g_i. The learning rate is left out
-here: it would matter only while it changes, since what follows is a sign.
-Defaults: published b 0.999, chunk 64, k 32 of 4096; here the same.
+Differs from the paper: there the momentum adds the gradient times the learning rate,
+which is left out here: it matters only while it changes, as the step is a sign.
+Defaults: published beta 0.999, chunk 64, k 32 of 4096; here the same.
 Measured here: last loss 2.444 with 19.7 MB sent by a region, DiLoCo 1.838 with 40.3 MB,
 data parallel 1.511 with 1,610 MB (840k parameters, 480 steps, 4 regions, one seed), by
 

@@ -1,20 +1,35 @@
-"""`des_loc` (arXiv 2505.22549): Adam's moments averaged too, each at its own rhythm.
+r"""`des_loc` (arXiv 2505.22549): Adam's moments averaged too, each at its own rhythm.
 
-Every H steps, blocking, the whole model (`schedules.staggered(H)`). In region m of M,
-with u^m and v^m the first and second moments of its Adam:
+Every H steps, blocking, the full model. Region m trains with Adam, whose first and
+second moments are $u^m$ and $s^m$, and the parameters are averaged:
 
-    H times:  theta^m <- AdamW(theta^m, u^m, v^m, g^m)
-    theta^g <- theta^g - eta (1/M) sum_m (theta^g - theta^m)      `nesterov(eta, mu)`
-    theta^m <- theta^g                                            `merge.replace`
-    every 3rd time:  u^m <- (1/M) sum_m u^m                       `Sync.moments`
-    every 6th time:  v^m <- (1/M) sum_m v^m
+$$
+\begin{align*}
+\theta^m, u^m, s^m &\leftarrow \mathrm{AdamW}(\theta^m, u^m, s^m, g^m)
+\qquad \text{H times} \\
+\Delta &= \frac{1}{M} \sum_m (\theta^g - \theta^m) \\
+v &\leftarrow \mu v + \Delta \\
+\theta^g &\leftarrow \theta^g - \eta \, (\Delta + \mu v), \qquad
+\theta^m \leftarrow \theta^g
+\end{align*}
+$$
 
-With eta 1 and mu 0 parameters are averaged plainly. Parameters, first and second
-moments have half-lives of their own, and what changes slowly need not be sent often: on
-average a sync carries 1 + 1/3 + 1/6 = 1.5 times the parameters, where averaging all
-every time (Local Adam) carries 3. Moments travel as they are, in at least float32,
-whatever `compress` does to the parameters; Adam's count is not sent, nor is what other
-optimizers remember (of Muon's tree only the part that Adam takes).
+The moments are averaged more rarely, at every third and every sixth sync:
+
+$$
+u^m \leftarrow \frac{1}{M} \sum_n u^n \;\; \text{(every 3rd)}, \qquad
+s^m \leftarrow \frac{1}{M} \sum_n s^n \;\; \text{(every 6th)}
+$$
+
+With eta 1 and mu 0, the defaults, this is the plain mean. Parameters, first and second
+moments have half-lives of their own, and what changes slowly need not be sent often. On
+average a sync carries 1 + 1/3 + 1/6 = 1.5 times the parameters. Averaging all of them
+every time (Local Adam) carries 3 times. Moments are sent in at least float32, whatever
+`compress` does to the parameters. Adam's count is not sent, nor is the state of other
+optimizers (of Muon's tree only the part that Adam takes).
+
+In code: `schedules.staggered(H)`, `sync.outer.nesterov(eta, mu)`, `merge.replace`,
+`Sync.moments`.
 
 Source: DES-LOC, Iacob, Sani, Safaryan et al., arXiv 2505.22549; rules and the factors
 of 3 and 6 from published digests.

@@ -1,27 +1,41 @@
-"""`diloco_demo` (arXiv 2510.03371): DiLoCo that shares the top of its momentum only.
+r"""`diloco_demo` (arXiv 2510.03371): DiLoCo that shares the top of its momentum only.
 
-Every H steps (`schedules.staggered(H)`). Each region i has outer parameters theta_old,i
-and a momentum d_i of its own (`RegionalOuter`), which are never made equal:
+Every H steps, blocking. Each region m has outer parameters $\theta^{g,m}$ and a
+momentum $e^m$ of its own (`RegionalOuter`), which are never made equal. It sends the k
+largest coefficients of each 64 x 64 chunk of the momentum's cosine transform:
 
-    H times:  theta_i <- inner(theta_i, grad_i)            AdamW
-    g_i  = theta_old,i - theta_i                           old minus new
-    d_i <- b d_i + g_i                                     `error_feedback(decay=b)`
-    q_i  = the k largest of each 64 x 64 chunk's cosine    `dct_top_k(k)`; `send`
-           transform of d_i
-    r_i  = d_i - IDCT(q_i)                                 `residual`
-    Q    = (1/M) sum_i q_i                                 over all M
-    d_i <- r_i + IDCT(Q)                                   `receive`
-    theta_old,i <- theta_old,i - eta (g_i + b d_i);  theta_i <- theta_old,i
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+\Delta^m &= \theta^{g,m} - \theta^m \\
+e^m &\leftarrow \beta e^m + \Delta^m \\
+q^m &= \mathrm{top}_k(\mathrm{DCT}(e^m))
+\end{align*}
+$$
+
+The mean over all M regions takes the place of what the region sent:
+
+$$
+\begin{align*}
+e^m &\leftarrow e^m - \mathrm{IDCT}(q^m)
++ \mathrm{IDCT}\left(\frac{1}{M} \sum_n q^n\right) \\
+\theta^{g,m} &\leftarrow \theta^{g,m} - \eta \, (\Delta^m + \beta e^m) \\
+\theta^m &\leftarrow \theta^{g,m}
+\end{align*}
+$$
+
+In code: `error_feedback(decay=beta)`, `dct_top_k(k)`; `send` and `receive` of the outer
+optimizer; `merge.replace`.
 
 Source: DiLoCo with decoupled momentum, arXiv 2510.03371; read from the authors' code.
 Differs from the paper's code: there each coefficient is averaged over those who sent
 it. The mean over all M, as in the formula, is kept on purpose: over senders, a
-coefficient that one region sends comes back whole to all M and is in everyone's top in
-the next round. With random input of length 64, M = 4 and b 0.95, the momentum's length
-is 4e12 after 60 rounds, and 178 over all M (with M = 2 243 and 190), by
+coefficient that one region sends returns in full to all M and is in every region's top
+in the next round. With random input of length 64, M = 4 and beta 0.95, the momentum's
+length is 4e12 after 60 rounds, and 178 over all M (with M = 2 243 and 190), by
 tests/methods/test_diloco_demo.py.
-Defaults: published b 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here b 0.9, k
-32, H 128, eta 0.7.
+Defaults: published beta 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here beta
+0.9, k 32, H 128, eta 0.7.
 Measured here: last loss 2.293 with 493 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
 regions drift by 0.65 (840k parameters, 480 steps, H 40, 4 regions, one seed), by
 

@@ -1,17 +1,29 @@
-"""`distributed_lion` (arXiv 2404.00438): one bit a parameter, at every step.
+r"""`distributed_lion` (arXiv 2404.00438): one bit a parameter, at every step.
 
-At every inner step, in each region i of M, with m_i from zero:
+At every inner step each region m sends the signs of its momentum $u^m$, from zero, with
+the new gradient, and keeps the momentum:
 
-    g_i  = gradient of the loss at theta
-    d_i  = sign(b1 m_i + (1 - b1) g_i)                 sent, one bit a value; `send`
-    m_i <- b2 m_i + (1 - b2) g_i                       stays in the region
-    d    = sign(sum_i d_i)   "majority"                `receive`
-    d    = (1/M) sum_i d_i   "average"
-    theta <- theta - eta (d + wd theta)               `Inner("sgd", steps_by_sign=True)`
+$$
+\begin{align*}
+d^m &= \mathrm{sign}(b_1 u^m + (1 - b_1) \, g^m) \\
+u^m &\leftarrow b_2 u^m + (1 - b_2) \, g^m
+\end{align*}
+$$
 
-In code: b1 `lion_beta1`, b2 `lion_beta2`, the rule `lion_vote`, `transforms.lion`. The
-learning rate is `sign_lr_fraction` of AdamW's. A message is a bit already, so that
-`compress` has no meaning. With M = 1 it is Lion.
+The regions vote, or average, and all take the same step with weight decay w:
+
+$$
+\begin{align*}
+d &= \mathrm{sign}\left(\sum_m d^m\right) \;\; \text{(majority)} \qquad \text{or} \qquad
+d = \frac{1}{M} \sum_m d^m \;\; \text{(average)} \\
+\theta &\leftarrow \theta - \gamma \, (d + w \, \theta)
+\end{align*}
+$$
+
+In code: $b_1$ is `lion_beta1`, $b_2$ `lion_beta2`, the rule `lion_vote`;
+`transforms.lion`, `Inner("sgd", steps_by_sign=True)`. The learning rate is
+`sign_lr_fraction` of AdamW's. A message is a bit already, so `compress` has no meaning.
+With M = 1 it is Lion.
 
 Source: Distributed Lion, Liu et al., arXiv 2404.00438; not checked against its code.
 Differs from the paper: sign(0) is sent as +1, as a bit has no room for zero; a tie of

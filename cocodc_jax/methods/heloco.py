@@ -1,34 +1,60 @@
-"""`heloco` (arXiv 2606.00271): late pseudo-gradients kept, turned, or partly taken off.
+r"""`heloco` (arXiv 2606.00271): late pseudo-gradients kept, turned, or partly removed.
 
-Regions come alone (`schedules.asynchronous(H)`): each sends what it did since it last
-came, Delta = start - theta^m, old minus new, from the point `start` that it was given
-then, and is answered at once. Per tensor, with m the outer momentum, u and v the unit
-directions of Delta and m, c = u . v and conf = ||Delta|| / (||Delta|| + kappa ||m||),
-in `transforms.heloco`:
+Regions arrive alone (`schedules.asynchronous(H)`). Each sends its progress since its
+last arrival, from the point $\theta^s$ that it received then, and is answered at once:
 
-    c >= c_ok       Delta^ = Delta
-    0 <= c < c_ok   Delta^ = ||Delta|| unit((1 - l) u + l v)
-                    l = min(k_d (1 - c) conf, 1)
-    c < 0           Delta^ = Delta - b c ||Delta|| v
-                    b = min(k_s (-c) conf, b_max)
-    G = rho Delta^;   m <- mu m + (1 - mu) G
-    theta^g <- theta^g - eta (G + mu m)
-    start = theta^g - eta mu m;   theta^m <- start             `SharedOuter.start`
+$$
+\Delta^m = \theta^s - \theta^m
+$$
 
-Regions go on from the look-ahead point, where the momentum alone would lead, so that
-they meet the outer model about where it will be; that by itself is `mla`. In code: c_ok
-`keep_cosine`, k_d `turn_rate`, k_s `removal_rate`, b_max `max_removal`, kappa
-`confidence_scale`, rho `arrival_weight`.
+Each tensor of it is corrected by the outer momentum v. With cosine and confidence
+
+$$
+c = \frac{\langle \Delta^m, v \rangle}{\lVert \Delta^m \rVert \, \lVert v \rVert},
+\qquad
+\kappa_m = \frac{\lVert \Delta^m \rVert}
+{\lVert \Delta^m \rVert + \kappa \lVert v \rVert},
+\qquad
+\hat{x} = \frac{x}{\lVert x \rVert}
+$$
+
+a pseudo-gradient that agrees with the momentum is kept, one that is oblique is turned
+towards it at the same length, and of one that opposes it a part is taken off:
+
+$$
+\tilde\Delta = \begin{cases}
+\Delta^m & c \ge c_{\mathrm{ok}} \\
+\lVert \Delta^m \rVert \, \hat{y}, \;\; y = (1 - l) \, \hat\Delta^m + l \, \hat v, \;\;
+l = \min(k_d (1 - c) \, \kappa_m, 1) & 0 \le c < c_{\mathrm{ok}} \\
+\Delta^m - b \, c \, \lVert \Delta^m \rVert \, \hat v, \;\;
+b = \min(-k_s \, c \, \kappa_m, b_{\max}) & c < 0
+\end{cases}
+$$
+
+Then the momentum and the outer parameters step, and the region continues from the
+look-ahead point, where the momentum alone would lead:
+
+$$
+\begin{align*}
+G &= \rho \tilde\Delta, \qquad v \leftarrow \mu v + (1 - \mu) \, G \\
+\theta^g &\leftarrow \theta^g - \eta \, (G + \mu v) \\
+\theta^s &= \theta^g - \eta \mu v, \qquad \theta^m \leftarrow \theta^s
+\end{align*}
+$$
+
+The look-ahead alone is `mla`. In code: $c_{\mathrm{ok}}$ is `keep_cosine`, $k_d$
+`turn_rate`, $k_s$ `removal_rate`, $b_{\max}$ `max_removal`, kappa `confidence_scale`,
+rho `arrival_weight`; `transforms.heloco`, `SharedOuter.start`.
 
 Source: HeLoCo, arXiv 2606.00271; the rule, the momentum's form and the look-ahead read
 from a published table.
-Differs from the paper: nothing known. While m is zero Delta is kept. rho is there a
-weight by worker or delay, 1 without one; here one number.
+Differs from the paper: nothing known. While v is zero the pseudo-gradient is kept. rho
+is there a weight by worker or delay, 1 without one; here one number.
 Defaults: published c_ok 0.2, k_s 0.5, k_d 1, kappa 3, b_max 0.5, eta 0.7, mu 0.9, rho
 1; here the same, H 50. Derived here: with four regions and rho 1 a quadratic of which a
 round covers half of the way or more diverges, with rho 1/4 it does not.
 Measured here: last loss 2.866 against DiLoCo's 1.838 and `mla`'s 2.642, all 40.3 MB
-sent by a region: with the published numbers, four arrivals a round each make a whole
+sent by a region: with the published numbers, four arrivals a round each make a full
 step, which is too long in so short a run; eta 0.2 and momentum 0.5 with another rule
 gave 1.910 (840k parameters, 480 steps, H 40, 4 regions, one seed), by
 

@@ -1,24 +1,29 @@
-"""`loscar` (arXiv 2605.20866): a random share of the coordinates, progress replayed.
+r"""`loscar` (arXiv 2605.20866): a random share of the coordinates, progress replayed.
 
-Every H steps (`schedules.staggered(H)`, one fragment) a set S of coordinates is drawn,
-the same in every region (`averages.SharedMask`; the key is of the round), and applied
-tau steps later. In each region m of M:
+Every H steps a set S of coordinates is drawn, equal in all regions. At step t each
+region m sends its pseudo-gradient of those coordinates, $\Delta^m_j = \theta^g_j -
+\theta^m_{j,t}$. After $\tau$ more steps the mean replaces the region's stale values,
+and its progress in between is kept:
 
-    t          staged = theta^m;  send staged_j, j in S         `AsIs`; as Delta^m_j
-    meanwhile  tau inner steps                                  AdamW, state untouched
-    t + tau    theta^g_j = (1/M) sum_m staged^m_j               eta 1, no momentum
-               theta^m_j <- theta^g_j + (theta^m_j - staged_j)  j in S, `merge.replay`
-               theta^m_j stays                                  others, `where_drawn`
+$$
+\begin{align*}
+\theta^g_j &\leftarrow \frac{1}{M} \sum_m \theta^m_{j,t} & j \in S \\
+\theta^m_{j,t+\tau} &\leftarrow \theta^g_j + (\theta^m_{j,t+\tau} - \theta^m_{j,t})
+& j \in S
+\end{align*}
+$$
 
-So a region takes its own stale share out of itself and puts the mean in; nothing that
-it did on the way is lost. What travels is Delta^m = theta^g - staged of the
-coordinates in S, old minus new; the positions are known. theta^g is made of the last
-mean of each coordinate: what is evaluated is the mean of the regions.
+Other coordinates stay as they are. So nothing is lost that a region learned while the
+message crossed. The positions are known to all and are not sent. $\theta^g$ consists of
+the last mean of each coordinate; evaluation uses the mean of the regions.
+
+In code: `schedules.staggered(H)` with one fragment; `averages.SharedMask`, whose key is
+of the round; eta 1 without momentum; `merge.replay` and `where_drawn`.
 
 Source: LOSCAR-SGD, arXiv 2605.20866; mean, mask and merge from a published summary.
 That the merge is CoCoDC's without a curvature is derived here; with Nesterov and
 fragments in turn it is `streaming_diloco` with `merge_rule="replay"`.
-Differs from the paper: S is as large a share of every tensor, there of the whole model;
+Differs from the paper: S is as large a share of every tensor, there of the full model;
 there regions may do unequal numbers of steps (`step_times`), and the inner steps are
 plain SGD.
 Defaults: the published ones were not found; here H 25, tau 5, a quarter of the

@@ -1,43 +1,54 @@
-"""`lt_admm` (arXiv 2501.13516, 2508.15509): local training inside ADMM, no server.
+r"""`lt_admm` (arXiv 2501.13516, 2508.15509): local training inside ADMM, no server.
 
-Regions stand on a graph, a ring or the complete one; N_i are region i's n_i neighbours.
-To minimise the sum of all f_i subject to x_i = x_j along its edges, ADMM with a penalty
-rho keeps a vector z_ij on either side of each edge. Every H steps, blocking:
+Regions form a graph, a ring or the complete one. To minimize the sum of the regions'
+losses subject to equal parameters along its edges, ADMM with a penalty r keeps a vector
+$z^{mn}$ on either side of each edge. Let $N_m$ be the $n_m$ neighbors of region m.
+Every H steps, blocking, with C the compressor:
 
-    H times:  phi <- phi - gamma (g(phi) + rho n_i phi - sum_j z_ij)     from x_i
-    x_i  <- phi                                                    `merge.keep`
-    tell the neighbours q_i = C(x_i - h_i);  h_i <- h_i + q_i      `send`, `receive`
-    z_ij <- (z_ij - z_ji + 2 rho h_j) / 2
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}\Big(\theta^m, \; g^m + r \, n_m \theta^m
+- \sum_{n \in N_m} z^{mn}\Big) \qquad \text{H times} \\
+q^m &= C(\theta^m - h^m), \qquad h^m \leftarrow h^m + q^m \\
+z^{mn} &\leftarrow \tfrac{1}{2} \, (z^{mn} - z^{nm} + 2 r h^n)
+\end{align*}
+$$
 
-h_i, the outer parameters here, is what all neighbours know of x_i. What C leaves out
-stays in x_i - h_i and is sent later: error feedback in difference form, which needs no
-residual of its own (another would count twice). Uncompressed, h_i = x_i: LT-ADMM.
+$h^m$, the outer parameters here, is what all neighbors know of $\theta^m$. What C
+leaves out stays in $\theta^m - h^m$ and is sent later. This is error feedback in
+difference form, so the compressor needs none. Uncompressed, $h^m = \theta^m$: LT-ADMM.
 
-**The sign of 2 rho h_j.** At rest z_ij + z_ji = 2 rho h_j for both ends of an edge, so
-h_i = h_j = x; summed over regions, sum grad f_i + 2 rho |E| x - sum z = sum grad f_i =
-0. With a minus, as the line is sometimes written, a point of rest is another one, sum
-grad f_i + 4 rho |E| x = 0, and regions are driven away from it: the test has both.
+**What is kept.** Region m can compute the $z^{nm}$ of its edges itself, so only $q^m$
+travels, and only sums over neighbors enter. With $\bar h^m$ the mean of the neighbors'
+$h^n$ and $l^m = \frac{1}{2} \sum_n (z^{mn} - z^{nm})$ the lines above are, exactly,
 
-**What is kept.** z_ji of an edge follows from what i itself knows, so nothing but q_i
-travels; and only sums over the neighbours enter. With m_i the mean of their h_j and
-l_i = sum_j (z_ij - z_ji) / 2, the lines above are, exactly,
+$$
+\begin{align*}
+g^m &\leftarrow g^m + r \, n_m \big(\theta^m - \tfrac{1}{2} (h^m + \bar h^m)\big) - l^m
+\qquad \text{every step} \\
+l^m &\leftarrow l^m + \tfrac{1}{2} \, r \, n_m (\bar h^m - h^m)
+\end{align*}
+$$
 
-    g <- g + rho n_i (phi - (h_i + m_i) / 2) - l_i            `correct`, every step
-    l_i <- l_i + rho n_i (m_i - h_i) / 2                      `receive`
+a spring to the middle between a region and its neighbors, and a dual variable that sums
+to zero over the regions, whatever C does. It begins at rest, with $z^{mn} = r \theta$.
 
-a spring to the middle between a region and its neighbours, and a dual variable that
-sums to zero over the regions, whatever C does. It begins with z_ij = rho x, so at rest.
+**The sign of** $2 r h^n$. At rest $z^{mn} + z^{nm} = 2 r h^n$ for both ends of an edge,
+so all h are equal, and the gradients sum to zero over the regions. With a minus, as the
+line is sometimes written, regions are driven away from that point: a test has both.
+
+In code: r is `admm_penalty`; `send`, `receive` and `correct` of `admm`; `merge.keep`.
 
 Source: Ren, Bastianello, Johansson, Parisini: LT-ADMM, arXiv 2501.13516; LT-ADMM-CC,
 arXiv 2508.15509, whose compressed messages are from memory. Sign and first z are those
 of a public implementation of LT-ADMM (not the authors'); the sums are derived here.
-Differs from the paper: gamma times is the run's inner optimizer. With SGD it is the
-line above. AdamW gets the corrected gradient as its gradient (clipped together), so a
-step is zero where it was, but gamma is another for each number. There, x and z are both
-sent compressed; here z is not sent. No variance reduction.
-Defaults: published ones are of small convex problems; here H 30, rho 0.01, ring, int8.
-Measured here: last loss 2.739 with 1.02 MB sent by a region (2.748 at rho 0.002, 2.768
-at 0.05, 2.960 at 0.5), DiLoCo 2.724 with 4.00 MB, `apart` 2.767 (the smoke preset, H 8,
+Differs from the paper: there the inner step is SGD; here it is the run's inner
+optimizer. AdamW gets the corrected gradient as its gradient (clipped together), so a
+step is zero where it was, but its length is another for each number. There, parameters
+and z are both sent compressed; here z is not sent. No variance reduction.
+Defaults: published ones are of small convex problems; here H 30, r 0.01, ring, int8.
+Measured here: last loss 2.739 with 1.02 MB sent by a region (2.748 at r 0.002, 2.768 at
+0.05, 2.960 at 0.5), DiLoCo 2.724 with 4.00 MB, `apart` 2.767 (the smoke preset, H 8,
 160 steps, 4 regions, one seed), by
 
     python -m experiments.train --preset=smoke --method=lt_admm --steps=160

@@ -1,16 +1,22 @@
-"""`mla`: momentum look-ahead; regions that come alone start where the momentum leads.
+r"""`mla`: momentum look-ahead; regions that come alone start where the momentum leads.
 
-Regions come alone (`schedules.asynchronous(H)`): each sends what it did since it last
-came, from the point `start` that it was given then, and is answered at once.
+Regions arrive alone (`schedules.asynchronous(H)`). Each sends its progress since its
+last arrival, from the point $\theta^s$ that it received then, and is answered at once:
 
-    Delta = start - theta^m                                    old minus new
-    G = rho Delta;   m <- mu m + (1 - mu) G                    `transforms.outer.mla`
-    theta^g <- theta^g - eta (G + mu m)
-    start = theta^g - eta mu m;   theta^m <- start             `SharedOuter.start`
+$$
+\begin{align*}
+\Delta^m &= \theta^s - \theta^m \\
+G &= \rho \Delta^m, \qquad v \leftarrow \mu v + (1 - \mu) \, G \\
+\theta^g &\leftarrow \theta^g - \eta \, (G + \mu v) \\
+\theta^s &= \theta^g - \eta \mu v, \qquad \theta^m \leftarrow \theta^s
+\end{align*}
+$$
 
-While a region trains, the others move theta^g on, mostly along m; from the look-ahead
-point it trains about where its answer will be applied. `heloco` is this with a
-correction of what comes, and the same bit for bit where it corrects nothing.
+While a region trains, the others move $\theta^g$ on, mostly along v. From the
+look-ahead point the region trains about where its answer will be applied. `heloco` adds
+a correction of what arrives, and is equal bit for bit where it corrects nothing.
+
+In code: rho is `arrival_weight`; `transforms.outer.mla`, `SharedOuter.start`.
 
 Source: what HeLoCo (arXiv 2606.00271) is built on and compared with, asynchronous
 momentum look-ahead; momentum and look-ahead as in that paper's published table.

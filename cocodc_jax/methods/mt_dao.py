@@ -1,18 +1,30 @@
-"""`mt_dao` (arXiv 2510.05361): momenta slow enough to outlive the steps between syncs.
+r"""`mt_dao` (arXiv 2510.05361): momenta slow enough to outlive the steps between syncs.
 
-`des_loc` around another inner optimizer, `transforms.mt_adam`. In region m of M:
+`des_loc` around another inner optimizer, `transforms.mt_adam`, with a fast and a slow
+momentum $u_1$, $u_2$ of weights $w_j$. In region m, H times between syncs:
 
-    H times:  u_j^m <- b_j u_j^m + (1 - b_j) g^m        a fast and a slow momentum
-              v^m   <- b2 v^m + (1 - b2) g^m g^m
-              theta^m <- theta^m - gamma ((1 - sum_j w_j) g^m + sum_j w_j u_j^m)
-                                   / (sqrt(v^m) + eps)            bias-corrected
-    theta^m <- mean over regions of theta^m            every sync
-    u_j^m   <- mean over regions of u_j^m              every 3rd, all momenta
-    v^m     <- mean over regions of v^m                every 6th
+$$
+\begin{align*}
+u^m_j &\leftarrow b_j u^m_j + (1 - b_j) \, g^m \\
+s^m &\leftarrow b s^m + (1 - b) \, g^m \odot g^m \\
+\theta^m &\leftarrow \theta^m - \gamma \, \frac{(1 - \sum_j w_j) \, g^m
++ \sum_j w_j \hat u^m_j}{\sqrt{\hat s^m} + \epsilon}
+\end{align*}
+$$
+
+Hats are bias-corrected. Parameters are averaged at every sync, all $u_j$ at every
+third, s at every sixth:
+
+$$
+\theta^m \leftarrow \frac{1}{M} \sum_n \theta^n, \qquad
+u^m_j \leftarrow \frac{1}{M} \sum_n u^n_j, \qquad
+s^m \leftarrow \frac{1}{M} \sum_n s^n
+$$
 
 After H = 30 steps a momentum of decay 0.9 holds 4 % of what regions had agreed on, one
-of 0.999 holds 97 %: it pulls all of them the same way while they are apart. Decays and
-weights are the inner optimizer's: `beta1`, `slow_beta`, `fast_weight`, `slow_weight`.
+of 0.999 holds 97 %: it pulls all of them the same way while they train apart. Decays
+and weights are the inner optimizer's: `beta1`, `slow_beta`, `fast_weight`,
+`slow_weight`.
 
 Source: MT-DAO, Iacob, Jovanovic, Safaryan et al., arXiv 2510.05361; the step and 0.999
 from a published digest, bias corrections from the authors' public code.

@@ -1,21 +1,33 @@
-"""`muloco` (arXiv 2505.23725): DiLoCo around Muon, 2-bit messages, error feedback.
+r"""`muloco` (arXiv 2505.23725): DiLoCo around Muon, 2-bit messages, error feedback.
 
-Every H steps, blocking, the whole model (`schedules.staggered(H)`). In each region m:
+The inner optimizer is Muon. For each matrix W of the blocks, of gradient G, with
+$B = U S V^\top$ its momentum's singular value decomposition and w the weight decay:
 
-    H times:  theta^m <- Muon(theta^m, g^m)            `Inner("muon")`, per matrix W:
-              B <- beta B + G;                         UV' the polar factor of B, by
-              W <- W - lr (sqrt(out/in) UV' + wd W)    Newton-Schulz, a layer at a time
-    e^m <- b e^m + theta^g - theta^m                   `error_feedback(b)`, from zero
-    q^m  = 2 bits a value of e^m;  e^m <- e^m - q^m    `stat2`: means of four bins
-    Delta = (1/M) sum_m q^m
-    m       <- mu m + Delta                            `sync.outer.nesterov`
-    theta^g <- theta^g - eta (Delta + mu m);  theta^m <- theta^g
+$$
+\begin{align*}
+B &\leftarrow b B + G \\
+W &\leftarrow W - \gamma \, \Big(\sqrt{d_{\mathrm{out}} / d_{\mathrm{in}}} \;
+U V^\top + w W\Big)
+\end{align*}
+$$
 
-Muon takes the matrices of the blocks; embedding, head, norms and other vectors take
-AdamW with b2 0.99 (see `transforms.muon`). Norm scales are sent whole (`matrices`). The
-2 bits are those of `transforms.statistical`.
+$U V^\top$ is approximated by Newton-Schulz iterations, a layer at a time. Every H
+steps, blocking, each region m sends its pseudo-gradient in 2 bits a value, with error
+feedback $e^m$ from zero, and the outer Nesterov optimizer steps on the mean:
 
-Muon's share by itself, beside data parallel and DiLoCo with the same Muon inside:
+$$
+\begin{align*}
+e^m &\leftarrow \beta e^m + \theta^g - \theta^m \\
+q^m &= \mathrm{stat2}(e^m), \qquad e^m \leftarrow e^m - q^m \\
+\Delta &= \frac{1}{M} \sum_m q^m, \qquad v \leftarrow \mu v + \Delta \\
+\theta^g &\leftarrow \theta^g - \eta \, (\Delta + \mu v), \qquad
+\theta^m \leftarrow \theta^g
+\end{align*}
+$$
+
+Embedding, head, norms and other vectors take AdamW with b2 0.99 (`transforms.muon`).
+Norm scales are sent in full (`matrices`). stat2 sends the means of four bins
+(`transforms.statistical`). To separate Muon's share from the rest:
 
     python -m experiments.compare --methods=muloco,diloco,diloco+muon,data_parallel+muon
 
@@ -23,8 +35,8 @@ Source: MuLoCo, arXiv 2505.23725; update and numbers read from the authors' code
 Differs from the paper's code: the coefficients of Newton-Schulz, see `transforms.muon`;
 without `--beta2` Adam's b2 is 0.99, of which presets may say otherwise; a scanned stack
 of layers is one tensor for the 2-bit code's mean and spread.
-Defaults: published H 30, beta 0.9 without Nesterov, b 0.9, eta 0.9 and mu 0.8 with 8
-regions (0.6 and 0.7 with one; 0.7 and 0.6 in a later version); here H 30, beta 0.9, b
+Defaults: published H 30, b 0.9 without Nesterov, beta 0.9, eta 0.9 and mu 0.8 with 8
+regions (0.6 and 0.7 with one; 0.7 and 0.6 in a later version); here H 30, b 0.9, beta
 0.9, eta 0.9, mu 0.8.
 Measured here: last loss 1.891 with 2.57 MB sent by a region, DiLoCo with the same Muon
 inside 1.908 with 40.3 MB, DiLoCo with AdamW 1.838; all at AdamW's learning rate of

@@ -1,39 +1,50 @@
-"""`noloco` (arXiv 2506.10911): random pairs in place of everyone, no all-reduce.
+r"""`noloco` (arXiv 2506.10911): random pairs in place of everyone, no all-reduce.
 
-Every H steps (`schedules.staggered(H)`) a matching, equal everywhere (by `pair_seed`
-and the sync), gives every region i a partner j. Each region has slow weights phi_i of
-its own (`RegionalOuter`), which are never made equal:
+Every H steps a matching, equal everywhere (by `pair_seed` and the sync), gives every
+region m a partner n. Each region has outer parameters $\theta^{g,m}$ of its own
+(`RegionalOuter`), which are never made equal. The two exchange them, and their
+pseudo-gradients:
 
-    H times:  theta_i <- inner(theta_i, g_i)                AdamW
-    g_i = phi_i - theta_i                                   old minus new
-    send (phi_i, g_i) to j, and get (phi_j, g_j)            `noisy_pairs.send`
-    v_i   <- mu v_i + beta (g_i + g_j) / 2 + gamma (phi_i - (phi_i + phi_j) / 2)
-    phi_i <- phi_i - v_i                                    `noisy_pairs.receive`
-    theta_i <- phi_i                                        `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+\Delta^m &= \theta^{g,m} - \theta^m \\
+v^m &\leftarrow \mu v^m + \eta \, \frac{\Delta^m + \Delta^n}{2}
++ c \left(\theta^{g,m} - \frac{\theta^{g,m} + \theta^{g,n}}{2}\right) \\
+\theta^{g,m} &\leftarrow \theta^{g,m} - v^m, \qquad \theta^m \leftarrow \theta^{g,m}
+\end{align*}
+$$
 
-In code: beta `outer_lr`, mu `outer_momentum`, gamma `pair_pull`; the step is
-`transforms.outer.group_heavy_ball`. What is evaluated is the mean of all regions.
+In code: eta is `outer_lr` (the paper's beta), mu `outer_momentum`, c `pair_pull` (its
+gamma); `noisy_pairs`, `transforms.outer.group_heavy_ball`, `merge.replace`. Evaluation
+uses the mean of all regions.
 
-Stable for 0 < gamma < 2 (1 - mu^2): the spread of regions whose partners are drawn
-independently contracts without gradients just there, and other gammas are refused.
-Derived here: with A, B, C the second moments phi phi, phi v and v v of one region
-(partners are independent of it), a sync makes v' = mu v + gamma (phi - phi_j) / 2, so
+**Stable** for $0 < c < 2 (1 - \mu^2)$: only there the spread of regions whose partners
+are drawn independently contracts without gradients, and other values are refused.
+Derived here: let A, B, C be the second moments of $\theta^g$ with itself, of $\theta^g$
+with v, and of v with itself, in one region (partners are independent of it). A sync
+makes $v' = \mu v + c \, (\theta^{g,m} - \theta^{g,n}) / 2$, so
 
-    C' = mu^2 C + mu gamma B + gamma^2 A / 2
-    B' = mu B + gamma A / 2 - C';   A' = A - 2 (mu B + gamma A / 2) + C'
+$$
+\begin{align*}
+C' &= \mu^2 C + \mu c B + c^2 A / 2 \\
+B' &= \mu B + c A / 2 - C' \\
+A' &= A - 2 (\mu B + c A / 2) + C'
+\end{align*}
+$$
 
-which has an eigenvalue of 1 at gamma = 2 (1 - mu^2). With as few as two regions, which
+which has an eigenvalue of 1 at $c = 2 (1 - \mu^2)$. With as few as two regions, which
 always meet, the range is wider.
 
 Source: NoLoCo, arXiv 2506.10911; update, order and defaults read from the authors'
 code.
 Differs from the paper: matchings come from a round-robin tournament, where every pair
 is equally likely, but of more than four regions not every matching.
-Defaults: published H 50, beta 0.7, mu 0.5, gamma = beta; here the same (gamma follows
-beta unless it is given).
+Defaults: published H 50, eta 0.7, mu 0.5, c = eta; here the same (c follows eta unless
+it is given).
 Measured here: last loss 1.825 (DiLoCo 1.838) with 80.5 MB sent by a region, twice
-DiLoCo's, as phi is sent too; regions are 2 % of their length apart (840k parameters,
-480 steps, H 40, 4 regions, one seed), by
+DiLoCo's, as outer parameters are sent too; regions are 2 % of their length apart (840k
+parameters, 480 steps, H 40, 4 regions, one seed), by
 
     python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
 """
@@ -78,7 +89,8 @@ def noloco(
     check_unit_interval("outer_momentum", outer_momentum)
     pull = outer_lr if pair_pull is None else pair_pull
     limit = 2 * (1 - outer_momentum**2)
-    if not 0 < pull < limit:
+    numbers = (int, float)  # Arrays are not checked.
+    if isinstance(pull * limit, numbers) and not 0 < pull < limit:
         raise ValueError(
             f"pair_pull={pull} must be above 0 and below 2 (1 - outer_momentum^2) = "
             f"{limit:.4g} with outer_momentum={outer_momentum}, or regions drift apart"

@@ -1,16 +1,24 @@
-"""`snoo` (arXiv 2510.15830): the outer Nesterov step with one region.
+r"""`snoo` (arXiv 2510.15830): the outer Nesterov step with one region.
 
-One region, M = 1. Every H steps (`schedules.staggered(H)`, `num_regions=1`):
+One region, M = 1. Every H steps the outer parameters, or slow weights, step towards the
+fast ones:
 
-    H times:  theta <- inner(theta, g)                 the fast weights; AdamW
-    Delta = theta^g - theta                            old minus new, of H steps
-    m       <- mu m + Delta                            `sync.outer.nesterov`
-    theta^g <- theta^g - eta (Delta + mu m)            the slow weights
-    theta   <- theta^g                                 `merge.replace`
+$$
+\begin{align*}
+\theta &\leftarrow \mathrm{inner}(\theta, g) \qquad \text{H times} \\
+\Delta &= \theta^g - \theta \\
+v &\leftarrow \mu v + \Delta \\
+\theta^g &\leftarrow \theta^g - \eta \, (\Delta + \mu v) \\
+\theta &\leftarrow \theta^g
+\end{align*}
+$$
 
-It is `diloco` without a mean: what is left of DiLoCo where there is one region. Nothing
-is sent, so `compress` has no meaning. With mu = 0 it is Lookahead with step eta. As an
-Optax wrapper around any optimizer it is `transforms.snoo`.
+It is `diloco` without a mean: what is left of DiLoCo with one region. Nothing is sent,
+so `compress` has no meaning. With mu = 0 it is Lookahead with step eta. As an Optax
+wrapper around any optimizer it is `transforms.snoo`.
+
+In code: `schedules.staggered(H)`, `sync.outer.nesterov`, `merge.replace`,
+`num_regions=1`.
 
 Source: SNOO, arXiv 2510.15830, that it is outer Nesterov on one worker's
 pseudo-gradients; from a summary. Derived here: equal to `diloco` with M = 1.

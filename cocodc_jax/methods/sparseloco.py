@@ -1,35 +1,44 @@
-"""`sparseloco` (arXiv 2508.15706): 2-bit values of the top of each chunk, fed back.
+r"""`sparseloco` (arXiv 2508.15706): 2-bit values of the top of each chunk, fed back.
 
-Every H steps, blocking, the whole model (`schedules.staggered(H)`). In each region m of
-M, with e^m from zero:
+Every H steps, blocking, the full model. In each region m, with error feedback $e^m$
+from zero, the k largest of each 64 x 64 chunk are sent, 2 bits a value:
 
-    H times:  theta^m <- inner(theta^m, g^m)           AdamW
-    Delta^m = theta^g - theta^m                        old minus new
-    e^m    <- b e^m + Delta^m                          `error_feedback(decay=b)`
-    q^m     = 2 bits a value of the k largest of each  `chunked_top_k(k, values=stat2)`
-              64 x 64 chunk of e^m                     (values and packed positions)
-    e^m    <- e^m - q^m
-    Q_j     = mean of q^m_j over the regions m that    `Compressed(.., "senders")`, told
-              sent entry j, 0 if none did              by the messages' positions
-    theta^g <- theta^g - eta Q                         `nesterov(eta, 0)`: no momentum
-    theta^m <- theta^g                                 `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+e^m &\leftarrow \beta e^m + \theta^g - \theta^m \\
+q^m &= \mathrm{stat2}(\mathrm{top}_k(e^m)), \qquad e^m \leftarrow e^m - q^m
+\end{align*}
+$$
 
-There is no outer momentum: the error feedback is one. The 2 bits are those of
-`transforms.statistical`: codes around the mean of all that a tensor sends, decoded as
-the means of their bins. A chunk of fewer than 4096 entries, as of a vector, sends its
-share of k (ours; the authors send k of it, or all).
+Each entry j is averaged over the regions $S_j$ that sent it, 0 if none did. The outer
+step has no momentum, as the error feedback is one:
 
-With `sparse_mean="all"` Q = (1/M) sum_m q^m, as a digest of the paper writes it: an
-entry that one of four regions sent moves a quarter as far. With `clip`, as deployed,
-q^m of each tensor is first multiplied by min(1, median_n ||q^n|| / ||q^m||). A region
-that takes no part in a sync counts in neither mean.
+$$
+q_j = \frac{1}{|S_j|} \sum_{m \in S_j} q^m_j, \qquad
+\theta^g \leftarrow \theta^g - \eta \, q, \qquad
+\theta^m \leftarrow \theta^g
+$$
+
+stat2 (`transforms.statistical`) codes around the mean of all that a tensor sends, and
+decodes as the means of its bins. A chunk of fewer than 4096 entries, as of a vector,
+sends its share of k (ours; the authors send k of it, or all).
+
+With `sparse_mean="all"` $q = \frac{1}{M} \sum_m q^m$, as a digest of the paper writes
+it: an entry that one of four regions sent moves a quarter as far. With `clip`, as
+deployed, $q^m$ of each tensor is first multiplied by $\min(1, \mathrm{median}_n \lVert
+q^n \rVert / \lVert q^m \rVert)$. A region that takes no part in a sync counts in
+neither mean.
+
+In code: `error_feedback(decay=beta)`, `chunked_top_k(k, values=stat2)`,
+`Compressed(.., "senders")`, `nesterov(eta, 0)`, `merge.replace`.
 
 Source: SparseLoCo, arXiv 2508.15706; update, code and mean read from public code of the
 authors' deployment.
 Differs from the paper's code: k of smaller chunks, and chunks at a tensor's far edges
 are padded with zeros, where the authors take smaller ones that divide it.
-Defaults: published b 0.95, k 128 (a sweep; 64 in a later deployment, with eta 0.4), eta
-1.0, H 15 to 30; here b 0.95, k 128, eta 1.0, H 15.
+Defaults: published beta 0.95, k 128 (a sweep; 64 in a later deployment, with eta 0.4),
+eta 1.0, H 15 to 30; here beta 0.95, k 128, eta 1.0, H 15.
 Measured here: last loss 1.892 with 594 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
 with even 2-bit levels, k 32 and a mean over all it was 2.230 with 165 kB (840k
 parameters, 480 steps, H 40, 4 regions, one seed), by

@@ -1,30 +1,42 @@
-"""`streaming_diloco` (arXiv 2501.18512): fragments one by one, while the steps go on.
+r"""`streaming_diloco` (arXiv 2501.18512): fragments one by one, while the steps go on.
 
-The model is cut into K fragments of transformer blocks (`fragments.cut`; embedding,
-norm and head belong to them too). Fragment p starts at step p H / K - f, then every H
-steps (`schedules.staggered`). With t_p its start, in each region m of M:
+The model is cut into K fragments of transformer blocks (`fragments.cut`); embedding,
+norm and head belong to fragments too. Fragment p starts its sync at step $p H / K - f$,
+then every H steps. All quantities below are of one fragment, t is the step of its
+start. Each region m sends
 
-    t_p        send Delta^m_p = theta^g_p - theta^m_p(t_p)      `Sync.message`
-    meanwhile  tau inner steps of the whole model               AdamW, state untouched
-    t_p + tau  Delta_p = (1/M) sum_m Delta^m_p
-               m_p       <- mu m_p + Delta_p                    `sync.outer.nesterov`
-               theta^g_p <- theta^g_p - eta (Delta_p + mu m_p)
-               theta^m_p <- alpha theta^m_p + (1 - alpha) theta^g_p     `merge.mix`
+$$
+\Delta^m = \theta^g - \theta^m_t
+$$
 
-theta^g_p is the fragment's last outer value. It is equal in all regions, and never the
-mixed value. alpha is the weight on *local*: 1 never synchronises, 0 discards what was
-learned during the overlap. A step merges what arrives before it starts other fragments.
+and trains on for $\tau$ steps while the message crosses. Then the outer optimizer
+steps on the mean, and every region mixes the result with its own fragment:
 
-`merge_rule="replay"` uses LOSCAR's merge in place of the mix, theta^m_p <- theta^g_p +
-(theta^m_p - theta^m_p(t_p)). `merge_feedback` (ours) adds the progress that the mix
-drops, (1 - alpha) (theta^m_p(t_p + tau) - theta^m_p(t_p)), to the next message.
-`phase_steps` is f, 0 by default; with f = tau merges are at the multiples of H / K.
+$$
+\begin{align*}
+\Delta &= \frac{1}{M} \sum_m \Delta^m \\
+v &\leftarrow \mu v + \Delta \\
+\theta^g &\leftarrow \theta^g - \eta \, (\Delta + \mu v) \\
+\theta^m_{t+\tau} &\leftarrow \alpha \, \theta^m_{t+\tau} + (1 - \alpha) \, \theta^g
+\end{align*}
+$$
+
+$\theta^g$ is the last outer value, equal in all regions, never the mixed one. alpha is
+the weight on *local*: 1 never synchronizes, 0 discards the progress of the overlap. A
+step merges arrived fragments before it starts others.
+
+`merge_rule="replay"` uses LOSCAR's merge, $\theta^m_{t+\tau} \leftarrow \theta^g +
+(\theta^m_{t+\tau} - \theta^m_t)$. `merge_feedback` (ours) adds the progress that the
+mix drops, $(1 - \alpha)(\theta^m_{t+\tau} - \theta^m_t)$, to the region's next message.
+f is `phase_steps`, 0 by default; with $f = \tau$ merges are at multiples of H / K.
 `delay_steps="auto"` (ours) measures how long syncs take (`schedules.measured`).
+
+In code: `schedules.staggered`, `sync.outer.nesterov`, `merge.mix`.
 
 Source: Streaming DiLoCo, Douillard et al., arXiv 2501.18512, algorithm 2 and section
 2.3; updates and mixing read from the authors' code, FP4 and tau from published tables.
 Derived here: K = 1, tau = 0, alpha = 0 is `diloco`.
-Differs from the paper: the paper sends FP4 (E3M0), and this float32 unless
+Differs from the paper: the paper sends FP4 (E3M0), this float32 unless
 `compress="fp4"`, so that methods are compared at one precision. The scale of FP4 is not
 published; ours is the largest of each 256 values. FP4 is an eighth of the bytes.
 Defaults: published eta 0.4, mu 0.9, alpha 0.5, H 30 or 100, tau 1 (up to 5

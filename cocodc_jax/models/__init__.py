@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.models import attention, backward, hugging_face, lora
+    from cocodc_jax.models import attention, backward, experts, hugging_face, lora
     from cocodc_jax.models.accumulate import make_accumulated_loss_fn
     from cocodc_jax.models.config import TransformerConfig
     from cocodc_jax.models.divided import make_divided_loss_fn
@@ -50,6 +50,7 @@ __all__ = [
     "check_pipeline",
     "confine",
     "confined",
+    "experts",
     "flops_per_token",
     "get",
     "hugging_face",
@@ -82,6 +83,7 @@ _PLACES = {
     "check_pipeline": "sharding:check_pipeline",
     "confine": "subspace:confine",
     "confined": "subspace:confined",
+    "experts": "experts",
     "flops_per_token": "transformer:flops_per_token",
     "get": "presets:get",
     "hugging_face": "hugging_face",

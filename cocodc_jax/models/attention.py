@@ -156,7 +156,7 @@ def choose(
     """
     is_gpu = platform in ("gpu", "cuda")
     no_sequence = (
-        f"knows no positions that lie over sequence_axis={sequence_axis}",
+        f"does not support sequence_axis={sequence_axis}",
         sequence_axis > 1,
     )
     against = {

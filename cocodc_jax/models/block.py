@@ -8,7 +8,9 @@ A block adds to the residual stream x, with n(x) = scale * x / rms(x):
 Sources: LLaMA (Touvron et al., arXiv 2302.13971, section 2.2) for RMSNorm
 (arXiv 1910.07467), SwiGLU (arXiv 2002.05202) and RoPE (arXiv 2104.09864);
 grouped-query attention (arXiv 2305.13245); QK-norm (arXiv 2302.05442); LoRA, thin
-products that are added to those with matrices (Hu et al., arXiv 2106.09685).
+products that are added to those with matrices (Hu et al., arXiv 2106.09685). A block
+may have a mixture of experts in place of its feed-forward (`experts.py`), and next to
+it a feed-forward of `shared` experts for every token; both are added.
 """
 
 import math
@@ -22,6 +24,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import attend
 from cocodc_jax.models.backward import PLAIN, spread
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.experts import MixtureOfExperts, Routed
 from cocodc_jax.models.layout import Adapter, Layout, read, shared, write
 
 with extra("train"):
@@ -123,11 +126,16 @@ class MLP(Multiplying):
     """SwiGLU feed-forward."""
 
     def __init__(
-        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+        self,
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+        layout: Layout | None = None,
+        mlp_width: int = 0,
     ):
-        self.gate = matrix(rngs, config.width, config.mlp_width)
-        self.up = matrix(rngs, config.width, config.mlp_width)
-        self.down = matrix(rngs, config.mlp_width, config.width, _residual(config))
+        mlp_width = mlp_width or config.mlp_width
+        self.gate = matrix(rngs, config.width, mlp_width)
+        self.up = matrix(rngs, config.width, mlp_width)
+        self.down = matrix(rngs, mlp_width, config.width, _residual(config))
         self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
@@ -142,17 +150,59 @@ class Block(nnx.Module):
     """One pre-norm transformer block."""
 
     def __init__(
-        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+        self,
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+        layout: Layout | None = None,
+        has_experts: bool = False,
     ):
         self.attention_norm = norm(config, config.width)
         self.attention = Attention(config, rngs, layout)
         self.mlp_norm = norm(config, config.width)
-        self.mlp = MLP(config, rngs, layout)
+        self.has_experts = has_experts
+        if not has_experts:
+            self.mlp = MLP(config, rngs, layout)
+            return
+        self.moe = MixtureOfExperts(config, rngs, _residual(config), layout)
+        if config.shared_experts:
+            width = config.shared_experts * config.expert_width
+            self.shared = MLP(config, rngs, layout, width)
+
+    def __call__(
+        self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[Routed, ...]]:
+        """Add attention, then the feed-forward, to the residual stream.
+
+        Returns:
+          The residual stream, and what the block's router did, if it has one.
+        """
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
+        normed_BLD = self.mlp_norm(x_BLD)
+        if not self.has_experts:
+            return x_BLD + self.mlp(normed_BLD), ()
+        mixed_BLD, routed = self.moe(normed_BLD)
+        if hasattr(self, "shared"):
+            mixed_BLD = mixed_BLD + self.shared(normed_BLD)
+        return x_BLD + mixed_BLD, (routed,)
+
+
+class Group(nnx.Module):
+    """Blocks of which the last has experts: what is scanned where not all have."""
+
+    def __init__(
+        self, config: TransformerConfig, keys: jax.Array, layout: Layout | None = None
+    ):
+        self.names = tuple(f"layer_{i}" for i in range(config.moe_every))
+        for i, name in enumerate(self.names):
+            rngs = nnx.Rngs(keys[i])
+            setattr(self, name, Block(config, rngs, layout, config.has_experts(i)))
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
-        """Add attention, then the feed-forward, to the residual stream."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        """Pass the residual stream through the blocks; see `Block`."""
+        routed = ()
+        for name in self.names:
+            x_BLD, routed = getattr(self, name)(x_BLD, rotation)
+        return x_BLD, routed
 
 
 def rotary_tables(

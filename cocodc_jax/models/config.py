@@ -13,6 +13,7 @@ MAX_SIZE = 2**31 - 1
 REMAT_POLICIES = ("none", "dots", "attention", "full", "offload")
 ATTENTIONS = ("auto", "plain", "blocks", "cudnn", "splash")
 BACKWARDS = ("auto", "plain", "cpu")
+DISPATCHES = ("auto", "ragged", "blocks")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 # Matrices of a block, which may have adapters, and where those are in its parameters.
 LORA = "lora"
@@ -69,6 +70,18 @@ class TransformerConfig:
         has none and trains everything.
       lora_alpha: adapters count lora_alpha / lora_rank times.
       lora_targets: matrices of every block that have adapters, separated by commas.
+      num_experts: E, experts in place of the feed-forward of a block; 0 has none.
+      experts_per_token: k, experts that a router gives each token to.
+      expert_width: features inside each expert.
+      shared_experts: experts that every token passes besides; they are one
+        feed-forward of that many times expert_width.
+      moe_every: every so many-th block has experts, the others an ordinary
+        feed-forward.
+      balance_loss: weight of the router's load-balancing loss.
+      router_z_loss: weight of the router's z loss.
+      expert_dispatch: "ragged" multiplies each expert's tokens by XLA's own grouped
+        product, "blocks" pads them to blocks of equal length; "auto" is ragged on TPUs
+        and blocks elsewhere.
     """
 
     vocab_size: int
@@ -90,6 +103,14 @@ class TransformerConfig:
     lora_rank: int = 0
     lora_alpha: float = 16.0
     lora_targets: str = ",".join(MATRICES)
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_width: int = 0
+    shared_experts: int = 0
+    moe_every: int = 1
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.001
+    expert_dispatch: str = free("auto")
 
     def __post_init__(self):
         """Raise ValueError when the fields do not make a model."""
@@ -119,6 +140,53 @@ class TransformerConfig:
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         self._check_heads()
         self._check_lora()
+        self._check_experts()
+
+    def _check_experts(self):
+        _check_choice("expert_dispatch", self.expert_dispatch, DISPATCHES)
+        if self.num_experts < 0 or self.num_experts == 1:
+            raise ValueError(
+                f"num_experts={self.num_experts} must be at least 2, or 0 for none"
+            )
+        if not self.num_experts:
+            given = ("expert_width", "shared_experts")
+            if odd := [name for name in given if getattr(self, name)]:
+                raise ValueError(
+                    f"{odd[0]}={getattr(self, odd[0])} has no meaning with "
+                    "num_experts=0; leave it out, or use num_experts=8"
+                )
+            return
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be at least 1 and at "
+                f"most num_experts={self.num_experts}"
+            )
+        if not 1 <= self.expert_width <= MAX_SIZE:
+            raise ValueError(
+                f"expert_width={self.expert_width} is not a size; with num_experts="
+                f"{self.num_experts} use 1 or more, such as mlp_width / "
+                f"experts_per_token = {self.mlp_width // self.experts_per_token}"
+            )
+        if self.shared_experts < 0:
+            raise ValueError(f"shared_experts={self.shared_experts} must be at least 0")
+        if self.moe_every < 1 or self.num_layers % self.moe_every:
+            divisors = [
+                n for n in range(1, self.num_layers + 1) if not self.num_layers % n
+            ]
+            raise ValueError(
+                f"moe_every={self.moe_every} does not divide num_layers="
+                f"{self.num_layers}; use one of {divisors}"
+            )
+        for name in ("balance_loss", "router_z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least 0 and finite"
+                )
+        if odd := sorted({*self.lora_names} & {"gate", "up", "down"}):
+            raise ValueError(
+                f"lora_targets={self.lora_targets!r} has {odd[0]}, and experts have no "
+                "adapters; use lora_targets=query,key,value,output"
+            )
 
     def _check_lora(self):
         most = min(self.width, self.mlp_width)
@@ -169,6 +237,15 @@ class TransformerConfig:
     def lora_scale(self) -> float:
         """What the product of an adapter is multiplied by."""
         return self.lora_alpha / self.lora_rank
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Blocks that have experts."""
+        return self.num_layers // self.moe_every if self.num_experts else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a block has experts; the last of every `moe_every` does."""
+        return bool(self.num_experts) and (layer + 1) % self.moe_every == 0
 
     @property
     def head_width(self) -> int:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.models.accumulate import accumulated
 from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.divided_loss import divided_cross_entropy
+from cocodc_jax.models.experts import router_aux, router_loss
 from cocodc_jax.models.layout import Layout, sum_over
 from cocodc_jax.models.loss import TokenSums
 from cocodc_jax.models.sharding import partition_specs
@@ -96,20 +97,24 @@ class _Device:
         """Return what a device's tokens add to the batch's means."""
         model = bind(self.config, params, self.layout)
         targets_BL = self.layout.own_part(tokens[:, 1:])
+        hidden_BLD, routed = model(self.layout.own_part(tokens[:, :-1]))
         sums: TokenSums = divided_cross_entropy(
-            model(self.layout.own_part(tokens[:, :-1])),
+            hidden_BLD,
             model.output_head(),
             targets_BL,
             self.config.loss_chunk_tokens,
             self.layout,
         )
         count = targets_BL.size * jax.lax.axis_size(self.layout.tokens)
-        return sums.loss / count, sums.num_correct / count
+        loss, aux = sums.loss / count, {"accuracy": sums.num_correct / count}
+        if routed is not None:
+            return loss + router_loss(self.config, routed), aux | router_aux(routed)
+        return loss, aux
 
     def _whole(self, share, tokens: jax.Array):
-        loss, accuracy = (sum_over(x, self.layout.tokens) for x in share)
+        loss, aux = jax.tree.map(lambda x: sum_over(x, self.layout.tokens), share)
         count = tokens[:, 1:].size * jax.lax.axis_size(self.layout.data)
-        return loss, {"num_tokens": jnp.float32(count), "accuracy": accuracy}
+        return loss, {"num_tokens": jnp.float32(count), **aux}
 
     def _sum_undivided(self, path, grad: jax.Array, spec: P) -> jax.Array:
         """Sum the gradient of what is whole on all devices of an axis."""

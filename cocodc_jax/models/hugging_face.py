@@ -11,6 +11,14 @@ files that `model.safetensors.index.json` names for each tensor. With n a layer:
     norm                     model.norm.weight
     head                     lm_head.weight, absent with tied embeddings
 
+A model with experts in every block is a `MixtralForCausalLM` (arXiv 2401.04088), with e
+an expert:
+
+    blocks  moe router       model.layers.n.block_sparse_moe.gate.weight
+            moe experts      ...experts.e.{w1,w3,w2}.weight    gate, up, down
+
+Counts of tokens are not written, and are zero once read.
+
 A matrix is [in, out] here and [out, in] there, as in `torch.nn.Linear`; the embedding
 is [V, D] in both. Heads lie side by side in both, a key head serves neighbouring query
 heads in both, and rotary pairs are features (i, i + d / 2) in both (`rotate_half`), so
@@ -52,6 +60,7 @@ from cocodc_jax.models.llama_config import (
 )
 from cocodc_jax.models.lora import merged, only_adapters
 from cocodc_jax.models.transformer import Params, init_params
+from cocodc_jax.transforms.layers import EXPERTS, TOKENS
 
 TENSORS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -73,6 +82,10 @@ _NAMES_IN_BLOCK = {
     ("mlp", "gate"): "mlp.gate_proj.weight",
     ("mlp", "up"): "mlp.up_proj.weight",
     ("mlp", "down"): "mlp.down_proj.weight",
+    ("moe", "router"): "block_sparse_moe.gate.weight",
+    ("moe", "experts", "gate"): "block_sparse_moe.experts.{}.w1.weight",
+    ("moe", "experts", "up"): "block_sparse_moe.experts.{}.w3.weight",
+    ("moe", "experts", "down"): "block_sparse_moe.experts.{}.w2.weight",
 }
 
 
@@ -137,9 +150,10 @@ def _write(
     save_file = _safetensors().numpy.save_file
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = _names_of(path, config)
+        if not (names := _names_of(path, config)):
+            continue
         array = np.asarray(leaf, np.float32)
-        parts = array if _is_stacked(path, config) else (array,)
+        parts = array.reshape(-1, *array.shape[_num_stacked(path, config) :])
         for name, part in zip(names, parts, strict=True):
             # The file is written from memory as it lies.
             tensors[name] = np.ascontiguousarray(part.T if _is_turned(name) else part)
@@ -171,8 +185,10 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
 
     def read_leaf(path, wanted):
         parts = [read_one(name) for name in _names_of(path, config)]
-        whole = np.stack(parts) if _is_stacked(path, config) else parts[0]
-        return _padded(whole, wanted.shape)
+        if not parts:
+            return np.zeros(wanted.shape, np.float32)
+        lead = wanted.shape[: _num_stacked(path, config)]
+        return _padded(np.stack(parts).reshape(*lead, *parts[0].shape), wanted.shape)
 
     with contextlib.ExitStack() as stack:
         opened = {
@@ -208,7 +224,7 @@ def check(
     check_shape(folder, config)
     files = _files_of(folder)
     wanted = {
-        name: leaf.shape[_is_stacked(path, config) :]
+        name: leaf.shape[_num_stacked(path, config) :]
         for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config))
         for name in _names_of(path, config)
     }
@@ -220,7 +236,7 @@ def check(
         raise ValueError(
             f"{folder} has a tensor that this model has no place for: {_first(odd)}"
         )
-    rows = read_config(folder)["vocab_size"]
+    rows = read_config(folder, config)["vocab_size"]
     for file in sorted({*files.values()}):
         with _opened(file) as tensors:
             for name in wanted.keys() & {n for n, f in files.items() if f == file}:
@@ -243,13 +259,18 @@ def _shapes(config: TransformerConfig) -> Params:
 
 
 def _names_of(path: Any, config: TransformerConfig) -> list[str]:
-    """Name the tensors that make up one array here: one, or one a layer."""
+    """Name the tensors that make up one array here: one, or one a layer and expert."""
     keys = tuple(key.key for key in path)
     if keys[0] != "blocks":
         return [_NAMES[keys]]
     stacked = _is_stacked(path, config)
     layers = range(config.num_layers) if stacked else (keys[1],)
     inside, wrapped = keys[1:] if stacked else keys[2:], ""
+    if inside == ("moe", EXPERTS, TOKENS):
+        return []
+    if EXPERTS in inside:
+        at = [f"model.layers.{layer}.{_NAMES_IN_BLOCK[inside]}" for layer in layers]
+        return [name.format(e) for name in at for e in range(config.num_experts)]
     if LORA not in inside:
         name = _NAMES_IN_BLOCK[inside]
     else:
@@ -263,8 +284,13 @@ def _is_stacked(path: Any, config: TransformerConfig) -> bool:
     return config.scan_layers and path[0].key == "blocks"
 
 
+def _num_stacked(path: Any, config: TransformerConfig) -> int:
+    """Return how many leading axes count tensors: of layers, of experts, of both."""
+    return _is_stacked(path, config) + any(key.key == EXPERTS for key in path)
+
+
 def _is_turned(name: str) -> bool:
-    return "_proj." in name or name == _HEAD
+    return "_proj." in name or "block_sparse_moe." in name or name == _HEAD
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

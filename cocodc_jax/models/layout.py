@@ -156,7 +156,7 @@ def write(
     if adapter is not None:
         low = _times(x_BLF, adapter.a, None, 1, backward)
         out += adapter.scale * _times(low, adapter.b, layout, 1, backward)
-    return out if layout is None else _summed(out, layout)
+    return summed(out, layout)
 
 
 def _times(
@@ -165,6 +165,11 @@ def _times(
     if layout is None:
         return product(x, w.astype(x.dtype), backward)
     return _product(x, w, layout, side)
+
+
+def summed(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """Sum products with own features over the model axis."""
+    return x if layout is None else _summed(x, layout)
 
 
 def shared(x: jax.Array, layout: Layout | None) -> jax.Array:

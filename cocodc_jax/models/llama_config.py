@@ -1,4 +1,4 @@
-"""`config.json` of a Hugging Face LLaMA: written, read, and held against a model."""
+"""`config.json` of a Hugging Face LLaMA or Mixtral: written, read, compared."""
 
 from __future__ import annotations
 
@@ -21,12 +21,29 @@ _SHAPE = {
     "norm_epsilon": ("rms_norm_eps", 1e-6),
     "tie_embeddings": ("tie_word_embeddings", False),
 }
+# The same of a Mixtral, none of whose blocks has an ordinary feed-forward.
+_SHAPE_OF_EXPERTS = {n: x for n, x in _SHAPE.items() if n != "mlp_width"} | {
+    "norm_epsilon": ("rms_norm_eps", 1e-5),
+    "num_experts": ("num_local_experts", 8),
+    "experts_per_token": ("num_experts_per_tok", 2),
+    "expert_width": ("intermediate_size", 14_336),
+}
 # What this package's transformer always is.
 _ALWAYS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
-def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `config.json` of a LLaMA says.
+def _shape(config: TransformerConfig) -> dict[str, tuple[str, Any]]:
+    return _SHAPE_OF_EXPERTS if config.num_experts else _SHAPE
+
+
+def read_config(
+    folder: str | os.PathLike[str], config: TransformerConfig | None = None
+) -> dict[str, Any]:
+    """Return what `config.json` of a LLaMA or a Mixtral says.
+
+    Args:
+      folder: that it is in.
+      config: the model that it must be of; None is either.
 
     Raises:
       ValueError: if there is none, or it is of another kind of model.
@@ -34,9 +51,15 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = pathlib.Path(folder) / CONFIG_FILE
     found = read_json(path)
     kind = found.get("model_type")
-    if kind != "llama":
+    kinds = ("llama", "mixtral")
+    if config is not None and kind in kinds:
+        kinds = (kinds[bool(config.num_experts)],)
+    if kind not in kinds:
+        have = "no experts" if kind == "llama" else "experts (--num_experts)"
+        why = f"; one with {have}" * (kind in ("llama", "mixtral"))
         raise ValueError(
-            f"{path}: model_type is {kind!r} there, and only 'llama' can be read here"
+            f"{path}: model_type is {kind!r} there{why}, and only "
+            f"{' and '.join(map(repr, kinds))} can be read here"
         )
     if not isinstance(found.get("vocab_size"), int):
         raise ValueError(f"{path} has no vocab_size")
@@ -54,6 +77,13 @@ def check_llama(config: TransformerConfig) -> None:
             "qk_norm=True normalises queries and keys, which LlamaForCausalLM does "
             "not; a model is LLaMA-shaped with --qk_norm=false"
         )
+    for name, value in (("shared_experts", 0), ("moe_every", 1)):
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is not what MixtralForCausalLM "
+                f"computes, which has experts alone in every block; use --{name}="
+                f"{value}"
+            )
 
 
 def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
@@ -62,7 +92,7 @@ def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
     Raises:
       ValueError: naming what differs, both values and the flags that would be right.
     """
-    path, found = folder / CONFIG_FILE, read_config(folder)
+    path, found = folder / CONFIG_FILE, read_config(folder, config)
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -75,7 +105,7 @@ def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
             raise ValueError(
                 f"{path}: {name} is {found[name]!r} there, and {value!r} here always"
             )
-    there = {ours: found.get(*where) for ours, where in _SHAPE.items()}
+    there = {ours: found.get(*where) for ours, where in _shape(config).items()}
     there["num_kv_heads"] = found.get("num_key_value_heads") or there["num_heads"]
     there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", 10_000.0))
     wrong = {n: v for n, v in there.items() if v != getattr(config, n)}
@@ -105,11 +135,21 @@ def to_json(
     config: TransformerConfig, max_length: int, eos_id: int | None
 ) -> dict[str, Any]:
     """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
+    kind = ("LlamaForCausalLM", "llama")
+    of_experts: dict[str, Any] = {}
+    if config.num_experts:
+        kind = ("MixtralForCausalLM", "mixtral")
+        of_experts = {
+            "router_aux_loss_coef": config.balance_loss,
+            "output_router_logits": False,
+            "sliding_window": None,
+        }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [kind[0]],
+        "model_type": kind[1],
         "vocab_size": config.vocab_size,
-        **{there: getattr(config, ours) for ours, (there, _) in _SHAPE.items()},
+        **{there: getattr(config, ours) for ours, (there, _) in _shape(config).items()},
+        **of_experts,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_width,
         "rope_theta": config.rope_theta,

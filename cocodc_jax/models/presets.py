@@ -38,6 +38,12 @@ TINY = TransformerConfig(
     scan_layers=False,
 )
 
+# Tiny with experts: two of eight, each of half its feed-forward, so that a token takes
+# as much work but for the routers. 2,464,928 parameters, 842,912 for a token.
+MOE_TINY = dataclasses.replace(
+    TINY, num_experts=8, experts_per_token=2, expert_width=176
+)
+
 # Between tiny and small: whether what was found at 0.8M holds at 8 times that. Bytes,
 # twice the width and depth of tiny. 6,496,512 parameters.
 MINI = TransformerConfig(
@@ -113,14 +119,39 @@ EIGHT_B = TransformerConfig(
     compute_dtype="bfloat16",
 )
 
+# Like Qwen3-30B-A3B, from memory: 48 layers of width 2,048, 128 experts of width 768, 8
+# for a token, 4 heads of 128 for keys and values, normalised queries and keys,
+# vocabulary 151,936, rotary base 1,000,000. There 32 query heads make 4,096 features;
+# here heads share out the width, so there are 16. 30,129,475,584 parameters,
+# 2,950,385,664 for a token.
+MOE_30B_A3B = TransformerConfig(
+    vocab_size=151_936,
+    num_layers=48,
+    width=2048,
+    mlp_width=6144,
+    num_heads=16,
+    num_kv_heads=4,
+    rope_theta=1_000_000.0,
+    qk_norm=True,
+    tie_embeddings=False,
+    remat="attention",
+    compute_dtype="bfloat16",
+    num_experts=128,
+    experts_per_token=8,
+    expert_width=768,
+    balance_loss=0.001,
+)
+
 PRESETS = {
     "smoke": SMOKE,
     "tiny": TINY,
+    "moe_tiny": MOE_TINY,
     "mini": MINI,
     "small": SMALL,
     "paper_150m": PAPER_150M,
     "1b": ONE_B,
     "8b": EIGHT_B,
+    "moe_30b_a3b": MOE_30B_A3B,
 }
 
 

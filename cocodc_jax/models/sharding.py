@@ -4,7 +4,8 @@ Two mesh axes divide every matrix. Over "model" goes the side that tensor
 parallelism splits without communication between the two matrices of a pair:
 attention heads, feed-forward features, vocabulary (Megatron-LM, Shoeybi et al.,
 arXiv 1909.08053, section 3). Over "data" goes the residual width, gathered before
-use (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054). Norm scales
+use (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054). Each expert is
+divided as a feed-forward is. Norm scales, routers and counts of experts' tokens
 are on every device. So is, but for "model", the embedding where the compiler derives
 the rest: a lookup whose table and token ids share the "data" axis, inside a `shard_map`
 that is manual over regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU).
@@ -21,6 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from cocodc_jax.models.config import LORA, TransformerConfig
+from cocodc_jax.transforms.layers import EXPERTS
 
 # Which side of each matrix each axis divides, by the parameter's own name.
 _READS_WIDTH = ("query", "key", "value", "gate", "up", "head")
@@ -93,6 +95,8 @@ def check_divisible(
     } | dict.fromkeys(
         ("num_heads", "num_kv_heads", "mlp_width", "vocab_size"), ("model", model)
     )
+    if config.num_experts:
+        needs["expert_width"] = ("model", model)
     for name, (axis, devices) in needs.items():
         size = getattr(config, name)
         if size % devices:
@@ -138,6 +142,11 @@ def check_pipeline(
             "scan_layers=False has no layer axis for a pipeline to divide; use "
             "scan_layers=True"
         )
+    if config.num_experts:
+        raise ValueError(
+            f"num_experts={config.num_experts} is not possible in a pipeline, whose "
+            "stages report no routing; use stages=1"
+        )
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches} must be at least 1")
     parts = microbatches * data
@@ -160,8 +169,10 @@ def _leaf_spec(
     name, part = path[-1].key, None
     if len(path) > 2 and path[-3].key == LORA:
         name, part = path[-2].key, name
-    if name == "scale":
+    if name in ("scale", "tokens"):
         sides = (None,)
+    elif name == "router":
+        sides = (None, None)
     elif name == "embedding":
         sides = (model, data if divides_embedding else None)
     elif name in _READS_WIDTH:
@@ -173,6 +184,8 @@ def _leaf_spec(
             f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
             "its sharding has to be given by hand"
         )
+    if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
+        sides = (None, *sides)
     if part is not None:  # The product lies as the matrix that it is added to.
         sides = (sides[0], None) if part == "a" else (None, sides[-1])
     has_layers = ndim > len(sides)
@@ -181,7 +194,7 @@ def _leaf_spec(
             f"{jax.tree_util.keystr(path)} has no layer axis for stage={stage!r} to "
             "divide; use scan_layers=True"
         )
-    if name == "scale" and not (stage and has_layers):
+    if not any(sides) and not (stage and has_layers):
         return PartitionSpec()
     # Scanned blocks have a layer axis in front, which only stages divide.
     return PartitionSpec(*(stage,) * has_layers, *sides)

@@ -121,7 +121,7 @@ class Stage:
                 lambda new, x: jnp.where(is_first, new, x), fresh_ids, ids
             )
             came_BLD = self._decode(model, coded, ids[1:])
-            x_BLD = model.run_blocks(jnp.where(is_first, fresh_BLD, came_BLD))
+            x_BLD, _ = model.run_blocks(jnp.where(is_first, fresh_BLD, came_BLD))
             coded = self._encode(x_BLD)
             done = (coded if self._shares_out else x_BLD, ids)
             if self.codec is None:

@@ -9,11 +9,14 @@ float32 arrays:
               mlp: gate, up, down
               both with adapters: lora: NAME: a, b (`lora.py`)
               attention_norm, mlp_norm: scale
+              moe: router, experts: gate, up, down, tokens (`experts.py`), and shared:
+              gate, up, down, in place of mlp where a block has experts
     norm      scale [D]
     head      [D, V], absent with tied embeddings
 
 With `scan_layers` every array under `blocks` has a leading layer axis; without,
-`blocks` is a dict from layer number to block.
+`blocks` is a dict from layer number to block. Where only every n-th block has experts,
+n blocks are scanned as one: `blocks/layer_0` to `layer_{n - 1}` are stacks of groups.
 """
 
 import dataclasses
@@ -30,8 +33,9 @@ from jax.sharding import PartitionSpec
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import ATTENTION
-from cocodc_jax.models.block import Block, matrix, norm, normal, rotary_tables
+from cocodc_jax.models.block import Block, Group, matrix, norm, normal, rotary_tables
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.experts import Routed, router_aux, router_loss
 from cocodc_jax.models.layout import WEIGHTS, Layout, lookup
 from cocodc_jax.models.loss import cross_entropy, logits_from_hidden
 
@@ -56,22 +60,34 @@ class Transformer(nnx.Module):
         self.embedding = normal(rngs, (vocab, width), 1 / math.sqrt(width))
         # One key a layer either way, so that both layouts start alike.
         keys = jax.random.split(rngs.params(), config.num_layers)
-        if config.scan_layers:
-            self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key), layout))(
-                keys
+        if config.scan_layers and config.num_experts and config.moe_every > 1:
+            self.blocks = nnx.vmap(lambda keys: Group(config, keys, layout))(
+                keys.reshape(-1, config.moe_every)
             )
+        elif config.scan_layers:
+            has = config.has_experts(0)
+            self.blocks = nnx.vmap(
+                lambda key: Block(config, nnx.Rngs(key), layout, has)
+            )(keys)
         else:
             self.blocks = nnx.List(
-                [Block(config, nnx.Rngs(key), layout) for key in keys]
+                [
+                    Block(config, nnx.Rngs(key), layout, config.has_experts(layer))
+                    for layer, key in enumerate(keys)
+                ]
             )
         self.norm = norm(config, width)
         if not config.tie_embeddings:
             self.head = matrix(rngs, width, vocab)
         self.config, self.layout = config, layout
 
-    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        """Return the normed hidden states [B, L, D] in the compute dtype."""
-        return self.norm(self.run_blocks(self.embed(tokens_BL)))
+    def __call__(self, tokens_BL: jax.Array) -> tuple[jax.Array, Routed | None]:
+        """Return the normed hidden states [B, L, D] in the compute dtype.
+
+        And what routers did, leaves `[layers with experts, ...]`; None without any.
+        """
+        x_BLD, routed = self.run_blocks(self.embed(tokens_BL))
+        return self.norm(x_BLD), routed
 
     def embed(self, tokens_BL: jax.Array) -> jax.Array:
         """Return what enters the first block, [B, L, D] in the compute dtype."""
@@ -85,8 +101,8 @@ class Transformer(nnx.Module):
             return self.embedding[...].T
         return self.head[...]
 
-    def run_blocks(self, x_BLD: jax.Array) -> jax.Array:
-        """Pass the residual stream [B, L, D] through all blocks."""
+    def run_blocks(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed | None]:
+        """Pass the residual stream [B, L, D] through all blocks; see `__call__`."""
         rotation = self._rotation(x_BLD.shape[1])
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(
@@ -97,14 +113,18 @@ class Transformer(nnx.Module):
             is_divided=self.layout is not None,
         )
         if isinstance(self.blocks, nnx.List):
+            each: list[Routed] = []
             for block in self.blocks:
-                x_BLD = run(*nnx.split(block), x_BLD)
-            return x_BLD
+                x_BLD, routed = run(*nnx.split(block), x_BLD)
+                each += routed
+            if not each:
+                return x_BLD, None
+            return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
         graph, stacked = nnx.split(self.blocks)
-        x_BLD, _ = jax.lax.scan(
-            lambda x, params: (run(graph, params, x), None), x_BLD, stacked
+        x_BLD, routed = jax.lax.scan(
+            lambda x, params: run(graph, params, x), x_BLD, stacked
         )
-        return x_BLD
+        return x_BLD, routed[0] if routed else None
 
     def _rotation(self, num_own: int) -> tuple[jax.Array, jax.Array]:
         """Return the rotary tables of the device's own positions."""
@@ -138,7 +158,7 @@ def init_params(config: TransformerConfig, key: jax.Array) -> Params:
 def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """Return float32 logits [B, L, V] for int32 `tokens` [B, L]."""
     model = bind(config, params)
-    return logits_from_hidden(model(tokens), model.output_head())
+    return logits_from_hidden(model(tokens)[0], model.output_head())
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:
@@ -153,23 +173,28 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
       position t predicts token t + 1. The loss is the mean in nats per token, a
-      float32 scalar; aux holds `num_tokens` (B * L) and `accuracy`, float32. The
-      key is unused: the model draws nothing.
+      float32 scalar; aux holds `num_tokens` (B * L) and `accuracy`, float32, and with
+      experts what `experts.router_aux` reports. Losses of routers add to the gradient
+      alone. The key is unused: the model draws nothing.
     """
 
     def loss_fn(params, tokens, key):
         del key
         model = bind(config, params)
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
+        hidden_BLD, routed = model(inputs_BL)
         loss, accuracy = cross_entropy(
-            model(inputs_BL),
+            hidden_BLD,
             model.output_head(),
             targets_BL,
             config.loss_chunk_tokens,
             config.backward,
         )
         num_tokens = jnp.asarray(targets_BL.size, jnp.float32)
-        return loss, {"num_tokens": num_tokens, "accuracy": accuracy}
+        aux = {"num_tokens": num_tokens, "accuracy": accuracy}
+        if routed is not None:
+            return loss + router_loss(config, routed), aux | router_aux(routed)
+        return loss, aux
 
     return loss_fn
 
@@ -221,7 +246,7 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     PaLM's convention (arXiv 2204.02311, appendix B): 6 for every parameter that
     multiplies a token, 4 where it is frozen, plus 12 * num_layers * width *
     sequence_length for attention; recomputation is not counted, nor is the causal half
-    left out.
+    left out. Of experts those that a token is given to count.
     """
     # A tied table is a head and counts; an untied one has its head beside it.
     table = 0 if config.tie_embeddings else config.vocab_size * config.width
@@ -229,7 +254,10 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     frozen = 0
     if config.lora_rank:
         frozen = num_params(dataclasses.replace(config, lora_rank=0)) - table
-    return float(6 * (num_params(config) - table) - 2 * frozen + attention)
+    idle = config.num_experts - config.experts_per_token
+    of_expert = 3 * config.width * config.expert_width
+    idle *= config.num_moe_layers * of_expert
+    return float(6 * (num_params(config) - table - idle) - 2 * frozen + attention)
 
 
 def bind(

@@ -136,23 +136,26 @@ def free_addresses(num: int) -> tuple[str, ...]:
 
 
 def commands(
-    train: Sequence[str], workdir: pathlib.Path, num_regions: int
+    train: Sequence[str], workdir: pathlib.Path, num_regions: int, via: str = ""
 ) -> list[list[str]]:
-    """Return the command of every region, at free ports of this machine.
+    """Return the command of every region, at free ports of this machine or without.
 
     Args:
       train: the command that trains, with its flags but those of regions.
       workdir: of the run; the key that the regions share is made there.
       num_regions: M.
+      via: folder or bucket that `train` names for messages, "" for sockets.
     """
     key = make_key(workdir)
-    addresses = ",".join(free_addresses(num_regions))
+    where = []
+    if not via:
+        where = [f"--region_addresses={','.join(free_addresses(num_regions))}"]
     return [
         [
             *train,
             f"--workdir={workdir}",
-            "--exchange=jobs",
-            f"--region_addresses={addresses}",
+            "--exchange=elastic",
+            *where,
             f"--region_id={region}",
             f"--key_file={key}",
         ]

@@ -60,7 +60,7 @@ class Observer:
         if name == "applied":
             new, self._new = self._new, []
             return new
-        if name in ("drift", "distance"):
-            power = 1 if name == "drift" else 2
+        if name in ("drift", "distance", "tokens"):
+            power = 2 if name == "distance" else 1
             return [float(self._step - x) ** power for x in self._last_start]
         raise ValueError(f"the schedule needs {name!r}, which no network model knows")

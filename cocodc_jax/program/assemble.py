@@ -33,14 +33,15 @@ from cocodc_jax.program.region_metrics import RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
 from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import REGION, is_cpu, is_one_cpu, make_mesh
+from cocodc_jax.sharding.mesh import REGION, is_cpu, make_mesh
 from cocodc_jax.sharding.optimizer_memory import memory_kind
+from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.shardings import Shardings, with_shardings
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
@@ -72,7 +73,7 @@ class Given:
     own: Regions
     mesh: Mesh
     fragments: Fragments
-    supplies: Supplies
+    user_inputs: UserInputs
     transport: Transport
     model_state: ModelState | None
     exchange: str
@@ -113,7 +114,7 @@ def checked(
     regions: int | Regions,
     mesh: Mesh | None,
     fragments: Fragments | None,
-    supplies: Supplies,
+    user_inputs: UserInputs,
     transport: Transport,
     model_state: ModelState | None,
     trainable: Trainable,
@@ -136,11 +137,11 @@ def checked(
         ("method", method, Method, "methods.get(NAME, ...) gives one"),
         ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
         ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
-        ("supplies", supplies, Supplies, "Supplies(learning_rate=...), say"),
+        ("user_inputs", user_inputs, UserInputs, "UserInputs(learning_rate=...), say"),
         ("transport", transport, Transport, "Transport(exchange=...), say"),
         ("model_state", model_state, ModelState, "ModelState(init), say"),
     ):
-        if value is not None or argument in ("method", "supplies", "transport"):
+        if value is not None or argument in ("method", "user_inputs", "transport"):
             checks.check_kind(argument, value, kind, made_by)
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
@@ -150,22 +151,22 @@ def checked(
     trained = find_trained(trainable, whole, optimizer)
     params, _ = split(whole, trained)
     check_params(params)
-    needs.check(method.needs, supplies, f"method={method.name!r}")
+    needs.check(method.needs, user_inputs, f"method={method.name!r}")
     method = method.bind(regions)
     check_accumulation(accumulates, method)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)
     exchange = transport.resolve(method, jax.process_count())
-    overlap = transport.fuses(method, mesh, exchange)
+    overlap = transport.overlaps(method, mesh, exchange)
     fragments = checked_fragments(method, params, fragments)
     check_feedback(method, fragments, params)
-    if supplies.outputs is not None:
-        outputs = tuple(map(trace_without_mesh_if_needed, supplies.outputs))
-        supplies = dataclasses.replace(supplies, outputs=outputs)
-    if trained is not None and supplies.second_moment is not None:
-        found = without_masks(supplies.second_moment, params)
-        supplies = dataclasses.replace(supplies, second_moment=found)
+    if user_inputs.outputs is not None:
+        outputs = tuple(map(trace_without_mesh_if_needed, user_inputs.outputs))
+        user_inputs = dataclasses.replace(user_inputs, outputs=outputs)
+    if trained is not None and user_inputs.second_moment is not None:
+        found = without_masks(user_inputs.second_moment, params)
+        user_inputs = dataclasses.replace(user_inputs, second_moment=found)
     return Given(
         trace_without_mesh_if_needed(loss_fn),
         optimizer,
@@ -177,7 +178,7 @@ def checked(
         own,
         mesh,
         fragments,
-        supplies,
+        user_inputs,
         transport,
         model_state,
         exchange,
@@ -218,9 +219,6 @@ def assemble(
         given.params,
         split(specs, given.trained)[0],
         transport.outer_channels,
-        # A CPU has nothing to run concurrently with its steps.
-        is_near=given.exchange == "program" and is_one_cpu(mesh),
-        divides_host=given.exchange == "outer",
         optimizer_memory=memory,
     )
     first = InitState(
@@ -234,7 +232,7 @@ def assemble(
         given.model_state,
     )
     if "second_moment" in method.needs:
-        checks.check_second_moment(given.supplies, first.abstract().opt_state)
+        checks.check_second_moment(given.user_inputs, first.abstract().opt_state)
     num_params = sum(x.size for x in jax.tree.leaves(given.params))
     local = LocalRegions.of(mesh, given.own.num, local_regions, num_params)
     correct = make_correct(method.sync, given.fragments, given.own.num)
@@ -271,17 +269,17 @@ def _syncs(
 ) -> tuple[Exchange | None, Executor | None]:
     if given.method.sync is None:
         return None, None
+    sync, overlap = given.method.sync, given.overlap
     spec = SyncSpec(
-        given.method.sync,
+        sync,
         given.own,
         given.fragments,
-        shardings,
+        OuterPlacement.resolve(sync.outer, shardings, given.exchange, overlap),
         given.params,
         given.loss_fn,
-        given.supplies,
+        given.user_inputs,
         local,
         given.model_state,
-        given.overlap,
     )
-    exchange = given.transport.exchange_of(spec, given.exchange)
-    return exchange, Executor(spec, exchange, given.optimizer, inner)
+    exchange = given.transport.exchange_of(spec, given.exchange, overlap)
+    return exchange, Executor(spec, exchange, given.optimizer, inner, overlap)

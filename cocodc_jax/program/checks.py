@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from cocodc_jax.core.checks import check_arrays
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.sharding.mesh import DATA, REGION
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import check_transform
 
@@ -73,20 +73,20 @@ def check_mesh(mesh: Mesh, num_regions: int) -> None:
         )
 
 
-def check_second_moment(supplies: Supplies, opt_state: PyTree) -> None:
+def check_second_moment(user_inputs: UserInputs, opt_state: PyTree) -> None:
     """Refuse an optimizer without a second moment of the parameters.
 
     Args:
-      supplies: with the function that finds it.
+      user_inputs: with the function that finds it.
       opt_state: shapes of the regions' states.
 
     Raises:
       ValueError: the one of that function.
     """
-    assert supplies.second_moment is not None
+    assert user_inputs.second_moment is not None
     # Its memory, of devices or hosts, makes no difference here.
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), opt_state)
-    jax.eval_shape(supplies.second_moment, plain)
+    jax.eval_shape(user_inputs.second_moment, plain)
 
 
 def check_like(params: PyTree, shapes: PyTree) -> None:

@@ -7,9 +7,9 @@ its own, or part of the segment of inner steps between them (`segment.py`):
     midway    a copy of the regions' fragments, for merges that compare two halves
     finish    `Outer.receive` takes the outer step with the mean; then the merge
 
-A mean from other jobs is waited for when it is due, or at the next slot if the exchange
-goes on without it. No fragment starts before all due means are applied, so that all
-regions make the same choice and measure from the same outer fragments.
+A mean of elastic regions is waited for when it is due, or at the next slot if the
+exchange goes on without it. No fragment starts before all due means are applied, so
+that all regions make the same choice and measure from the same outer fragments.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import is_cpu
 from cocodc_jax.sharding.shardings import with_shardings
 from cocodc_jax.sync import needs
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT, left_out
 from cocodc_jax.sync.schedules.base import (
     FINISH,
@@ -151,6 +150,7 @@ class Executor:
         exchange: Exchange,
         optimizer: optax.GradientTransformation,
         steps: InnerSteps,
+        overlap: bool,
     ):
         """Wrap every program in one jit; compiles nothing."""
         self._spec, self._exchange = spec, exchange
@@ -161,13 +161,13 @@ class Executor:
             shapes = jax.eval_shape(optimizer.init, spec.params)
             self._moments = MomentPrograms(spec, exchange, shapes)
         self._restore = self._segments = None
-        if isinstance(sync.outer, RegionalOuter):
-            self._outer = RegionalOuterModels(spec, sync.outer)
+        if spec.place.is_regional:
+            self._outer = RegionalOuterModels(spec)
         else:
-            self._outer = SharedOuterModel(spec, sync.outer, exchange)
+            self._outer = SharedOuterModel(spec, exchange)
             if sync.robust:
                 self._restore = Restore(spec, self._outer, optimizer)
-            if Segments.can_wait(spec):
+            if overlap and Segments.can_wait(sync):
                 self._segments = Segments(
                     spec,
                     self._outer,
@@ -189,7 +189,7 @@ class Executor:
         self._gaps = {n: jax.jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
         self.merges = [self._make_merge(k) for k in each]
         self._remember = None
-        if sync.merge.feedback_weight:
+        if sync.merge.has_feedback:
             self._remember = [jit_remember(spec, k) for k in each]
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
@@ -425,7 +425,7 @@ class Executor:
         return isinstance(mean, PendingMean) and not mean.is_ready()
 
     def _finish(self, run: _Run, event: Event) -> None:
-        """Take an outer step with a mean and merge it; waits for other jobs' means."""
+        """Take an outer step with a mean and merge it; waits for elastic regions."""
         k = event.fragment_id
         done = run.merged.get(event.sync_id)
         if done is None:
@@ -434,7 +434,7 @@ class Executor:
         if done is None:
             self._remember_dropped(run, k, flight)
             receive = functools.partial(self._outer.receive, k, flight, run.sync)
-            if self._outer.steps_on_mesh:
+            if self._spec.place.on_mesh:
                 run.sync, norm = self._guard.run(receive, lambda out: out[1])
             else:
                 run.sync, norm = receive()
@@ -492,7 +492,7 @@ class Executor:
             flight.kept,
             outer,
             run.batch,
-            self._spec.supplies.rate(run.step) if "learning_rate" in rule else None,
+            self._spec.user_inputs.rate(run.step) if "learning_rate" in rule else None,
             participating,
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
             np.int32(event.start_step),

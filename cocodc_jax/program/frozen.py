@@ -190,7 +190,7 @@ def without_masks(second_moment: Callable, params: PyTree) -> Callable:
     """Hide the masks of frozen leaves from the user's `second_moment` function.
 
     Args:
-      second_moment: of `Supplies`.
+      second_moment: of `UserInputs`.
       params: trained parameters.
     """
     treedef = jax.tree.structure(params)

@@ -26,7 +26,6 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.model_state import at_state
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
@@ -54,16 +53,16 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
     fixed_delay = None if is_told else sync.schedule.delay_steps
-    is_regional = isinstance(sync.outer, RegionalOuter)
+    is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
         learning_rate, delay_steps, start_step, frozen = told
         steps = delay_steps if fixed_delay is None else fixed_delay
-        loss_fn, supplies = spec.loss_fn, spec.supplies
+        loss_fn, user_inputs = spec.loss_fn, spec.user_inputs
         if batch is not None:
             batch, model_state = batch
             if spec.model_state is not None:
-                loss_fn, supplies = at_state(loss_fn, supplies, model_state)
+                loss_fn, user_inputs = at_state(loss_fn, user_inputs, model_state)
         seen = needs.MergeContext(
             local=local,
             outer=outer,
@@ -75,7 +74,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
             key=None if key_data is None else core.merge_key(key_data),
             whole=lambda part: joined(fragments.put(params, fragment_id, part), frozen),
             loss_fn=loss_fn,
-            supplies=supplies,
+            user_inputs=user_inputs,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
         )
         return core.merge(sync, seen)
@@ -97,7 +96,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         moments = {
             name: fragments.take(tree, fragment_id, lead=1)
             for name, tree in needs.regional(
-                rule.needs, opt_state, spec.supplies
+                rule.needs, opt_state, spec.user_inputs
             ).items()
         }
         frozen: PyTree = ()

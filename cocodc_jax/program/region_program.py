@@ -30,13 +30,13 @@ from cocodc_jax.sharding.ambient import methods_in_own_context
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import Pending
 
 PyTree = Any
 
-NOTHING, AUTO = Supplies(), Transport()
+NOTHING, AUTO = UserInputs(), Transport()
 
 
 class Output(NamedTuple):
@@ -78,7 +78,7 @@ class RegionProgram:
         mesh: Mesh | None = None,
         fragments: Fragments | None = None,
         param_specs: PyTree | None = None,
-        supplies: Supplies = NOTHING,
+        user_inputs: UserInputs = NOTHING,
         transport: Transport = AUTO,
         model_state: ModelState | None = None,
         local_regions: str = "auto",
@@ -101,7 +101,7 @@ class RegionProgram:
           fragments: how to cut the parameters; by default as the method does.
           param_specs: tree of `PartitionSpec`s over the mesh axes inside a region (Flax
             Linen: `nn.get_partition_spec(params)`); by default replicated.
-          supplies: what only the user knows, for merges that need it.
+          user_inputs: what only the user knows, for merges that need it.
           transport: how messages cross regions.
           model_state: non-trained state, such as BatchNorm statistics, and whether
             regions average it.
@@ -124,7 +124,7 @@ class RegionProgram:
             regions,
             mesh,
             fragments,
-            supplies,
+            user_inputs,
             transport,
             model_state,
             trainable,
@@ -273,7 +273,7 @@ class RegionProgram:
           times: measured seconds of an inner step and of a sync, 0 if not yet known;
             for measured schedules.
           on_steps: called with the step after the inner steps and their losses as soon
-            as they are dispatched; the events may wait for other jobs.
+            as they are dispatched; the events may wait for other regions.
 
         Raises:
           ValueError: if T leads past the next event, the second axis of `batches` is

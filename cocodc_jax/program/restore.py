@@ -92,7 +92,7 @@ class Restore:
         for name in REGIONAL_COPIES:
             if (*sync_id, name) in copies:
                 flight = flight.with_kept(name, copies[*sync_id, name])
-        if VERDICT not in flight.kept:  # Arrives with the mean of other jobs.
+        if VERDICT not in flight.kept:  # Arrives with the mean of other regions.
             return flight
         return flight.with_kept(VERDICT, self._mark(flight.kept[VERDICT], bad))
 

@@ -183,7 +183,7 @@ class _Adoption:
         state, dropped = self._old.land(state)
         if dropped:
             self._lost["in flight"] = (
-                f"{names}: not applied, as the merge needs what is not at hand"
+                f"{names}: not applied, as the merge needs state that is not available"
             )
             self._lost["compressors"] = "they go with messages that were dropped"
         elif names:

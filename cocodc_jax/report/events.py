@@ -122,8 +122,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by the names that they are shown under.
 
     Args:
-      record: "kind", "step" and numbers, lists of numbers (one scalar a region), or
-        None (no scalar); a "fragment" becomes part of the name.
+      record: "kind", "step" and numbers, lists of numbers (one scalar a region) or of
+        loads of experts by layer, or None (no scalar); a "fragment" becomes part of the
+        name.
 
     >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
     {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
@@ -138,10 +139,20 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             continue
         name = f"{record['kind']}/{field}{suffix}"
         if isinstance(value, list):
-            each = ((f"{name}/region_{i}", one) for i, one in enumerate(value))
-            yield from ((name, one) for name, one in each if one is not None)
+            for i, one in enumerate(value):
+                yield from _of_region(f"{name}/region_{i}", one)
         else:
             yield name, value
+
+
+def _of_region(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Return a region's number, or its numbers by layer and expert."""
+    if isinstance(value, list):
+        for layer, loads in enumerate(value):
+            for expert, load in enumerate(loads):
+                yield f"{name}/layer_{layer}/expert_{expert}", load
+    elif value is not None:
+        yield name, value
 
 
 def _run_id(path: pathlib.Path) -> str:

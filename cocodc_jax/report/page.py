@@ -31,7 +31,7 @@ th[scope=row] { font-weight: normal; white-space: normal; overflow-wrap: anywher
                 min-width: 8rem; }
 td small { display: block; opacity: .7; line-height: 1.2; white-space: normal; }
 td small:first-child { display: inline; }
-td.told { text-align: left; white-space: normal; }
+td.diverged { text-align: left; white-space: normal; }
 p { overflow-wrap: anywhere; } .note { opacity: .8; font-size: .9rem; }
 figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; padding: .5rem;
          box-sizing: border-box; border-radius: 4px; }
@@ -43,7 +43,7 @@ pre { background: var(--quiet); padding: .8rem; border-radius: 4px;
   thead { display: none; } table, tbody { display: block; }
   tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr));
        gap: .3rem .8rem; padding: .6rem 0; border-bottom: 1px solid var(--line); }
-  th[scope=row], td.told { grid-column: 1 / -1; }
+  th[scope=row], td.diverged { grid-column: 1 / -1; }
   th[scope=row] { font-weight: bold; }
   th, td { border: 0; padding: 0; text-align: left; white-space: normal;
            font-size: 1rem; }

@@ -1,6 +1,6 @@
 """The run's records: `metrics.jsonl`, one JSON object a line, and how it is read.
 
-Three kinds of record, all deterministic: the file of a run that was killed and
+A few kinds of record, all deterministic: the file of a run that was killed and
 resumed equals the unbroken run's byte for byte, so no clock may enter it. What the
 clock says goes to `timing.jsonl`, which only grows. Floats are written in the
 shortest form that reads back to the same float64, hence also to the same float32.
@@ -45,14 +45,17 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "pseudo_gradient_norm",
         "correction_ratio",
     ),
+    "experts": ("step", "balance", "z", "entropy", "load_max", "divergence", "dead"),
     "spike": ("step", "region", "loss", "usual", "score"),
 }
 
 # Fields that only some runs have: bytes that a pipeline's stages sent in the last step;
-# of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier.
+# of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier; the
+# load of each expert, by region and layer.
 OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": ("stage_bytes",),
     "sync": ("left_out",),
+    "experts": ("load_regions",),
 }
 
 

@@ -143,7 +143,7 @@ def _table(comparison: Mapping[str, Any], columns: Sequence[Column]) -> str:
         ]
         lines.append("</tr>")
     for name, why in comparison["diverged"].items():
-        told = f'<td class="told" colspan="{len(heads)}">diverged: '
+        told = f'<td class="diverged" colspan="{len(heads)}">diverged: '
         told += f"{html.escape(why)}</td>"
         lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>', told, "</tr>"]
     return "\n".join([*lines, "</tbody>", "</table>"])

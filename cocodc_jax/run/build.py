@@ -29,6 +29,13 @@ from cocodc_jax.sharding.mesh import (
 from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
+# Arguments of methods that only a mixture of experts has a meaning for.
+_OF_EXPERTS = {
+    "fragment_strategy": "experts",
+    "expert_weights": "tokens",
+    "transmission_score": "load",
+}
+
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     """Return the devices for regions; on a CPU virtual ones, with outer devices.
@@ -97,12 +104,19 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
-    """Refuse a model that the devices of a region cannot share.
+    """Refuse a model that the devices of a region, or the method, cannot share.
 
     Raises:
-      ValueError: naming what does not divide, and a value that works.
+      ValueError: naming what does not divide, and a value that works; or an argument
+        that only a mixture of experts has a meaning for.
     """
     run = config.run
+    for name, value in _OF_EXPERTS.items():
+        if config.method.values.get(name) == value and not model.num_experts:
+            raise ValueError(
+                f"{name}={value} has no meaning for a model without experts; leave it "
+                "out, or use num_experts=8"
+            )
     models.check_divisible(
         model, run.data_axis, run.model_axis, run.stages, run.sequence_axis
     )
@@ -152,10 +166,10 @@ def program_key(config: TrainConfig) -> tuple:
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
-    """Return the run as this process trains it: of one region, if regions are jobs.
+    """Return the run as this process trains it: of one region if elastic.
 
     Raises:
-      ValueError: if regions that are jobs differ, or share a pipeline's routes.
+      ValueError: if elastic regions differ, or share a pipeline's routes.
     """
     run = config.run
     if place is None:
@@ -163,29 +177,28 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
     if run.random_routing:
         raise ValueError(
             "random_routing=True hands activations on to other regions, which "
-            "exchange='jobs' does not; leave it out"
+            "exchange='elastic' does not; leave it out"
         )
     transport = dataclasses.replace(run.transport, place=place)
     transport.own(run.unequal(config.data.batch_per_region), config.method.build())
     return dataclasses.replace(run, regions=1, step_times="", batch_sizes="")
 
 
-def check_jobs(config: TrainConfig) -> None:
-    """Refuse configurations that cannot run as jobs, before a program starts them.
+def check_elastic(config: TrainConfig) -> None:
+    """Refuse what elastic regions cannot run, before a program starts them.
 
     Raises:
-      ValueError: as for `own_part`, if there is no exchange between jobs, or another
-        one was requested.
+      ValueError: as for `own_part`, or if another exchange was requested.
     """
-    if config.run.exchange not in ("auto", "jobs"):
+    if config.run.exchange not in ("auto", "elastic"):
         raise ValueError(
-            f"exchange={config.run.exchange!r} is not how regions that are jobs of "
-            "their own exchange; leave it out"
+            f"exchange={config.run.exchange!r} is not how elastic regions "
+            "exchange; leave it out"
         )
     # Placeholder addresses: they make no difference to the checks.
     addresses = tuple(f"region-{number}:1" for number in range(config.run.regions))
     place = Place(0, addresses, bytes(MIN_KEY_BYTES))
-    own_part(config.replace(exchange="jobs"), place)
+    own_part(config.replace(exchange="elastic"), place)
 
 
 def build_program(
@@ -210,12 +223,16 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
+    if model.num_experts:
+        method = method.for_experts()
     model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
     optimizer = config.optimizer.build(steps, method)
     subspace = losses.subspace_of(config.run, model)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
+    if model.num_experts:
+        optimizer = models.experts.counting(optimizer)
     return cc.RegionProgram(
         losses.make(own_part(config, place), model, method, mesh),
         optimizer,
@@ -229,7 +246,7 @@ def build_program(
             divides_embedding=layout is not None,
             axes=losses.weight_axes(config.run),
         ),
-        supplies=cc.Supplies(
+        user_inputs=cc.UserInputs(
             config.optimizer.learning_rate(steps, method),
             adam_second_moment(config.optimizer.second_moment_decay(method)),
             models.make_outputs(model, layout),

@@ -1,4 +1,4 @@
-"""Detect faulty regions and links among regions that are jobs, while they train."""
+"""Detect faulty regions and links among elastic regions, while they train."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FaultWatch:
         self._last: SyncId = (0, 0)
 
     def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
-        """Add one sync; see `membership.link.Watch`."""
+        """Add one sync; see `elastic.link.Watch`."""
         self._last = measured.sync
         found = self._messages.observe(np.array(measured.seconds))
         found += self._steps.observe(np.array(measured.step_s))
@@ -73,7 +73,7 @@ class FaultWatch:
         return self._to_do(named)
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
-        """Add which regions are silent; see `membership.link.Watch`."""
+        """Add which regions are silent; see `elastic.link.Watch`."""
         found = {}
         for region, (seconds, usual) in silences.items():
             ratio = seconds / usual if usual else np.inf

@@ -17,9 +17,9 @@ from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
 from cocodc_jax.run import optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
-from cocodc_jax.run.config import LEAVES, TrainConfig
+from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
@@ -35,7 +35,7 @@ with extra("train"):
 
 USAGE_ERROR = 2
 RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
-JOBS = leaves_of("jobs", Jobs)
+ELASTIC = leaves_of("elastic", ElasticFlags)
 MONITORING = leaves_of("monitoring", Monitoring)
 PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
 
@@ -93,13 +93,16 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
     define_one(str, "workdir", None, workdir)
     _define_processes()
-    for name, leaf in JOBS.items():
-        default = getattr(NO_JOBS, name)
-        text = f"With exchange=jobs: {leaf.help} Default: {default!r}."
+    for name, leaf in ELASTIC.items():
+        default = getattr(NOT_ELASTIC, name)
+        text = f"With exchange=elastic: {leaf.help} Default: {default!r}."
         define_one(leaf.type, name, None, text)
     for name, leaf in LEAVES.items():
         if name not in without:
             define_one(leaf.type, name, None, leaf.help)
+    for old, name in OLD_NAMES.items():
+        if name not in without:
+            flags.DEFINE_alias(old, name, flag_values=FLAGS)
 
 
 def _define_processes() -> None:
@@ -166,7 +169,8 @@ def monitoring() -> Monitoring:
 
 def given(name: str) -> bool:
     """Return whether the flag is on the command line."""
-    return bool(FLAGS[name].present)
+    names = [name, *(old for old, new in OLD_NAMES.items() if new == name)]
+    return any(FLAGS[each].present for each in names if each in FLAGS)
 
 
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
@@ -223,13 +227,13 @@ def processes() -> Processes:
     return Processes.from_environment(**told)
 
 
-def jobs() -> Jobs:
-    """Where regions are that are jobs of their own: the flags.
+def elastic() -> ElasticFlags:
+    """Return the flags of elastic regions.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
-    return Jobs(**{name: value(name) for name in JOBS if given(name)})
+    return ElasticFlags(**{name: value(name) for name in ELASTIC if given(name)})
 
 
 def config(
@@ -287,7 +291,7 @@ def check_optimizers(configs: Iterable[TrainConfig]) -> None:
 
 def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
     names = [n for n in LEAVES if n not in without and n in FLAGS and given(n)]
-    return {name: value(name) for name in names}
+    return in_new_words({name: value(name) for name in names})
 
 
 def run_main(main: Callable[[], None], doc: str = "") -> None:
@@ -333,7 +337,7 @@ def help_of(doc: str, is_full: bool = False) -> str:
     if "preset" not in FLAGS:
         return render(doc, sections)
     sections["Several processes"] = options(FLAGS, PROCESSES)
-    sections["Regions that are jobs of their own"] = options(FLAGS, tuple(JOBS))
+    sections["Elastic regions"] = options(FLAGS, tuple(ELASTIC))
     names = [name for name in LEAVES if name in FLAGS and not _is_own(name)]
     without = tuple(LEAVES.keys() - set(names))
     if "method" in names:
@@ -350,7 +354,7 @@ def _is_own(name: str) -> bool:
     """Return whether a flag is the program's, such as a leaf with its own default."""
     if name in LEAVES:
         return name in FLAGS and FLAGS[name].default is not None
-    return name not in PROCESSES and name not in JOBS
+    return name not in PROCESSES and name not in ELASTIC
 
 
 @contextlib.contextmanager

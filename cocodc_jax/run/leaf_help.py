@@ -9,7 +9,7 @@ from typing import Any, get_args
 import cocodc_jax as cc
 from cocodc_jax.data.config import UNDECODABLE, Partition
 from cocodc_jax.exchange.collectives import ALL_REDUCES
-from cocodc_jax.exchange.transport import EXCHANGES, FUSES
+from cocodc_jax.exchange.transport import EXCHANGES, OVERLAPS
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods.decoupled_diloco import AVERAGES
 from cocodc_jax.methods.lt_admm import GRAPHS
@@ -17,6 +17,7 @@ from cocodc_jax.models.config import (
     ATTENTIONS,
     BACKWARDS,
     COMPUTE_DTYPES,
+    DISPATCHES,
     REMAT_POLICIES,
 )
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
@@ -42,8 +43,10 @@ CHOICES: dict[str, Collection[str]] = {
     "compute_dtype": COMPUTE_DTYPES,
     "curvature": NAMES,
     "exchange": EXCHANGES,
+    "expert_dispatch": DISPATCHES,
+    "expert_weights": WEIGHTS,
     "fragment_strategy": STRATEGIES,
-    "fuse_syncs": FUSES,
+    "overlap": OVERLAPS,
     "graph": GRAPHS,
     "inner_optimizer": OPTIMIZERS,
     "lion_vote": RULES,
@@ -74,8 +77,9 @@ RARE = (
 )  # fmt: skip
 # Set to test or measure this package, and listed last.
 DEVELOPER = (
-    "step_seconds", "outer_digests", "local_regions", "fuse_syncs", "all_reduce",
+    "step_seconds", "outer_digests", "local_regions", "overlap", "all_reduce",
     "outer_channels", "backward", "loss_chunk_tokens", "curvature_units",
+    "expert_dispatch",
 )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def with_kernels(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.TransformerConfig:
-    """Return the model with its attention kernel and backward passes chosen.
+    """Return the model with its kernels and backward passes chosen.
 
     Raises:
       ValueError: if those requested are not supported by these devices and this method.
@@ -143,8 +143,11 @@ def with_kernels(
         is_divided or config.run.is_pipelined,
         needs_forward_mode,
     )
+    dispatch = model.expert_dispatch
+    if dispatch == "auto":
+        dispatch = "ragged" if device.platform == "tpu" else "blocks"
     return models.attention.choose(
-        dataclasses.replace(model, backward=backward),
+        dataclasses.replace(model, backward=backward, expert_dispatch=dispatch),
         device.platform,
         config.data.sequence_length,
         is_divided,

@@ -38,6 +38,12 @@ _OF_ALL: dict[str, tuple[type, str, Kind]] = {
         "equal, or tokens to weigh regions by what they trained on",
         Kind.COMPUTED,
     ),
+    "expert_weights": (
+        str,
+        "equal, or tokens to weigh regions in the mean of an expert by the tokens that "
+        "it saw there; an expert that nobody trained gets no update",
+        Kind.COMPUTED,
+    ),
     "exclude_above": (
         float,
         "leaves a region out of a mean whose parameters or message are not finite or "

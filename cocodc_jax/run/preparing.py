@@ -27,8 +27,8 @@ from cocodc_jax.run.build import (
 )
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.cross_process_check import check_alike
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.hugging_face import model_of
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.processes import ONE_PROCESS, Processes
 from cocodc_jax.run.resume import CHECKPOINTS, check_exchange, check_workdir, claim
@@ -44,7 +44,7 @@ def prepare(
     earlier: Sequence[Session] = (),
     processes: Processes = ONE_PROCESS,
     tracking: Tracking = NO_TRACKING,
-    jobs: Jobs = NO_JOBS,
+    elastic: ElasticFlags = NOT_ELASTIC,
     monitoring: Monitoring = NO_MONITORING,
 ) -> Session:
     """Open the data, lay out the devices and build the program; compiles nothing.
@@ -56,7 +56,7 @@ def prepare(
       earlier: sessions whose compiled programs to reuse if they are the same.
       processes: who takes part; started already.
       tracking: where process 0 also shows its records.
-      jobs: where regions are, if each is a separate job.
+      elastic: where regions are, if each is a separate job.
       monitoring: how each process is watched from outside.
 
     Raises:
@@ -65,9 +65,9 @@ def prepare(
     # Defaults may change between versions; a run keeps those it began with.
     config = config.resolve()
     check_model(config, config.model)  # Before the devices are made.
-    place = jobs.place(config.run.exchange)
+    place = elastic.place(config.run.exchange, config.run.regions)
     if place is not None and processes.num_processes != 1:
-        jobs.check_several(processes.num_processes)
+        elastic.check_several(processes.num_processes)
     run = own_part(config, place)
     devices = use_devices(run, processes.num_processes)
     mesh = mesh_of(run, devices)
@@ -81,7 +81,7 @@ def prepare(
         bucket.begin(jax.process_index())
     workdir = bucket.workdir if bucket else pathlib.Path(workdir)
     folder = bucket.folder if bucket else workdir
-    check_exchange(folder, is_job=place is not None)
+    check_exchange(folder, is_elastic=place is not None)
     check_workdir(config, workdir, folder / CHECKPOINTS)
     if not steps_in(folder / CHECKPOINTS):
         Source.of(config)  # For its checks; a run that has begun does not use it.
@@ -101,7 +101,7 @@ def prepare(
         tracking,
         monitoring,
         place,
-        jobs,
+        elastic,
         bucket,
     )
     if jax.process_index() == 0:

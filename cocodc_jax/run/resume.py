@@ -107,27 +107,28 @@ def check_workdir(
     return found
 
 
-def check_exchange(folder: Any, is_job: bool) -> None:
-    """Refuse a folder of a run with regions in one job if they are now jobs.
+def check_exchange(folder: Any, is_elastic: bool) -> None:
+    """Refuse a folder of a run whose regions were not elastic if they are now.
 
-    And vice versa: each job has checkpoints of its own region.
+    And vice versa: each elastic region has checkpoints of its own region.
 
     Args:
-      folder: of the run, or of the region that is a job; maybe in a bucket.
-      is_job: whether regions are jobs now.
+      folder: of the run, or of an elastic region; maybe in a bucket.
+      is_elastic: whether regions are elastic now.
 
     Raises:
       ValueError: naming it.
     """
-    other = folder.parent if is_job else folder / "region_0"
+    other = folder.parent if is_elastic else folder / "region_0"
     if (folder / CONFIG_FILE).exists() or not (other / CONFIG_FILE).exists():
         return
-    one, jobs = "regions that are one job", "regions that are jobs of their own"
-    there, here = (one, jobs) if is_job else (jobs, one)
+    one, elastic = "regions that are one job", "elastic regions"
+    there, here = (one, elastic) if is_elastic else (elastic, one)
     raise ValueError(
-        f"workdir={str(folder.parent if is_job else folder)!r} holds a run of {there}, "
-        f"whose checkpoints {here} cannot go on from; "
-        f"{'leave out' if is_job else 'use'} exchange='jobs', or name another folder"
+        f"workdir={str(folder.parent if is_elastic else folder)!r} holds a run of "
+        f"{there}, whose checkpoints {here} cannot go on from; "
+        f"{'leave out' if is_elastic else 'use'} exchange='elastic', or name another "
+        "folder"
     )
 
 

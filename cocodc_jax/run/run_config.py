@@ -50,8 +50,9 @@ class RunConfig:
         their gradients are averaged. Only one part's activations exist at a time.
       exchange: program averages messages in a program of the inner mesh; outer on the
         outer mesh, concurrently with the inner steps; auto is outer with several
-        processes; jobs makes every region a separate job, which may die and come back.
-      fuse_syncs: yes compiles a fragment's start, the inner steps after it and its
+        processes; elastic makes every region a run of its own, which may die and come
+        back.
+      overlap: yes compiles a fragment's start, the inner steps after it and its
         merge as one program, so that its message overlaps with computation if regions
         share a fabric; the outer state is then kept in the memory of the accelerators'
         hosts. no runs them one after another; auto is yes if regions are on several
@@ -103,7 +104,7 @@ class RunConfig:
     optimizer_memory: str = free("device")
     accumulate_steps: int = free(1)
     exchange: str = free("auto")
-    fuse_syncs: str = free("auto")
+    overlap: str = free("auto")
     all_reduce: str = free("direct")
     outer_channels: int = free(1)
     stages: int = 1
@@ -150,10 +151,10 @@ class RunConfig:
         _check_at_least("stage_subspace", self.stage_subspace, 0)
         _check_at_least("max_rollbacks", self.max_rollbacks, 0)
         self.spikes(self.max_rollbacks)
-        if self.max_rollbacks and self.exchange == "jobs":
+        if self.max_rollbacks and self.exchange == "elastic":
             raise ValueError(
                 f"max_rollbacks={self.max_rollbacks} has no meaning for exchange="
-                "'jobs', where one region cannot go back alone; use 0"
+                "'elastic', where one region cannot go back alone; use 0"
             )
         if self.eval_batches % self.regions:
             raise ValueError(
@@ -231,7 +232,7 @@ class RunConfig:
     @property
     def own_regions(self) -> int:
         """Regions in one JAX job: all, or one if each is a separate job."""
-        return 1 if self.exchange == "jobs" else self.regions
+        return 1 if self.exchange == "elastic" else self.regions
 
     @property
     def devices_per_region(self) -> int:
@@ -245,7 +246,7 @@ class RunConfig:
             self.exchange,
             self.all_reduce,
             self.outer_channels,
-            fuse_syncs=self.fuse_syncs,
+            overlap=self.overlap,
         )
 
     @property

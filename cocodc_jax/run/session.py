@@ -37,8 +37,8 @@ from cocodc_jax.run.build import (
 )
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.fault_watch import FaultWatch
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
@@ -91,7 +91,7 @@ class Session:
       tracking: where process 0 also shows its records.
       monitoring: how this process is watched from outside.
       place: of this region, if each is a separate job.
-      jobs: the flags of such regions.
+      elastic: the flags of such regions.
       bucket: behind the workdir, if any.
     """
 
@@ -105,7 +105,7 @@ class Session:
     tracking: Tracking = NO_TRACKING
     monitoring: Monitoring = NO_MONITORING
     place: Place | None = None
-    jobs: Jobs = NO_JOBS
+    elastic: ElasticFlags = NOT_ELASTIC
     bucket: Bucket | None = None
 
     def train(self, console: Console | None = None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Session:
           NonFiniteLossError: naming step, region and last good checkpoint.
           ResumeError: if the newest checkpoint does not belong to this run, or another
             run has begun in the folder since this one was prepared.
-          LeftBehindError: if the other jobs go on without this region, and it cannot
+          LeftBehindError: if the other regions go on without this region, and it cannot
             rejoin.
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
             names the last good one.
@@ -293,10 +293,10 @@ class Session:
             begun,
             stream,
             self._first_params,
-            self.jobs.outer_digests,
+            self.elastic.outer_digests,
             FaultWatch(
                 self.own_dir,
-                self.jobs.on_fault,
+                self.elastic.on_fault,
                 self.place.timing.beat_s / 10,
                 monitor.fault,
             ),

@@ -29,7 +29,7 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.between_jobs import BetweenJobs
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.kinds import Kind
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.attendance import Attendance, last_merge
@@ -44,7 +44,7 @@ _LISTEN_BEATS = 4
 
 
 def run_digest(config: TrainConfig, fingerprint: str) -> str:
-    """Return a digest that is equal for two jobs of one run."""
+    """Return a digest that is equal for two elastic regions of one run."""
     may_differ = Kind.FREE, Kind.DATA  # The fingerprint covers the data.
     fields = flat(config.to_json()).items()
     same = {name: x for name, x in fields if kind_of(name) not in may_differ}
@@ -90,7 +90,7 @@ def taking_part(
       ResumeError: if it would restart, without all others, a run that it was in, or if
         its own checkpoint is ahead of the others'.
     """
-    assert isinstance(program.exchange, BetweenJobs)
+    assert isinstance(program.exchange, ElasticExchange)
     own, _, position = begun
     began_s = time.monotonic()
     largest = joining.max_frame_bytes(program)

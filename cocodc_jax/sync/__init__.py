@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         NEEDS,
         MergeContext,
         Need,
-        Supplies,
+        UserInputs,
     )
     from cocodc_jax.sync.outer import (
         RegionalOuter,
@@ -103,7 +103,7 @@ __all__ = [
     "SharedMask",
     "SharedOuter",
     "SummedFactors",
-    "Supplies",
+    "UserInputs",
     "Sync",
     "cut",
     "cut_by_patterns",
@@ -138,7 +138,7 @@ _PLACES = {
     "SharedMask": "averages:SharedMask",
     "SharedOuter": "outer:SharedOuter",
     "SummedFactors": "factors:SummedFactors",
-    "Supplies": "needs:Supplies",
+    "UserInputs": "needs:UserInputs",
     "Sync": "method:Sync",
     "cut": "cutting:cut",
     "cut_by_patterns": "cutting:cut_by_patterns",

@@ -12,7 +12,10 @@ Units are assigned to fragments
 - *sequential*: consecutive units together,
 - *balanced*: largest unit first, each to the fragment with the fewest bytes so far,
 - *balanced_tensors*: the same with single tensors (of one block each, if blocks are
-  stacked), so that fragments have nearly equal sizes and can outnumber blocks.
+  stacked), so that fragments have nearly equal sizes and can outnumber blocks,
+- *experts*: for mixtures of experts. The dense parts, routers among them, get as many
+  of the K fragments as they have of the bytes, at least one, and are strided over them.
+  Each other fragment has a range of the experts of all layers.
 
 Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and the
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
@@ -31,9 +34,9 @@ import jax.numpy as jnp
 
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
-from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
+from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves, expert_axis
 
-STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors")
+STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
 
 # Order of the units in the network, which differs from that of their names.
 UNIT_ORDER = ("embed", BLOCKS, "norm", "head")
@@ -60,7 +63,8 @@ def cut(
 
     Raises:
       ValueError: for an unknown strategy, a `num_fragments` below 1 or above the number
-        of blocks, stacked leaves of unequal length, or no path part `blocks`.
+        of blocks, stacked leaves of unequal length, no path part `blocks`, or no
+        experts to cut.
 
     >>> layer = {"w": jnp.zeros((2, 2))}
     >>> params = {"params": {f"layer_{i}": layer for i in range(4)}}
@@ -72,6 +76,8 @@ def cut(
             f"fragment_strategy={strategy!r} is unknown; use one of {STRATEGIES}"
         )
     units = _units(params, blocks)
+    if strategy == "experts":
+        return _cut_experts(params, units, num_fragments)
     num_blocks = sum(unit.is_block for unit in units)
     most, what = len(units), "units"
     if num_blocks and (blocks or _are_called_blocks(units)):
@@ -135,11 +141,67 @@ class _Unit:
         return sum(part.num_bytes for part in self.slices)
 
 
-def _slice(path: str, index: int, leaf: Any, rows: tuple[int, ...] | None = None):
+def _slice(
+    path: str,
+    index: int,
+    leaf: Any,
+    rows: tuple[int, ...] | None = None,
+    axis: int = 0,
+):
     size = math.prod(leaf.shape)
     if rows is not None:
-        size = size // leaf.shape[0] * len(rows)
-    return LeafSlice(path, index, rows, size, size * jnp.dtype(leaf.dtype).itemsize)
+        size = size // leaf.shape[axis] * len(rows)
+    num_bytes = size * jnp.dtype(leaf.dtype).itemsize
+    return LeafSlice(path, index, rows, size, num_bytes, axis)
+
+
+def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Fragments:
+    """Cut into fragments of dense parts, then of experts."""
+    leaves = distinct_leaves(params)
+    axes = {i: expert_axis(path) for i, (path, _) in enumerate(leaves)}
+    found = {i: axis for i, axis in axes.items() if axis is not None}
+    if not found:
+        raise ValueError(
+            "fragment_strategy='experts' needs a model with experts, and these "
+            "parameters have none; use 'strided'"
+        )
+    numbers = {leaves[i][1].shape[axis] for i, axis in found.items()}
+    if len(numbers) > 1:
+        raise ValueError(f"layers have {sorted(numbers)} experts; use 'strided'")
+    number = numbers.pop()
+    dense = [
+        _Unit(kept, unit.is_block)
+        for unit in units
+        if (kept := tuple(p for p in unit.slices if p.leaf not in found))
+    ]
+    most = len(dense) + number
+    if not 2 <= num_fragments <= most:
+        raise ValueError(
+            f"num_fragments={num_fragments} does not fit fragment_strategy='experts' "
+            f"with {len(dense)} dense units and {number} experts; use 2 to {most}"
+        )
+    sizes = [unit.num_bytes for unit in dense]
+    of_experts = sum(_slice(leaves[i][0], i, leaves[i][1]).num_bytes for i in found)
+    share = sum(sizes) / (sum(sizes) + of_experts)
+    num_dense = min(max(round(num_fragments * share), 1), len(dense), num_fragments - 1)
+    num_dense = max(num_dense, num_fragments - number)
+    owner = _assign(sizes, num_dense, "strided")
+    grouped = [
+        _merge_rows(
+            p for u, o in zip(dense, owner, strict=True) if o == k for p in u.slices
+        )
+        for k in range(num_dense)
+    ]
+    groups = num_fragments - num_dense
+    for k in range(groups):
+        rows = tuple(range(k * number // groups, (k + 1) * number // groups))
+        grouped.append(
+            tuple(
+                _slice(leaves[i][0], i, leaves[i][1], rows, axis)
+                for i, axis in found.items()
+            )
+        )
+    return Fragments(jax.tree.structure(params), tuple(grouped))
 
 
 def _units(params: PyTree, blocks: str | None) -> list[_Unit]:

@@ -1,7 +1,7 @@
 """Fragments of a parameter tree: take them out, and put them back.
 
-A fragment is a set of full leaves, and of rows of leaves that stack several blocks
-along a leading axis, as in a scanned model. It is a flat dict from path to array, so
+A fragment is a set of full leaves, and of rows of leaves that stack several blocks, or
+experts, along an axis, as in a scanned model. It is a flat dict from path to array, so
 that anything written for trees (Optax, compressors) works on it. `cutting.py` decides
 which leaves and rows go together.
 """
@@ -28,9 +28,10 @@ class LeafSlice:
     Attributes:
       path: the leaf's path, parts joined by "/".
       leaf: the leaf's index in `jax.tree.leaves` order.
-      rows: indices along the leaf's leading (layer) axis, or None for all of it.
+      rows: indices along one axis of the leaf, or None for all of it.
       num_params: number of parameters.
       num_bytes: their bytes in the leaf's dtype.
+      axis: that axis: 0 is that of layers, or of the experts of one layer.
     """
 
     path: str
@@ -38,6 +39,7 @@ class LeafSlice:
     rows: tuple[int, ...] | None
     num_params: int
     num_bytes: int
+    axis: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Fragments:
         """
         leaves = self.treedef.flatten_up_to(tree)
         return {
-            part.path: _take_rows(leaves[part.leaf], part.rows, lead)
+            part.path: _take_rows(leaves[part.leaf], part.rows, lead + part.axis)
             for part in self.slices[fragment_id]
         }
 
@@ -101,7 +103,7 @@ class Fragments:
         leaves = self.treedef.flatten_up_to(tree)
         for part in self.slices[fragment_id]:
             leaves[part.leaf] = _put_rows(
-                leaves[part.leaf], part.rows, value[part.path], lead
+                leaves[part.leaf], part.rows, value[part.path], lead + part.axis
             )
         return self.treedef.unflatten(leaves)
 
@@ -175,7 +177,9 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
         rows = [part.rows for part in parts]
         if rows == [None] or 0 in leaf.shape:
             continue
-        length = leaf.shape[0] if leaf.shape else 0
+        axes = {part.axis for part in parts}
+        axis = axes.pop() if len(axes) == 1 else 0
+        length = leaf.shape[axis] if leaf.ndim > axis and not axes else 0
         found = sorted(row for each in rows for row in each or ())
         if not rows or None in rows or found != list(range(length)):
             raise ValueError(
@@ -229,6 +233,7 @@ def _join_rows(shares: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
     if shares[0][0].rows is None:
         return shares[0][1]
     rows = [row for part, _ in shares for row in part.rows or ()]
-    stacked = jnp.concatenate([value for _, value in shares], axis=0)
+    axis = shares[0][0].axis
+    stacked = jnp.concatenate([value for _, value in shares], axis=axis)
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    return jnp.take(stacked, jnp.array(order), axis=0)
+    return jnp.take(stacked, jnp.array(order), axis=axis)

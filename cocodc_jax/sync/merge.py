@@ -57,7 +57,13 @@ class Merge:
     name: str
     apply: Callable[..., tuple[PyTree, Metrics]]
     needs: frozenset[str] = frozenset()
-    feedback_weight: float = 0.0
+    feedback_weight: float | jax.Array = 0.0
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether progress is fed back; True for a traced weight."""
+        weight = self.feedback_weight
+        return not isinstance(weight, int | float) or weight != 0
 
 
 # Arguments that `compensate` always passes to its transform.
@@ -84,17 +90,17 @@ def keep() -> Merge:
     return Merge("keep", apply)
 
 
-def mix(alpha: float) -> Merge:
+def mix(alpha: float | jax.Array) -> Merge:
     """Mix: theta^m <- alpha theta^m + (1 - alpha) theta^g.
 
     Args:
       alpha: weight on *local*, in [0, 1]: 1 never synchronizes, 0 drops what was
-        learned during the overlap.
+        learned during the overlap. Arrays are not checked.
 
     Raises:
       ValueError: if `alpha` is outside [0, 1].
     """
-    if not 0 <= alpha <= 1:
+    if isinstance(alpha, (int, float)) and not 0 <= alpha <= 1:
         raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
 
     def apply(local, staged, outer, *, delay_steps, **extra):
@@ -164,7 +170,7 @@ def replay() -> Merge:
     return dataclasses.replace(compensate(optax.identity()), name="replay")
 
 
-def remembering(rule: Merge, kept: float) -> Merge:
+def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
     """Feed the progress that a merge drops back into the region's next message.
 
     Error feedback of the merge, see `core.sync.remember`.
@@ -176,9 +182,10 @@ def remembering(rule: Merge, kept: float) -> Merge:
     Raises:
       ValueError: if nothing is dropped, or `kept` is below 0.
     """
-    if not kept >= 0:
+    is_number = isinstance(kept, (int, float))  # Arrays are not checked.
+    if is_number and not kept >= 0:
         raise ValueError(f"kept={kept} must be at least 0 and below 1")
-    if kept >= 1:
+    if is_number and kept >= 1:
         raise ValueError(
             "merge_feedback=True has nothing to tell where regions keep all of their "
             "progress; leave it out, or lower mixing_alpha or progress_weight"

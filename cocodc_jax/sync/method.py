@@ -13,10 +13,11 @@ import dataclasses
 from typing import Any
 
 from cocodc_jax.sync import needs
+from cocodc_jax.sync.expert_mean import with_expert_mean
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.messages import AsIs, Message
 from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import Outer
+from cocodc_jax.sync.outer import Outer, SharedOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust
@@ -235,6 +236,39 @@ class Method:
                 f"{self.name!r}: {why}; leave it out"
             ) from None
 
+    def expert_weighted(self, expert_weights: str | None) -> Method:
+        """Return the same method with the experts of a mixture weighed in a mean.
+
+        Args:
+          expert_weights: "tokens" weighs a region by the tokens that an expert saw in
+            it since the last sync, see `sync.expert_mean`; "equal" and None as
+            everything else.
+
+        Raises:
+          ValueError: for another name, or a method that does not support it.
+        """
+        if expert_weights not in (None, *WEIGHTS):
+            raise ValueError(
+                f"expert_weights={expert_weights!r} is unknown; use 'equal' or 'tokens'"
+            )
+        if expert_weights != "tokens":
+            return self
+        try:
+            if self.sync is None:
+                raise ValueError("it takes no mean of parameters")
+            return self.with_sync(message=with_expert_mean(self.sync.message, True))
+        except ValueError as why:
+            raise ValueError(
+                f"expert_weights={expert_weights!r} has no meaning for method="
+                f"{self.name!r}: {why}; leave it out"
+            ) from None
+
+    def for_experts(self) -> Method:
+        """Return the same method for a model that counts its experts' tokens."""
+        if self.sync is None or not isinstance(self.sync.outer, SharedOuter):
+            return self
+        return self.with_sync(message=with_expert_mean(self.sync.message, False))
+
     def guarded(self, exclude_above: float | None, robust_mean: str | None) -> Method:
         """Return the same method with bad updates left out of its means.
 
@@ -252,7 +286,7 @@ class Method:
         robust = Robust.of(exclude_above, robust_mean)
         try:
             if self.num_regions == 1:
-                raise ValueError("a region alone has nobody to be judged by")
+                raise ValueError("a region alone has no others to be compared with")
             if self.sync is None:
                 raise ValueError("it has no outer parameters to restore a region from")
             message = self.sync.message

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.method import Method
-from cocodc_jax.sync.needs import LossFn, Supplies
+from cocodc_jax.sync.needs import LossFn, UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import wide_dtype
@@ -154,17 +154,17 @@ def _checked(loss_fn: AnyLossFn, params, state, batch, key):
 
 
 def at_state(
-    loss_fn: AnyLossFn, supplies: Supplies, state: PyTree
-) -> tuple[LossFn, Supplies]:
+    loss_fn: AnyLossFn, user_inputs: UserInputs, state: PyTree
+) -> tuple[LossFn, UserInputs]:
     """Bind a loss, and the user's inputs, to one state of the model.
 
     Args:
       loss_fn: with a state.
-      supplies: whose `outputs[0]` takes a state too, `(params, model_state, batch)`.
+      user_inputs: whose `outputs[0]` takes a state too, `(params, model_state, batch)`.
       state: of one region.
 
     Returns:
-      `(params, batch, key) -> (loss, aux)`, and supplies with `(params, batch) ->
+      `(params, batch, key) -> (loss, aux)`, and user_inputs with `(params, batch) ->
       outputs`, the signatures that merges use.
     """
 
@@ -172,11 +172,11 @@ def at_state(
         value, (aux, _) = loss_fn(params, state, batch, key)
         return value, aux
 
-    if supplies.outputs is not None:
-        model, of_outputs = supplies.outputs
+    if user_inputs.outputs is not None:
+        model, of_outputs = user_inputs.outputs
 
         def outputs(params, batch):
             return model(params, state, batch)
 
-        supplies = dataclasses.replace(supplies, outputs=(outputs, of_outputs))
-    return loss, supplies
+        user_inputs = dataclasses.replace(user_inputs, outputs=(outputs, of_outputs))
+    return loss, user_inputs

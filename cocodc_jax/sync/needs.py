@@ -34,11 +34,11 @@ NORM = "norm"
 # The regional ones.
 REGIONAL_COPIES = (STAGED, HALFWAY)
 # Reductions over all regions' parameters that a schedule can ask for.
-MEASURED_NOW = frozenset({"drift", "distance"})
+MEASURED_NOW = frozenset({"drift", "distance", "tokens"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Supplies:
+class UserInputs:
     """The user's inputs that some merges need; see `RegionProgram`.
 
     Attributes:
@@ -61,6 +61,9 @@ class Supplies:
         return jnp.asarray(value, float)
 
 
+UserInputs = UserInputs  # Its name until 0.25.
+
+
 class MergeContext(NamedTuple):
     """One region's values when a fragment arrives; no leaf has a region axis.
 
@@ -76,7 +79,7 @@ class MergeContext(NamedTuple):
       key: PRNG key, or None.
       whole: puts a fragment into the region's parameters.
       loss_fn: `(params, batch, key) -> (loss, aux)`.
-      supplies: of the user.
+      user_inputs: of the user.
       sync_key: PRNG key of the sync, equal in every region, or None.
     """
 
@@ -90,7 +93,7 @@ class MergeContext(NamedTuple):
     key: jax.Array | None
     whole: Callable[[Fragment], PyTree]
     loss_fn: LossFn
-    supplies: Supplies
+    user_inputs: UserInputs
     sync_key: jax.Array | None = None
 
 
@@ -101,11 +104,11 @@ class Need:
     Attributes:
       about: what it is.
       keeps: copies that must be kept of a fragment in flight.
-      given_by: field of `Supplies` that it comes from, and how to fill it.
+      given_by: field of `UserInputs` that it comes from, and how to fill it.
       wants_batch: whether it uses the last batch; it then gets a key too.
       wants_key: whether it uses a PRNG key.
-      of_regions: `(optimizer state, supplies) -> tree` like the parameters, both with a
-        leading region axis; its fragment is in `MergeContext.regional`.
+      of_regions: `(optimizer state, user_inputs) -> tree` like the parameters, both
+        with a leading region axis; its fragment is in `MergeContext.regional`.
       of_region: computes a merge's argument from `MergeContext`; None if a merge always
         receives it.
       of_mean: computed from an applied mean pseudo-gradient, on its devices.
@@ -116,7 +119,7 @@ class Need:
     given_by: tuple[str, str] | None = None
     wants_batch: bool = False
     wants_key: bool = False
-    of_regions: Callable[[PyTree, Supplies], PyTree] | None = None
+    of_regions: Callable[[PyTree, UserInputs], PyTree] | None = None
     of_region: Callable[[MergeContext], Any] | None = None
     of_mean: Callable[[Fragment], jax.Array] | None = None
 
@@ -172,14 +175,14 @@ def _gradient_fn(seen: MergeContext) -> Callable:
     return jax.grad(loss)
 
 
-def _second_moment(opt_state: PyTree, supplies: Supplies) -> PyTree:
-    assert supplies.second_moment is not None
-    return supplies.second_moment(opt_state)
+def _second_moment(opt_state: PyTree, user_inputs: UserInputs) -> PyTree:
+    assert user_inputs.second_moment is not None
+    return user_inputs.second_moment(opt_state)
 
 
 def _outputs(seen: MergeContext) -> tuple[Callable, Callable]:
-    assert seen.supplies.outputs is not None
-    return seen.supplies.outputs
+    assert seen.user_inputs.outputs is not None
+    return seen.user_inputs.outputs
 
 
 def _model_fn(seen: MergeContext) -> Callable:
@@ -272,6 +275,10 @@ NEEDS: dict[str, Need] = {
         "Mean (outer - local)^2 per parameter of each fragment, mean over regions; "
         "measured when it is asked for."
     ),
+    "tokens": Need(
+        "Batches' worth of tokens in the regions' progress of a fragment of experts, "
+        "mean over experts and regions, -1 for others; measured when it is asked for."
+    ),
     "times": Need(
         "Seconds of an inner step and of a sync as each region had measured them, "
         "`[R, 2]`; they travel with the message."
@@ -297,12 +304,12 @@ def check_known(needs: Iterable[str], who: str) -> None:
         )
 
 
-def check(needs: Iterable[str], supplies: Supplies, who: str) -> None:
+def check(needs: Iterable[str], user_inputs: UserInputs, who: str) -> None:
     """Refuse needs that the user's inputs do not satisfy.
 
     Args:
       needs: names.
-      supplies: of the user.
+      user_inputs: of the user.
       who: owner of the needs, for the message.
 
     Raises:
@@ -311,8 +318,8 @@ def check(needs: Iterable[str], supplies: Supplies, who: str) -> None:
     check_known(needs, who)
     for name in sorted(needs):
         source = NEEDS[name].given_by
-        if source and getattr(supplies, source[0]) is None:
-            raise ValueError(f"{who} needs {name!r}: pass Supplies({source[1]})")
+        if source and getattr(user_inputs, source[0]) is None:
+            raise ValueError(f"{who} needs {name!r}: pass UserInputs({source[1]})")
 
 
 def copies(needs: Iterable[str]) -> frozenset[str]:
@@ -341,11 +348,11 @@ def wants_mean(needs: Iterable[str]) -> bool:
 
 
 def regional(
-    needs: Iterable[str], opt_state: PyTree, supplies: Supplies
+    needs: Iterable[str], opt_state: PyTree, user_inputs: UserInputs
 ) -> dict[str, PyTree]:
     """Return the trees computed from all regions, like the parameters, by need."""
     makers = {name: NEEDS[name].of_regions for name in sorted(needs)}
-    return {name: make(opt_state, supplies) for name, make in makers.items() if make}
+    return {name: make(opt_state, user_inputs) for name, make in makers.items() if make}
 
 
 def arguments(needs: Iterable[str], seen: MergeContext) -> dict[str, Any]:

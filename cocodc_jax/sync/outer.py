@@ -45,7 +45,7 @@ class SharedOuter:
       optimizer: takes the mean pseudo-gradient as its gradient; one independent state
         per fragment.
       placement: "host" keeps its state in host memory, "divided" shards it over the
-        devices of each region, as ZeRO does; see `exchange/outer_placement.py`.
+        devices of each region, as ZeRO does; see `sharding/outer_placement.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
       start: `start(params, opt_state) -> params`, the point that regions receive,
         continue from, and measure their pseudo-gradients from; None is the outer
@@ -114,7 +114,7 @@ class RegionalOuter:
     why_uncompressed: str | None = None
 
     needs = frozenset()
-    only_in_program = "its outer parameters lie in the regions"
+    only_in_program = "each region has outer parameters of its own"
 
     def __post_init__(self):
         """Validate the group."""
@@ -170,14 +170,16 @@ class RegionalOuter:
 Outer = SharedOuter | RegionalOuter
 
 
-def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
+def nesterov(
+    outer_lr: float | jax.Array, outer_momentum: float | jax.Array
+) -> SharedOuter:
     """Make outer Nesterov: m <- mu m + Delta; theta^g <- theta^g - eta (Delta + mu m).
 
     Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code.
 
     Args:
-      outer_lr: eta, positive and finite.
-      outer_momentum: mu, in [0, 1).
+      outer_lr: eta, positive and finite; arrays are not checked.
+      outer_momentum: mu, in [0, 1); arrays are not checked.
 
     Raises:
       ValueError: if one is out of range.
@@ -186,10 +188,12 @@ def nesterov(outer_lr: float, outer_momentum: float) -> SharedOuter:
 
 
 def nesterov_sgd(
-    outer_lr: float, outer_momentum: float
+    outer_lr: float | jax.Array, outer_momentum: float | jax.Array
 ) -> optax.GradientTransformation:
     """Make the optimizer of `nesterov` alone."""
     check_rate("outer_lr", outer_lr)
+    if not isinstance(outer_momentum, (int, float)):  # Traced: 0 keeps a trace too.
+        return optax.sgd(outer_lr, outer_momentum, nesterov=True)
     if not 0 <= outer_momentum < 1:
         raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
     return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)

@@ -40,7 +40,7 @@ class ByRings(Message):
     @property
     def only_in_program(self) -> str:
         """Why it must cross inside a compiled program: it uses the inner mesh."""
-        return "its rings lie on the inner mesh"
+        return "its rings use the inner mesh"
 
     @property
     def only_weighted(self) -> str:

@@ -66,7 +66,7 @@ class FlightRecorder:
         self._marked = threading.Condition(self._lock)
         self._open: dict[tuple[int, int], Flight] = {}
         self._leaving: dict[SyncId, jax.Array] = {}
-        self._of_jobs: set[tuple[int, int]] = set()  # Means of other jobs.
+        self._of_elastic: set[tuple[int, int]] = set()  # Means of other regions.
         self._stall_s = 0.0
         self._sync_s = 0.0
         self._went_on_s = 0.0
@@ -184,7 +184,7 @@ class FlightRecorder:
         self._open[fragment, step] = flight
         last = jax.tree.leaves(mean)[-1]
         if isinstance(last, PendingMean):
-            self._of_jobs.add((fragment, step))
+            self._of_elastic.add((fragment, step))
         thread = threading.Thread(target=self._arrive, args=(flight, inner, last))
         thread.daemon = True
         thread.start()
@@ -193,7 +193,7 @@ class FlightRecorder:
     def handed_out(self, step: int, inner: jax.Array) -> None:
         """Watch steps before their events are dispatched.
 
-        Dispatching merges may wait for means of other jobs, which is not time of the
+        Dispatching merges may wait for means of other regions, which is not time of the
         steps.
 
         Args:
@@ -251,9 +251,9 @@ class FlightRecorder:
             stall = self._now() - begin
             sync_id = sync.fragment_id, sync.start_step
             flight = self._open.pop(sync_id, None)
-            if flight is not None and flight.arrival_s and sync_id in self._of_jobs:
+            if flight is not None and flight.arrival_s and sync_id in self._of_elastic:
                 # The host waited for it before dispatching the merge.
-                self._of_jobs.discard(sync_id)
+                self._of_elastic.discard(sync_id)
                 stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
             with self._lock:
                 self._stall_s += stall

@@ -30,7 +30,7 @@ import numpy as np
 from cocodc_jax.core.pending_mean import PendingMean
 from cocodc_jax.core.state import InFlight, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
-from cocodc_jax.exchange.between_jobs import BetweenJobs
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.program.fit import at_step
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import transfer
@@ -57,7 +57,8 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
     """Copy to the host what a joining region needs; waits for the outer steps.
 
     Args:
-      program: whose messages cross between jobs. If a region has several processes, all
+      program: whose messages cross between elastic regions. If a region has several
+        processes, all
         of them must call this.
       state: after the events of its step; not changed.
     """
@@ -89,7 +90,7 @@ def adopt(
     """Make the state of a region that continues from another region's copy.
 
     Args:
-      program: linked to the other jobs.
+      program: linked to the other regions.
       params: one region's parameters; only the frozen ones are used.
       key: of the run, as for `RegionProgram.init`.
       copy: of another region's state.
@@ -169,7 +170,7 @@ def _flight(
     """Return a sync in flight that others have sent."""
     k, start_step = sync
     like = abstract.in_flight[sync]
-    assert isinstance(program.exchange, BetweenJobs)
+    assert isinstance(program.exchange, ElasticExchange)
     if copy.header["has_mean"][f"{k}_{start_step}"]:
         mean = _read(frames, like.mean)
     else:
@@ -205,7 +206,7 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
 
 def max_frame_bytes(program: RegionProgram) -> int:
     """Return the size of the largest frame that regions send."""
-    assert isinstance(program.exchange, BetweenJobs)
+    assert isinstance(program.exchange, ElasticExchange)
     sync = program.abstract().sync
     leaves = jax.tree.leaves(sync.outer if sync else ())
     sizes = [x.size * x.dtype.itemsize for x in leaves]

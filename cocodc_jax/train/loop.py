@@ -36,6 +36,7 @@ from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.finite import FiniteWatch
 from cocodc_jax.train.hooks import NO_HOOKS, Clock, Hooks, Result
 from cocodc_jax.train.records import Records, finite_mean
+from cocodc_jax.train.routing import routing_of
 from cocodc_jax.train.run_steps import take_batches
 from cocodc_jax.train.spikes import (
     NO_SPIKES,
@@ -199,6 +200,10 @@ class _Loop:
         stage_bytes = turn.output.aux.get("stage_bytes")
         if stage_bytes is not None:
             stage_bytes = transfer.local_rows(stage_bytes, axis=1)
+        routing = {
+            name: transfer.local_rows(x, axis=1)
+            for name, x in routing_of(turn.output.aux).items()
+        }
         syncs = collections.deque(turn.output.syncs)
         for i, loss in enumerate(losses):
             step = turn.first_step + i + 1
@@ -208,6 +213,7 @@ class _Loop:
                 turn.output.bytes_sent[i],
                 None if stage_bytes is None else stage_bytes[i],
                 first_region,
+                {name: x[i] for name, x in routing.items()},
             )
             while syncs and syncs[0].apply_step == step:
                 sync = syncs.popleft()

@@ -7,7 +7,7 @@ A resumed run repeats them bit for bit: they have no times. Losses are nats per 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from cocodc_jax.core.state import AppliedSync
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.robust import RESTORED, told
+from cocodc_jax.train.routing import record_of
 from cocodc_jax.train.spikes import Spike, Spikes
 
 Record = dict[str, Any]
@@ -72,6 +73,7 @@ class Records:
         bytes_sent: int,
         stage_bytes: np.ndarray | None = None,
         first_region: int = 0,
+        routing: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Add one step, and write a record if it is due.
 
@@ -82,6 +84,7 @@ class Records:
           stage_bytes: float32 `[R]`, what the pipeline stages of each region sent in
             this step, if the loss reports it.
           first_region: index of the first of them.
+          routing: of a mixture of experts, see `routing.record_of`.
         """
         if self._spikes:
             self._tell(self._spikes.observe(step, loss, first_region))
@@ -104,6 +107,8 @@ class Records:
         if stage_bytes is not None:
             record["stage_bytes"] = float(stage_bytes.mean(dtype=np.float64))
         self._write(record)
+        if routing:
+            self._write(record_of(step, routing))
 
     def _tell(self, spikes: list[Spike]) -> None:
         for spike in spikes:

@@ -53,6 +53,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.transforms.layers import is_stack
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_count,
@@ -169,7 +170,8 @@ def normalized_outer_product(
 
     Args:
       max_weight: largest `w`, or None for no cap.
-      scope: "tensor" takes norms and weight per leaf, "tree" over all leaves at once.
+      scope: "tensor" takes norms and weight per leaf, "layer" also per layer of a leaf
+        that stacks them (`layers.is_stack`), "tree" over all leaves at once.
       eps: at least 0, keeps `w` finite; in the units of `c`, 1e-8 as in the authors'
         code. `w` is 0 where `||c|| + eps` is.
 
@@ -178,7 +180,7 @@ def normalized_outer_product(
     """
     check_positive("max_weight", max_weight)
     check_not_negative("eps", eps)
-    _check_choice("scope", scope, ("tensor", "tree"))
+    _check_choice("scope", scope, ("tensor", "layer", "tree"))
 
     def normalized(gradient, displacement):
         curved = jax.tree.map(lambda g, d: g * g * d, gradient, displacement)
@@ -188,9 +190,16 @@ def normalized_outer_product(
             weight = jnp.minimum(weight, max_weight)
         return jax.tree.map(lambda c: weight.astype(c.dtype) * c, curved)
 
+    def of_layers(path, gradient, displacement):
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        each = jax.vmap(normalized) if is_stack(path) else normalized
+        return each(gradient, displacement)
+
     def product(gradient, displacement):
         if scope == "tree":
             return normalized(gradient, displacement)
+        if scope == "layer":
+            return jax.tree_util.tree_map_with_path(of_layers, gradient, displacement)
         return jax.tree.map(normalized, gradient, displacement)
 
     return Curvature("normalized_outer_product", product)

@@ -35,7 +35,7 @@ class ErrorFeedbackState(NamedTuple):
     inner: Any
 
 
-def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
+def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compressor:
     """Wrap a compressor so that its errors are sent with later messages.
 
     Args:
@@ -57,7 +57,7 @@ def error_feedback(inner: Compressor, decay: float = 1.0) -> Compressor:
     [3. 0.] [0. 2.]
     [0. 4.] [3. 0.]
     """
-    if not 0 <= decay <= 1:
+    if isinstance(decay, int | float) and not 0 <= decay <= 1:
         raise ValueError(f"decay={decay} must be between 0 and 1")
     check_compressor("inner", inner)
     check_no_feedback(inner)

@@ -32,7 +32,7 @@ _ROUNDING = 1e-6  # of a sum of weights that is meant to be 1
 
 def mt_adam(
     learning_rate: optax.ScalarOrSchedule,
-    b1s: Sequence[float] = (0.9, 0.999),
+    b1s: Sequence[float | jax.Array] = (0.9, 0.999),
     weights: Sequence[float] = (0.7, 0.2),
     b2: float | jax.Array = 0.999,
     eps: float | jax.Array = 1e-8,
@@ -62,7 +62,7 @@ def mt_adam(
 
 
 def scale_by_mt_adam(
-    b1s: Sequence[float] = (0.9, 0.999),
+    b1s: Sequence[float | jax.Array] = (0.9, 0.999),
     weights: Sequence[float] = (0.7, 0.2),
     b2: float | jax.Array = 0.999,
     eps: float | jax.Array = 1e-8,

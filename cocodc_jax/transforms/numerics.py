@@ -155,8 +155,8 @@ def check_share(argument: str, value) -> None:
 
 
 def check_rate(argument: str, value) -> None:
-    """Raise ValueError unless a number is positive and finite."""
-    if not 0 < value < math.inf:
+    """Raise ValueError unless a Python number is positive and finite."""
+    if isinstance(value, (int, float)) and not 0 < value < math.inf:
         raise ValueError(f"{argument}={value} must be positive and finite")
 
 

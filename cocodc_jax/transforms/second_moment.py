@@ -14,7 +14,7 @@ from cocodc_jax.transforms.numerics import wide_dtype
 PyTree = Any
 
 
-def adam_second_moment(b2: float) -> Callable[[PyTree], PyTree]:
+def adam_second_moment(b2: float | jax.Array) -> Callable[[PyTree], PyTree]:
     """Find Adam's second moment in an optimizer state, and corrects its bias.
 
     Args:

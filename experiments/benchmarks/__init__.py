@@ -1,1 +1,1 @@
-"""What `experiments.bench` measures: cases, contenders, and how turns are timed."""
+"""Parts of `experiments.bench`: cases, contenders, and the timing of turns."""

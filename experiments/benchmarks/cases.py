@@ -23,15 +23,17 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What every contender trains.
+    """The training that every contender does.
 
     Attributes:
-      name: of it.
+      name: name of the case.
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
       optimizer: the inner optimizer.
-      params: one region's first parameters.
-      batches: of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
-      gpt: the model, where it is the GPT, for those that write it anew.
+      params: one region's initial parameters.
+      batches: batches of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval,
+        H = T.
+      gpt: the GPT's shape, for contenders with an implementation of their own; None for
+        presets.
     """
 
     name: str
@@ -61,13 +63,13 @@ class Case:
 def make_case(
     name: str, regions: int, interval: int, num_layers: int | None = None
 ) -> Case:
-    """Make the case that a name stands for.
+    """Build the case of a name.
 
     Args:
-      name: "gpt", or one of the presets, for its model, optimizer and batches.
-      regions: that train.
-      interval: steps of a turn, H.
-      num_layers: in place of the model's own; of a preset then scanned.
+      name: "gpt", or a preset, for its model, optimizer and batches.
+      regions: R, regions that train.
+      interval: H, steps of a turn.
+      num_layers: overrides the model's; the layers of a preset are then scanned.
 
     Raises:
       ValueError: for an unknown name.
@@ -82,7 +84,7 @@ def make_case(
         raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
     config = PRESETS[name]
     model, data = config.model, config.data
-    # What a run of the preset has where each region has one device.
+    # As in a run of the preset with one device per region.
     platform = jax.default_backend()
     backward = models.backward.choose(model.backward, platform, False, False)
     model = dataclasses.replace(model, backward=backward)

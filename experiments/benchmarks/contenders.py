@@ -1,6 +1,6 @@
-"""The contenders: each makes a turn, `case.interval` steps of every region.
+"""The contenders: each returns a turn, `case.interval` steps of every region.
 
-All train the same model on the same batches with the same inner optimizer; those that
+All train the same model on the same batches with the same inner optimizer. Those that
 average do so once a turn, with Nesterov momentum, as DiLoCo (arXiv 2311.08105).
 """
 
@@ -27,13 +27,13 @@ PyTree = Any
 def region_program(
     case: Case, method: str, num_devices: int, **arguments: Any
 ) -> Callable[[], Turn]:
-    """Return what makes a turn of this package.
+    """Return a turn of this package's `RegionProgram`.
 
     Args:
-      case: what to train.
-      method: its name.
-      num_devices: that the regions are spread over.
-      **arguments: of the method.
+      case: the training.
+      method: name of the method.
+      num_devices: devices that share the regions.
+      **arguments: arguments of the method.
     """
 
     def make() -> Turn:
@@ -59,7 +59,7 @@ def region_program(
 
 
 def make_step(case: Case, optimizer: Any = None) -> Callable:
-    """Make one step of one region, a `lax.scan` body; None is the case's optimizer."""
+    """Return a step of one region, a `lax.scan` body; None is the case's optimizer."""
     tx = case.optimizer if optimizer is None else optimizer
 
     def step(carry: PyTree, batch: jax.Array):
@@ -75,13 +75,14 @@ def make_step(case: Case, optimizer: Any = None) -> Callable:
 def transform(
     case: Case, method: str, num_devices: int, **arguments: Any
 ) -> Callable[[], Turn]:
-    """Return what makes a scan of a method as one Optax transform.
+    """Return a turn of a scan with a method as one Optax transform.
 
     Args:
-      case: what to train.
-      method: its name.
-      num_devices: that the regions are spread over, an axis of `jax.vmap` there too.
-      **arguments: of the method.
+      case: the training.
+      method: name of the method.
+      num_devices: devices that share the regions; regions of a device are an axis of
+        `jax.vmap`.
+      **arguments: arguments of the method.
     """
 
     def make() -> Turn:
@@ -89,7 +90,7 @@ def transform(
         tx = cc.synchronized(case.optimizer, chosen, axis_name="region")
         step, mesh = make_step(case, tx), _mesh("region", num_devices)
         where, everywhere = NamedSharding(mesh, P("region")), NamedSharding(mesh, P())
-        # What is equal in all regions is there once.
+        # State that is equal in all regions is kept once.
         axes = (0, cc.sync_axes(chosen))
         layout = (where, cc.sync_axes(chosen, where, everywhere))
         run = jax.vmap(
@@ -114,7 +115,7 @@ def transform(
 
 
 def plain_loops(case: Case) -> Callable[[], Turn]:
-    """Return what makes plain scans, one region after the other on one device."""
+    """Return a turn of plain scans, one region after the other on one device."""
 
     def make() -> Turn:
         step = make_step(case)
@@ -135,10 +136,10 @@ def plain_loops(case: Case) -> Callable[[], Turn]:
 
 
 def scan_alone(case: Case, num_devices: int) -> Callable[[], Turn]:
-    """Return what makes a `shard_map` of a scan without any sync.
+    """Return a turn of a `shard_map` of a scan without any sync.
 
-    It is the limit of one's own inner step: what a method that costs nothing would do.
-    Regions that share a device are a batch, the faster form of such small models.
+    It is the upper limit of the inner step's speed: a method without cost. Regions that
+    share a device are one batch, which is faster for such small models.
     """
 
     def make() -> Turn:
@@ -180,7 +181,7 @@ def scan_alone(case: Case, num_devices: int) -> Callable[[], Turn]:
 
 
 def drjax_diloco(case: Case, num_devices: int) -> Callable[[], Turn]:
-    """Return what makes a DiLoCo round of DrJAX (arXiv 2403.07128), one program."""
+    """Return a DiLoCo round of DrJAX (arXiv 2403.07128) as one program."""
 
     def make() -> Turn:
         import drjax  # pyright: ignore[reportMissingImports]
@@ -232,7 +233,7 @@ def _mesh(axis: str, num_devices: int) -> Mesh:
 
 
 def _for_all(case: Case, tree: PyTree, where: NamedSharding) -> PyTree:
-    """Give every region the same, `[R, ...]`."""
+    """Repeat a tree for every region, `[R, ...]`."""
     return jax.device_put(
         jax.tree.map(
             lambda x: jnp.broadcast_to(x[None], (case.regions, *x.shape)), tree

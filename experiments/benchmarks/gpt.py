@@ -1,4 +1,4 @@
-"""A small GPT in plain JAX, which any framework can be given as it is.
+"""A small GPT in plain JAX, which any framework can train unchanged.
 
 GPT-2 (Radford et al., 2019): learned positions, LayerNorm before attention and
 feed-forward, GELU, a head tied to the embedding; no biases in the matrices.
@@ -26,7 +26,7 @@ class Gpt:
       length: L, tokens of a sequence.
       width: D.
       num_layers: blocks.
-      num_heads: each of `width // num_heads` features.
+      num_heads: attention heads, each of `width // num_heads` features.
     """
 
     vocab_size: int = 256
@@ -36,7 +36,7 @@ class Gpt:
     num_heads: int = 4
 
     def init(self, key: jax.Array) -> Params:
-        """Draw the parameters, normal with deviation 0.02."""
+        """Initialize the parameters, normal with standard deviation 0.02."""
         keys = iter(jax.random.split(key, 2 + 4 * self.num_layers))
 
         def normal(*shape: int) -> jax.Array:
@@ -65,9 +65,9 @@ class Gpt:
         }
 
     def loss_fn(self) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-        """Make `loss_fn(params, tokens, key) -> (loss, {})`, tokens int32 `[B, L + 1]`.
+        """Return `loss_fn(params, tokens, key) -> (loss, {})`; tokens are `[B, L + 1]`.
 
-        The loss is the mean in nats per token; nothing is drawn.
+        The loss is the mean in nats per token; the key is not used.
         """
 
         def loss_fn(params: Params, tokens: jax.Array, key: jax.Array):

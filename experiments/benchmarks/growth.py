@@ -13,7 +13,8 @@ from . import contenders
 from .cases import make_case
 from .turns import take_turns
 
-# Of the preset smoke, for fragments with 32 layers; layers of the GPT.
+# Regions and fragments are of the preset smoke, fragments with 32 layers; layers of the
+# GPT.
 GROWTHS = {
     "regions": (1, 4, 16, 64),
     "fragments": (1, 4, 8, 16, 32),
@@ -23,10 +24,10 @@ LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave a
 
 
 def check(names: Iterable[str]) -> None:
-    """Refuse a name that is none of `GROWTHS`.
+    """Refuse a name that is not in `GROWTHS`.
 
     Raises:
-      ValueError: naming it.
+      ValueError: with the name.
     """
     for name in names:
         if name not in GROWTHS:
@@ -34,15 +35,15 @@ def check(names: Iterable[str]) -> None:
 
 
 def show(name: str, interval: int, rounds: int, console: Console) -> None:
-    """Time a method at every size and print its seconds, per size and start.
+    """Time a method at every size, and print the seconds of a turn and of the start.
 
-    It is cocodc, but for layers: there diloco, with nothing but layers to grow.
+    The method is cocodc; for layers it is diloco, so that only the layers grow.
 
     Args:
       name: one of `GROWTHS`.
-      interval: steps of a turn, H.
-      rounds: turns that are timed of each size.
-      console: to print to.
+      interval: H, steps of a turn.
+      rounds: timed turns of each size.
+      console: where to print.
     """
     sizes = GROWTHS[name]
     timings = take_turns({str(n): _maker(name, n, interval) for n in sizes}, rounds)
@@ -81,7 +82,7 @@ def _what_grows(name: str, interval: int) -> str:
 
 
 def _devices() -> int:
-    """Return how many devices four regions are spread over."""
+    """Return the number of devices that four regions share."""
     there = len(jax.devices())
     return max(n for n in (1, 2, 4) if n <= there)
 

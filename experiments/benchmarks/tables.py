@@ -1,4 +1,4 @@
-"""Tables of timings: ratios first, then tokens per second and what starting took."""
+"""Tables of timings: ratios first, then tokens per second and seconds of the start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .turns import Timing
 
-# What others are held against, where it is there.
+# The references of the ratios, if they were timed.
 AGAINST = ("drjax", "scan alone", "plain loops", "torch")
 
 
@@ -18,9 +18,9 @@ def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
     """Make a row for each contender.
 
     Args:
-      title: of the table.
-      tokens: of a turn.
-      timings: by contender.
+      title: title of the table.
+      tokens: tokens of a turn.
+      timings: timings by contender.
     """
     table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
     table.add_column("contender", no_wrap=True)

@@ -1,7 +1,7 @@
 """A plain DiLoCo loop of PyTorch, on the model and batches of the case `gpt`.
 
-What somebody writes first: eager mode, regions one after the other with all threads.
-It begins at the same parameters, and so ends at the same ones but for rounding.
+The simplest form: eager mode, regions one after the other with all threads. It starts
+from the same parameters as the others, and ends at the same ones up to rounding.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Params = dict[str, Any]
 
 
 def torch_diloco(case: Case, inner_lr: float = 1e-3) -> Callable[[], Turn]:
-    """Return what makes a turn: H steps of every region, then the outer step.
+    """Return a turn: H steps of every region, then the outer step.
 
     Args:
-      case: of the GPT, whose inner optimizer is Optax's AdamW with its own defaults.
-      inner_lr: of the inner optimizer.
+      case: the case `gpt`, whose inner optimizer is Optax's AdamW with its defaults.
+      inner_lr: learning rate of the inner optimizer.
     """
     gpt = case.gpt
     assert gpt is not None

@@ -1,8 +1,8 @@
-"""Contenders that take turns: what is timed together can be compared.
+"""Times contenders in turn, so that their times can be compared.
 
-These machines are noisy, and slow down and speed up together with what else runs on
-them. So contenders go one after the other, again and again, in one process, and each
-turn is held against the others of the same round.
+Machines are noisy: their speed changes with the other work on them. So the contenders
+run one after the other, round by round, in one process, and each turn is compared with
+the others of its round.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# Trains for a turn, waits for it, and returns all parameters that it trained.
+# Trains for a turn, waits for it, and returns all trained parameters.
 Turn = Callable[[], Any]
 
 
 class Timing(NamedTuple):
-    """What a contender's turns took.
+    """The seconds of a contender's turns.
 
     Attributes:
-      start_s: seconds of making it and of its first turn: tracing, compiling, a turn.
-      seconds: of the turns that were timed.
+      start_s: seconds to build it and for its first turn: tracing, compiling, a turn.
+      seconds: seconds of each timed turn.
     """
 
     start_s: float
@@ -34,11 +34,11 @@ class Timing(NamedTuple):
 
     @property
     def compile_s(self) -> float:
-        """Seconds until it could train, the first turn's own training left out."""
+        """Seconds of the start, without the first turn's training."""
         return max(self.start_s - self.median_s, 0.0)
 
     def ratios(self, other: Timing) -> list[float]:
-        """Return how many times as fast it was as another, round by round, sorted."""
+        """Return how many times as fast it was as another in each round, sorted."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return sorted(theirs / own for own, theirs in pairs)
 
@@ -47,8 +47,8 @@ def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
     """Time contenders in turn.
 
     Args:
-      makers: of each, by name; what they make trains for one turn and waits for it.
-      rounds: turns that are timed of each.
+      makers: functions by name; each returns a turn, which trains and waits for it.
+      rounds: timed turns of each contender.
 
     Returns:
       The `Timing` of each, by name.

@@ -1,1 +1,1 @@
-"""What `experiments.chaos` is made of: flags, faults in the lab, what records say."""
+"""Parts of `experiments.chaos`: flags, faults in the lab, checks of the records."""

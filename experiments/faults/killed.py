@@ -1,4 +1,4 @@
-"""What the records of a run say in which regions were killed."""
+"""Checks the records of a run in which regions were killed."""
 
 import json
 import math
@@ -12,9 +12,9 @@ from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 
 
 def lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the whole lines of a file of JSON lines, none where there is no file.
+    """Read the complete lines of a file of JSON lines; none if there is no file.
 
-    A line that was cut by a kill is passed over, with what came to stand behind it.
+    A line that a kill cut short is skipped, with the text that was appended to it.
     """
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -32,14 +32,14 @@ def judge(
     kills: Sequence[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return what the records of a run say.
+    """Return the results of a run from its records.
 
     Args:
-      workdir: of the run.
+      workdir: folder of the run.
       num_regions: M.
-      steps: of the whole run.
-      kills: of `Chaos`.
-      seconds: that the run took.
+      steps: steps of the full run.
+      kills: the kills of `Chaos`.
+      seconds: duration of the run.
     """
     done, gaps, digests, losses, joins = 0, 0, {}, [], []
     unexplained: list[str] = []
@@ -85,14 +85,10 @@ def judge(
 def _simulated(
     kills: Sequence[dict], back: Sequence[dict], all_s: float
 ) -> float | None:
-    """Return the goodput of regions that fail as often and for as long as these did.
+    """Return the predicted goodput for failures as frequent and long as these.
 
-    A region that is killed again before it is back is down once, from its first kill.
-
-    Args:
-      kills: of `Chaos`.
-      back: joins from a peer's memory.
-      all_s: seconds of all regions together.
+    A region that is killed again before it returns is down once, from its first kill.
+    `all_s` is the sum of the seconds of all regions.
     """
     began: dict[tuple[int, float], float] = {}
     for region, at, back_at in _returns(kills, back):
@@ -121,12 +117,12 @@ def _returns(
 
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
-    """Tell whether a run was hit as often as it was to be, and kept what is promised.
+    """Return whether a run had all requested kills and passes all checks.
 
     Args:
-      result: of `judge`, with the loss of the unbroken run and the kills asked for.
+      result: result of `judge`, with the unbroken run's loss and the requested kills.
       num_regions: M.
-      tolerance: how far losses may be from the unbroken run's.
+      tolerance: largest difference from the unbroken run's loss, in nats.
     """
     is_near = True
     if result.get("unbroken_loss") is not None:

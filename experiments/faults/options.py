@@ -1,4 +1,4 @@
-"""Flags of `experiments.chaos`, and what of them is refused."""
+"""Flags of `experiments.chaos`, and their checks."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from absl import flags as absl_flags
 
 from . import scenarios
 
-# Flags that have a meaning for one of both only.
+# Flags that have a meaning only with or only without --scenario.
 _OF_KILLS = (
     "kills",
     "gap_s",
@@ -25,20 +25,20 @@ def define_flags() -> absl_flags.FlagValues:
     for name, default, text in (
         ("regions", 4, "regions that train"),
         ("kills", 8, "how many times to kill a region"),
-        ("seed", 0, "of who is killed and when"),
+        ("seed", 0, "seed of the choice of regions and moments"),
     ):
         absl_flags.DEFINE_integer(name, default, text, flag_values=values)
     for name, default, text in (
         ("gap_s", 8.0, "seconds between two kills, on average"),
-        ("restart_s", 1.0, "seconds after which a dead region is started again"),
-        ("tolerance", 0.1, "how far the loss may be from the unbroken run's, nats"),
+        ("restart_s", 1.0, "seconds after which a killed region is restarted"),
+        ("tolerance", 0.1, "largest difference from the unbroken run's loss, in nats"),
     ):
         absl_flags.DEFINE_float(name, default, text, flag_values=values)
     absl_flags.DEFINE_enum(
         "scenario",
         None,
         scenarios.SCENARIOS,
-        "fault of the network in the place of kills",
+        "a fault of the network in place of kills",
         flag_values=values,
     )
     for name, default, text in (
@@ -48,12 +48,12 @@ def define_flags() -> absl_flags.FlagValues:
             "with --scenario: seconds from the first merge that all regions have to "
             "the fault",
         ),
-        ("fault_s", 60.0, "with --scenario: seconds that it lasts"),
+        ("fault_s", 60.0, "with --scenario: seconds that the fault lasts"),
     ):
         absl_flags.DEFINE_float(name, default, text, flag_values=values)
     absl_flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     absl_flags.DEFINE_bool(
-        "unbroken", True, "train a run in which nobody dies too", flag_values=values
+        "unbroken", True, "also train a run without kills", flag_values=values
     )
     absl_flags.DEFINE_bool(
         "only_members",
@@ -66,10 +66,10 @@ def define_flags() -> absl_flags.FlagValues:
 
 
 def check_own(own: Any) -> None:
-    """Refuse numbers that are none, and flags that would be passed over.
+    """Refuse numbers out of range, and flags that would have no effect.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: with the flag, its value and a value that works.
     """
     for name in ("gap_s", "restart_s", "tolerance", "at_s", "fault_s"):
         if not 0 <= own[name].value < math.inf:
@@ -87,15 +87,15 @@ def check_own(own: Any) -> None:
 
 
 def check_kills(kills: int, regions: int) -> None:
-    """Refuse kills that leave nobody who has the run in memory.
+    """Refuse kills that would leave no region with the run in memory.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: with the flag, its value and a value that works.
     """
     if kills < 0:
         raise ValueError(f"--kills={kills} must be 0 or more")
     if kills and regions < 2:
         raise ValueError(
-            f"regions={regions} has nobody left when one is killed; use 2 or more, or "
+            f"regions={regions} leaves no region when one is killed; use 2 or more, or "
             "--kills=0"
         )

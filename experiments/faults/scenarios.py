@@ -1,20 +1,20 @@
-"""Faults made in the network lab while regions train as jobs: are they named?
+"""Faults in the network lab while elastic regions train, which they must name.
 
-`chaos --scenario` runs one of them. Every region is a job of its own in a network
-namespace; for a while the lab's links are as the scenario says, then as before:
+`chaos --scenario` runs one of them. Every region is a separate run in a network
+namespace. For a while the lab's links are as the scenario says, then as before:
 
     link        region 1 sends to region 2 at a 150th of the rate
     loss        region 1 loses a third of the packets that it sends to region 2
-    cut         the last region hears nobody, and nobody it
-    partition   the first half of the regions and the second one do not hear each other
+    cut         the last region neither sends to nor receives from any other
+    partition   the two halves of the regions do not reach each other
     straggler   the last region's process is stopped for nine tenths of the time
 
-What each region wrote to faults.jsonl is held against that: who was named, how many
-seconds and syncs after the fault began, and whether anybody was named before. Syncs are
-those that there were, but for a cut, where there are none for a while: those that there
-would have been. Who was cut off must be back at the end. `--at_s` counts from the first
-merge that all regions have, however long they take to start: what is usual has to be
-known before a fault, so leave it some ten syncs.
+The result compares this with each region's faults.jsonl: what was named, how many
+seconds and syncs after the fault began, and whether anything was named before. For a
+cut, during which there are no syncs, it counts those that would have taken place. A
+region that was cut off must have returned at the end. `--at_s` counts from the first
+merge that all regions have, so the start does not matter. The detector has to learn
+what is usual before the fault, so leave it some ten syncs.
 """
 
 import contextlib
@@ -44,19 +44,19 @@ from .killed import lines
 RESULT_FILE = "scenario.json"
 SCENARIOS = ("link", "loss", "cut", "partition", "straggler")
 _PORT = 29500
-# By which a message is late for more than what noise is taken for, 0.3 s.
+# By which a message is late beyond the 0.3 s that count as noise.
 _SLOW, _LOSS = 150, 0.33
-# A straggler's process is stopped for so long and then runs for so long: its signs of
-# life come late, its steps take several times as long.
+# Seconds for which a straggler's process is stopped and then runs: its heartbeats are
+# late, and its steps take several times as long.
 _STOPPED_S, _RUNNING_S = 1.7, 0.2
 _POLL_S = 0.1
 
 
 def check_regions(scenario: str, num_regions: int) -> None:
-    """Refuse fewer regions than a scenario names.
+    """Refuse fewer regions than a scenario needs.
 
     Raises:
-      ValueError: naming the flag, its value and what would be right.
+      ValueError: with the flag, its value and a value that works.
     """
     least = 3 if scenario in ("link", "loss") else 2
     if num_regions < least:
@@ -67,20 +67,20 @@ def check_regions(scenario: str, num_regions: int) -> None:
 
 
 def check_folder(workdir: pathlib.Path) -> None:
-    """Refuse the folder of a scenario that is over: its regions have nothing to train.
+    """Refuse the folder of a finished scenario: its regions have nothing to train.
 
     Raises:
-      ValueError: naming the folder.
+      ValueError: with the folder.
     """
     if (workdir / RESULT_FILE).exists():
         raise ValueError(
-            f"workdir={str(workdir)!r} holds the result of a scenario; name another "
+            f"workdir={str(workdir)!r} has the result of a scenario; name another "
             "folder or delete it"
         )
 
 
 def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
-    """Return what is to be named, any of it, and the regions that can see it.
+    """Return the findings of which one must be reported, and the regions that must.
 
     Args:
       scenario: one of `SCENARIOS`.
@@ -108,9 +108,9 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
 
     Args:
       scenario: one of `SCENARIOS`.
-      usual: before and after it.
-      at_s: when it begins, after the first merge that all regions have.
-      fault_s: how long it lasts.
+      usual: conditions before and after the fault.
+      at_s: seconds from the first merge that all regions have to the fault.
+      fault_s: seconds that the fault lasts.
     """
     if scenario == "straggler":
         return (usual,)
@@ -131,24 +131,28 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
 def run(
     own: Any, config: TrainConfig, train: Sequence[str], workdir: pathlib.Path
 ) -> dict[str, Any]:
-    """Train in the lab with the fault; return what was named.
+    """Train in the lab with the fault; return the findings.
 
     Args:
       own: flags of `chaos`: scenario, regions, seed, at_s and fault_s.
-      config: of the training.
-      train: its flags.
-      workdir: of the run.
+      config: configuration of the training.
+      train: flags of the training.
+      workdir: folder of the run.
 
     Raises:
-      ValueError: if this machine cannot make a lab, or syncs cannot be counted.
+      ValueError: if this machine cannot run the lab, or syncs cannot be counted.
     """
     scenario, num_regions = own.scenario, own.regions
     sync = config.method.build().sync
     if sync is None or not isinstance(sync.schedule, Slotted):
-        raise ValueError(f"method={config.method.method!r} has no slots to count by")
+        raise ValueError(
+            f"method={config.method.method!r} has no schedule by which to count syncs"
+        )
     sync_s = sync.schedule.slot_steps * config.run.step_seconds
     if not sync_s:
-        raise ValueError("step_seconds=0 must be the time of a step, to count syncs by")
+        raise ValueError(
+            "step_seconds=0 must be above 0, to count syncs by the time of a step"
+        )
     if missing := netlab.missing():
         raise ValueError(
             f"scenario={scenario!r} needs the network lab: {'; '.join(missing)}"
@@ -159,7 +163,7 @@ def run(
         *commands.python_m("train"),
         *train,
         f"--workdir={workdir}",
-        "--exchange=jobs",
+        "--exchange=elastic",
         f"--region_addresses={addresses}",
         "--region_id={region}",
         f"--key_file={workdir / 'key'}",
@@ -189,13 +193,13 @@ def run(
 
 
 class _Begun:
-    """Tells when all regions have merged the same sync, by a file too.
+    """Waits until all regions have merged the same sync, and then writes a file.
 
     Attributes:
-      path: of the file, which is there from then on.
-      launched: when the regions were, by the wall.
-      time: when it was, by the wall; infinite until then.
-      ended: set when the run is over, and nobody shall wait any more.
+      path: path of the file.
+      launched: wall-clock time at which the regions were launched.
+      time: wall-clock time of the merge; infinite before.
+      ended: set when the run is over, so that waits end.
     """
 
     def __init__(self, workdir: pathlib.Path, num_regions: int):
@@ -206,7 +210,7 @@ class _Begun:
         self.path.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Wait until it is so, or the run is over."""
+        """Wait until the merge, or until the run is over."""
         while not self.ended.wait(_POLL_S):
             merged = [
                 {
@@ -225,15 +229,7 @@ class _Begun:
 def _straggle(
     workdir: pathlib.Path, region: int, at: float, fault_s: float, run: _Begun
 ) -> None:
-    """Stop and go on a region's process, again and again.
-
-    Args:
-      workdir: of the run.
-      region: which.
-      at: until when not, by the wall.
-      fault_s: how long.
-      run: that it is in.
-    """
+    """Stop and continue a region's process repeatedly, from `at` for `fault_s`."""
     if run.ended.wait(min(max(at - time.time(), 0.0), threading.TIMEOUT_MAX)):
         return
     wanted = {f"--workdir={workdir}", f"--region_id={region}"}
@@ -246,7 +242,7 @@ def _straggle(
 
 
 def _send_all(arguments: set[str], number: signal.Signals) -> None:
-    """Send a signal to the processes of this machine that have these arguments."""
+    """Send a signal to the processes of this machine with these arguments."""
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if arguments <= set(path.read_text().split("\0")):
@@ -261,16 +257,16 @@ def judge(
     sync_s: float,
     launched: float = 0.0,
 ) -> dict[str, Any]:
-    """Return what the regions named, and when.
+    """Return the findings of the regions, with their times.
 
     Args:
       scenario: one of `SCENARIOS`.
-      workdir: of the run.
+      workdir: folder of the run.
       num_regions: M.
-      at: when the fault began, by the wall.
+      at: wall-clock time at which the fault began.
       sync_s: seconds between two syncs.
-      launched: when the regions were, by the wall; what was named before is of a run in
-        this folder that was stopped.
+      launched: wall-clock time of the launch; earlier findings are of a stopped run in
+        this folder.
     """
     wanted, seeing = expected(scenario, num_regions)
     after_s, syncs, before = {}, {}, []
@@ -305,7 +301,7 @@ def _merged(folder: pathlib.Path, since: float, until: float) -> int:
 
 
 def is_good(result: dict[str, Any]) -> bool:
-    """Tell whether the fault was named by all that see it within five syncs."""
+    """Return whether all regions that see the fault named it within five syncs."""
     return (
         not result["exit_code"]
         and not result["unseen_by"]

@@ -1,4 +1,4 @@
-"""The run of one process that a run with kills is held against: in it nobody dies."""
+"""The reference of a run with kills: the same training in one process without kills."""
 
 import dataclasses
 import pathlib
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from cocodc_jax.files import read_table
 from cocodc_jax.netlab import children
-from cocodc_jax.run.jobs import NO_JOBS, Jobs
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 
 from .. import commands
 
 
 def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
-    """Return the flags of the same training in one process, as fast as it goes."""
-    # The last of a flag counts, and what is said of jobs has no meaning there.
-    fields = dataclasses.fields(Jobs)
-    unset = [f"--{field.name}={getattr(NO_JOBS, field.name)}" for field in fields]
+    """Return the flags of the same training in one process, without paced steps."""
+    # The last value of a flag counts; elastic flags have no meaning in one process.
+    fields = dataclasses.fields(ElasticFlags)
+    unset = [f"--{field.name}={getattr(NOT_ELASTIC, field.name)}" for field in fields]
     return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
 
 
@@ -24,7 +24,7 @@ def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
     """Train in one process with all regions; return the outer parameters' loss.
 
     Raises:
-      ValueError: with what it said last, if it does not come to its end.
+      ValueError: with its last line of output, if it fails.
     """
     command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
     log = workdir / "output.log"
@@ -33,6 +33,6 @@ def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
     code = children.run([*command, f"--workdir={workdir}"], log=log)
     if code or not (workdir / "summary.json").exists():
         lines = children.said(log.read_text(errors="replace"))
-        last = lines[-1].removeprefix("error: ") if lines else "it said nothing"
+        last = lines[-1].removeprefix("error: ") if lines else "it printed nothing"
         raise ValueError(f"the unbroken run ended with {code}: {last}")
     return read_table(workdir / "summary.json")["eval_loss_outer"]

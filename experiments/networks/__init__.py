@@ -1,1 +1,1 @@
-"""Methods over emulated networks, beside what the simulator says of them."""
+"""Compares methods over emulated networks with the simulator's predictions."""

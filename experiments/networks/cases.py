@@ -1,4 +1,4 @@
-"""What is compared: networks by name, and how many steps of a method are looked at."""
+"""Networks by name, and the steps of a method that are measured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .. import wan
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
 WIDE, WIDE_MBIT = "wide", 10_000  # as fast as the lab can be, where only delays count
 UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
-# Steps to look at where there are no intervals: an exchange at every step is slow, and
-# regions left alone are what all others are held against.
+# Steps to measure without intervals: an exchange at every step is slow, and the run
+# without a network is the reference of all others.
 EXCHANGE_STEPS, ALONE_STEPS = 20, 100
 
 
@@ -26,10 +26,10 @@ class Network:
     """A network of the lab.
 
     Attributes:
-      name: for folders and tables.
-      flags: of `experiments.wan`.
-      topology: what they describe, less packets' headers, for the simulator.
-      links: what the file of links says; None without one.
+      name: name in folders and tables.
+      flags: flags of `experiments.wan`.
+      topology: the same network without packet headers, for the simulator.
+      links: content of the file of links; None without one.
     """
 
     name: str
@@ -43,10 +43,10 @@ def network(text: str, num_regions: int) -> Network:
 
     Args:
       text: Mbit/s of each pair of regions, "unequal", a YAML file of links, or "wide".
-      num_regions: that the run has.
+      num_regions: regions of the run.
 
     Raises:
-      ValueError: naming the word and what would be right.
+      ValueError: with the word and what would be right.
     """
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
@@ -67,7 +67,7 @@ def network(text: str, num_regions: int) -> Network:
         topology = wan.build_topology(values)
     except ValueError as error:
         raise ValueError(
-            f"networks: {text!r} is no network ({error}); use Mbit/s, unequal, or a "
+            f"networks: {text!r} is not a network ({error}); use Mbit/s, unequal, or a "
             "YAML file of links"
         ) from error
     if topology.num_regions != num_regions:
@@ -82,11 +82,11 @@ def network(text: str, num_regions: int) -> Network:
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """The steps of a run that are looked at.
+    """The steps of a run that are measured.
 
     Attributes:
-      first_step: where they begin; by then every program has been compiled.
-      last_step: where they and the run end.
+      first_step: the first; by then every program is compiled.
+      last_step: the last step, also of the run.
     """
 
     first_step: int
@@ -94,16 +94,16 @@ class Stretch:
 
 
 def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
-    """Return the steps to look at: whole intervals, or a fixed number without any.
+    """Return the steps to measure: full intervals, or a fixed number without any.
 
     Args:
-      method: whose run it is.
-      log_every: steps between two marks where there are no syncs.
-      num_intervals: sync intervals to look at, at least 1.
+      method: the run's method.
+      log_every: steps between two marks if there are no syncs.
+      num_intervals: sync intervals to measure, at least 1.
     """
     if method.schedule is None:
         window = ALONE_STEPS if method.per_step is None else EXCHANGE_STEPS
-        # There, the clock is read every `log_every` steps; regions that do not wait for
+        # Here the clock is read every `log_every` steps; regions that do not wait for
         # one another must all have compiled before.
         first = log_every * math.ceil(window / 2 / log_every)
         return Stretch(first, first + log_every * math.ceil(window / log_every))

@@ -1,4 +1,4 @@
-"""One method over one network: a run in the lab, and what its files say of it."""
+"""One method over one network: a run in the lab, and its measurements."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
 
 
 class LabRunError(RuntimeError):
-    """A run that did not come to its end."""
+    """A run in the lab failed."""
 
 
 class StoppedError(Exception):
-    """Somebody has asked this program to end."""
+    """This program was asked to stop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a run in the lab came to.
+    """Measurements of a run in the lab.
 
     Attributes:
-      pace: over the stretch that was looked at.
-      region_step_s: seconds per step of each region there.
-      fragment_bytes: of one region's message for each fragment; for a method that
-        exchanges something at every step, its message; empty if nothing was sent.
-      sent_bytes: that one region sent in the whole run, as the program counts.
-      relayed_bytes: that the region which sent most put on the network, headers and
-        the coordinator's traffic included.
+      pace: of the measured steps.
+      region_step_s: seconds per measured step of each region.
+      fragment_bytes: bytes of one region's message for each fragment; of its one
+        message for a method that exchanges at every step; empty if nothing was sent.
+      sent_bytes: bytes that one region sent in the full run, as the program counts.
+      relayed_bytes: most bytes that a region sent over the network, with headers and
+        the coordinator's traffic.
     """
 
     pace: Pace
@@ -79,19 +79,19 @@ def measured(
     limit_s: float,
     links: str | None = None,
 ) -> Measured:
-    """Return what the run in `folder` came to; runs it unless that has been done.
+    """Return the measurements of the run in `folder`; run it if it is not done.
 
     Args:
       command: see `lab_command`.
-      folder: of this run alone.
-      stretch: the steps to look at.
-      limit_s: seconds after which a run is given up.
-      links: what the file of links says that the command names, if any.
+      folder: folder of this run only.
+      stretch: the steps to measure.
+      limit_s: seconds after which the run is aborted.
+      links: content of the command's file of links, if any.
 
     Raises:
-      ValueError: if the folder holds the result of another command or other links.
-      LabRunError: if the run failed, with the last line that it wrote.
-      StoppedError: after SIGINT or SIGTERM; the run has been ended.
+      ValueError: if the folder has the result of another command or other links.
+      LabRunError: if the run failed, with its last line of output.
+      StoppedError: after SIGINT or SIGTERM, when the run has ended.
     """
     before = held(command, folder, links)
     if before is not None:
@@ -109,15 +109,10 @@ def measured(
 def held(
     command: Sequence[str], folder: pathlib.Path, links: str | None = None
 ) -> dict[str, Any] | None:
-    """Return the result that a folder holds; None where it has none.
-
-    Args:
-      command: see `lab_command`.
-      folder: of this run alone.
-      links: see `measured`.
+    """Return the result in a folder; None without one.
 
     Raises:
-      ValueError: if it is that of another run, naming it and what differs.
+      ValueError: if it is the result of another command or other links.
     """
     if not (folder / RESULT).exists():
         return None
@@ -170,14 +165,14 @@ def last_line(log: pathlib.Path) -> str:
     """Return the last line of a log, preferably of an error."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if "rror" in line]
-    return (errors or lines or ["it wrote nothing"])[-1].strip()
+    return (errors or lines or ["it printed nothing"])[-1].strip()
 
 
 def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
     """Read a finished run's files.
 
     Raises:
-      LabRunError: if they do not hold the stretch.
+      LabRunError: if they lack some of the measured steps.
     """
     run = folder / "run"
     try:

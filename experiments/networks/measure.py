@@ -1,4 +1,4 @@
-"""What a stretch of a timeline comes to, measured or simulated alike."""
+"""Speed, stall and sync times of a timeline, measured or simulated."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cocodc_jax.network.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How fast regions went.
+    """The speed of the regions.
 
     Attributes:
-      step_s: seconds per step of the slowest region, waiting included.
-      stall_s: seconds in 100 steps that regions waited for syncs, mean over regions;
-        None if there were none, as where steps themselves exchange something.
-      sync_s: mean seconds of a sync, from its start to its arrival; or None.
+      step_s: seconds per step of the slowest region, with waits.
+      stall_s: seconds of waiting for syncs in 100 steps, mean over regions; None
+        without syncs, as for methods that exchange at every step.
+      sync_s: mean seconds of a sync from its start to its arrival; None without syncs.
     """
 
     step_s: float
@@ -25,7 +25,7 @@ class Pace:
 
 
 def region_step_s(timeline: Timeline, first_step: int = 0) -> tuple[float, ...]:
-    """Seconds per step of each region after `first_step`, waiting included."""
+    """Return seconds per step of each region after `first_step`, with waits."""
     last = timeline.num_steps
     took = timeline.times_s(last) - timeline.times_s(first_step)
     return tuple((took / (last - first_step)).tolist())
@@ -34,8 +34,8 @@ def region_step_s(timeline: Timeline, first_step: int = 0) -> tuple[float, ...]:
 def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     """Return the pace after `first_step`.
 
-    Of the syncs, those count that start there or later, but before the last step: in
-    whole intervals as many as are waited for.
+    Syncs count that start after it and before the last step. In full intervals, these
+    are as many as are waited for.
     """
     last = timeline.num_steps
     syncs = [s for s in timeline.syncs if first_step <= s.start_step < last]

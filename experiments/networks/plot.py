@@ -1,4 +1,4 @@
-"""Bars: how much slower each method is for the network, measured beside simulated."""
+"""Plots each method's slowdown by the network, measured and simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOWEST = 0.9  # of the axis; 1 is as fast as without a network
 
 
 def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plot seconds per step over those without a network, on a log axis.
+    """Plot the ratio of seconds per step with and without a network, on a log axis.
 
     Args:
       rows: from `report.row`; rows that failed are left out.

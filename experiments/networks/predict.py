@@ -1,4 +1,4 @@
-"""What the simulator says of a run in the lab, from what the run was given."""
+"""The simulator's prediction for a run in the lab."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .cases import Network, Stretch
 from .lab_run import Measured
 from .measure import Pace, pace
 
-# How the lab's processes average; compressed messages are gathered.
+# Collectives of the lab's processes; compressed messages are gathered.
 REDUCE = {"direct": "direct", "ring": "gloo"}
 GATHER = {"direct": "direct_gather", "ring": "gloo_gather"}
-# One sync after another, as the runtime sends them.
+# Syncs are sent one after the other, as in training.
 SHARING = "fifo"
 
 
-# Compared where nothing is said.
+# The methods compared by default.
 USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 
 
 def check(method: Method) -> None:
-    """Refuse a method that has no place in a lab of processes.
+    """Refuse a method that several processes cannot run.
 
     Raises:
-      ValueError: saying why.
+      ValueError: with the reason.
     """
     why = method.sync.only_in_program if method.sync else None
     if method.num_regions is not None:
-        why = "it is for one region"
+        why = "it is for a single region"
     if why:
         raise ValueError(
             f"methods={method.name} cannot be run by several processes: {why}"
@@ -39,11 +39,11 @@ def check(method: Method) -> None:
 
 
 def host_bytes_per_s(run: Measured, expected: Pace) -> float:
-    """Return the bytes of messages that hosts prepare a second besides the network.
+    """Return the bytes of messages that hosts prepare in a second.
 
     Args:
-      run: with an exchange at every step, over a network that takes little.
-      expected: of it by the simulator, for hosts that take no time at all.
+      run: a run with an exchange at every step, over a fast network.
+      expected: the simulator's prediction for it, for hosts that take no time.
     """
     (num_bytes,) = run.fragment_bytes
     besides_s = run.pace.step_s - expected.step_s
@@ -59,19 +59,19 @@ def predict(
     all_reduce: str,
     host_bytes_per_s: float = math.inf,
 ) -> tuple[Pace, float]:
-    """Return the pace that the simulator expects, and the bytes of the whole run.
+    """Return the predicted pace, and the bytes of the full run.
 
     Args:
       network: links of the lab.
-      method: which.
-      stretch: the steps looked at.
-      run: whose messages' bytes are taken, and nothing else.
+      method: the method.
+      stretch: the measured steps.
+      run: the measured run; only the bytes of its messages are used.
       step_s: seconds of a step of each region without a network.
       all_reduce: "direct" or "ring".
-      host_bytes_per_s: of messages, see the function of this name.
+      host_bytes_per_s: see the function of this name.
 
     Returns:
-      The pace, and what the region that sends most puts on the network.
+      The pace, and the most bytes that a region sends over the network.
     """
     reduce_or_gather = GATHER if exchanges.is_gathered(method) else REDUCE
     found = exchanges.simulate_method(

@@ -1,4 +1,4 @@
-"""Rows of the comparison: one per network and method, for JSON and for people."""
+"""Rows of the comparison, one per network and method: JSON, a table, Markdown."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def row(
     wire_bytes: float,
     alone: Measured,
 ) -> dict[str, Any]:
-    """Return what is kept of one run, as plain values.
+    """Return one run's results as plain values.
 
     Args:
-      network: its name.
-      method: its name.
-      run: what was measured.
-      simulated: what the simulator expected.
-      wire_bytes: that the simulator expected on the network.
-      alone: the regions left alone: steps without a network, and the bytes that it
-        takes to begin and to evaluate.
+      network: name of the network.
+      method: name of the method.
+      run: the measured run.
+      simulated: the predicted pace.
+      wire_bytes: the predicted bytes over the network.
+      alone: the run without a network, which has the bytes of the start and of
+        evaluation only.
     """
     apart_step_s, measured = alone.pace.step_s, run.pace
     if measured.stall_s is None:  # Every step waits; nobody but the clock tells.
@@ -84,7 +84,7 @@ def row(
 
 
 def failure(network: str, method: str, error: Exception) -> dict[str, Any]:
-    """Return what is kept of a run that failed."""
+    """Return the row of a failed run."""
     return {"network": network, "method": method, "error": str(error)}
 
 
@@ -97,7 +97,7 @@ def _ratio(simulated: float | None, measured: float | None) -> float | None:
 
 
 def cells(entry: dict[str, Any]) -> list[str]:
-    """One row of the table, in the order of `HEADS`."""
+    """Return one row of the table, in the order of `HEADS`."""
     names = [entry["network"], entry["method"]]
     if "error" in entry:
         return names + ["failed"] + [""] * (len(HEADS) - 3)
@@ -120,7 +120,7 @@ def cells(entry: dict[str, Any]) -> list[str]:
 
 
 def _is_stalled(lab: dict[str, Any]) -> bool:
-    """Whether the waiting is long enough for a ratio to say something."""
+    """Return whether the stall is long enough for a ratio to be meaningful."""
     stall_s = lab["stall_s"]
     return stall_s is not None and stall_s >= _LEAST_STALL * 100 * lab["step_s"]
 
@@ -140,7 +140,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def note(alone: Measured) -> str:
-    """Return what the numbers are, and those of the regions left alone."""
+    """Return an explanation of the columns, with the run without a network."""
     return (
         f"Without a network: {alone.pace.step_s:.3f} s per step, and "
         f"{format_bytes(alone.relayed_bytes)} relayed to begin and to evaluate. {_NOTE}"
@@ -148,7 +148,7 @@ def note(alone: Measured) -> str:
 
 
 def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> str:
-    """Return the table, failures, and what made them, as Markdown text."""
+    """Return the table, the failures and the command as Markdown text."""
     lines = [
         note(alone),
         "",

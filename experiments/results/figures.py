@@ -1,10 +1,10 @@
-"""Draws the pictures of README.md from the results that are in the repository.
+"""Draws pictures of README.md and docs/results from results in the repository.
 
     python -m experiments.results.figures
 
-writes beside it: readme_loss_by_bytes.png, from compare_all.json; and
-readme_crossing.png, DiLoCo and Streaming DiLoCo side by side on one network, from the
-simulator, which takes a second and comes out the same everywhere.
+writes to this folder: readme_crossing.png, for README.md, with DiLoCo and Streaming
+DiLoCo on one simulated network; and readme_loss_by_bytes.png, for docs/results, from
+compare_all.json. The simulation takes a second and is the same on every machine.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from cocodc_jax.report import plots, points
 
 RESULTS = pathlib.Path(__file__).parent
 
-# As in README.md's table of networks: the tiny preset, four regions, 20 Mbit/s, 50 ms.
+# As in docs/results/networks.md: the tiny preset, four regions, 20 Mbit/s, 50 ms.
 PARAMETERS = 838_784
 REGIONS, STEP_S, STEPS = 4, 0.25, 100
 LINK = Link(bandwidth_gbps=0.02, latency_s=0.05)
@@ -43,7 +43,7 @@ def main(folder: pathlib.Path = RESULTS) -> None:
 
 
 def crossing() -> Figure:
-    """Draw a blocking sync above those of fragments beside the steps."""
+    """Draw a blocking sync, and below it fragments that cross during the steps."""
     blocking = methods.get("diloco", sync_interval=INTERVAL)
     beside = methods.get(
         "streaming_diloco",
@@ -75,7 +75,7 @@ def crossing() -> Figure:
 
 
 def _simulate(method: methods.Method, num_fragments: int) -> Timeline:
-    """Return a timeline of one region: they are all alike."""
+    """Return the timeline of one region; all regions have the same."""
     found = exchanges.simulate_method(
         uniform(REGIONS, LINK),
         Workload(

@@ -1,1 +1,1 @@
-"""What `experiments.simulate` is made of: flags, what they describe, stages."""
+"""Parts of `experiments.simulate`: flags, the network they describe, stages."""

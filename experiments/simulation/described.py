@@ -20,7 +20,7 @@ from .options import ARGUMENTS, COUNTS_OR_AUTO, check_finite
 
 AUTO = "auto"
 
-# What is simulated where nothing is said, so that methods can be laid side by side.
+# Defaults of the simulation, so that methods can be compared.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 100},
     "streaming_diloco": {"delay_steps": 5},
@@ -50,7 +50,7 @@ def build_method(values: flags.FlagValues) -> Method:
     """Return the method the flags describe.
 
     Raises:
-      ValueError: for an argument that it does not take, or refuses.
+      ValueError: for an argument that the method does not take or refuses.
     """
     name = values.method
     taken = methods.defaults(name)
@@ -78,7 +78,7 @@ def _count_or_auto(name: str, text: str) -> int | str:
 def build_workload(
     values: flags.FlagValues, method: Method, num_regions: int
 ) -> Workload:
-    """Return bytes and step times, fragments of equal bytes."""
+    """Return the workload: bytes and step times, with fragments of equal bytes."""
     times = step_times(values, num_regions)
     num, share = method.num_fragments, exchanges.message_share(method)
     size = model_bytes(values) * share / num
@@ -91,10 +91,10 @@ def build_workload(
 def goodput_of(
     values: flags.FlagValues, num_regions: int, sync_s: float, utilization: float
 ) -> dict[str, float]:
-    """Return what is predicted of the share of time in steps that count, by policy.
+    """Return the predicted goodput by policy; `{}` without a rate of failures.
 
     Args:
-      values: with the rates of failures; `{}` without one.
+      values: flags with the rates of failures.
       num_regions: M.
       sync_s: seconds between syncs.
       utilization: share of the time spent computing while nothing fails.
@@ -131,7 +131,7 @@ def goodput_of(
 
 
 def failures(values: flags.FlagValues, names: Sequence[str]) -> list[Failure]:
-    """Return sites that are gone, of `name@start` and `name@start-end`."""
+    """Return outages of sites, given as `name@start` or `name@start-end`."""
     found = []
     for text in filter(None, values.failures.split(",")):
         name, _, when = text.partition("@")
@@ -162,11 +162,7 @@ def model_bytes(values: flags.FlagValues) -> float:
 
 
 def step_times(values: flags.FlagValues, num_regions: int) -> tuple[float, ...]:
-    """Return the seconds of a step in each region, of one number or as many.
-
-    Raises:
-      ValueError: naming the flag and its value.
-    """
+    """Return the seconds of a step in each region."""
     text = values.step_time_s
     try:
         times = tuple(float(each) for each in text.split(","))

@@ -1,4 +1,4 @@
-"""Files that flags name: what is read of them, loss curves, and results."""
+"""Reads the files that flags name, such as loss curves, and writes results."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
-    """Return read(path); an error of the file system names the flag."""
+    """Return read(path); file system errors name the flag."""
     try:
         return read(path)
     except OSError as error:
@@ -21,7 +21,7 @@ def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
 
 
 def write_json(path: pathlib.Path, value: dict) -> None:
-    """Write a table for people and programs."""
+    """Write a table as readable JSON."""
     write_whole(path, json.dumps(value, indent=1))
 
 
@@ -31,12 +31,12 @@ def read_curve(
     """Read (step, loss) pairs from JSON lines or from a JSON list of pairs.
 
     Args:
-      path: metrics.jsonl, also one that is being written, so that a last line without
-        its newline is left out; or a file of one JSON list.
-      key: entry of a line that holds the loss; lines without it are skipped.
+      path: metrics.jsonl, or a file of one JSON list. A last line without its newline
+        is skipped, as the file may still be written.
+      key: entry of a line with the loss; lines without it are skipped.
 
     Raises:
-      ValueError: naming the file, if it holds no such pair or steps do not increase.
+      ValueError: with the file, if it has no such pair or steps do not increase.
       OSError: if the file cannot be read.
     """
     text = pathlib.Path(path).read_bytes()
@@ -48,7 +48,7 @@ def read_curve(
             pairs = [(row["step"], row[key]) for row in rows if key in row]
         curve = [(float(step), float(loss)) for step, loss in pairs]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no loss curve: {error!r}") from error
+        raise ValueError(f"{path} is not a loss curve: {error!r}") from error
     if not curve:
         raise ValueError(f"{path} has no line with both 'step' and {key!r}")
     steps = [step for step, _ in curve]

@@ -1,7 +1,7 @@
-"""Flags of `experiments.simulate`, and what of them is refused.
+"""Flags of `experiments.simulate`, and their checks.
 
-A method takes its arguments under the names that training has for them; of those, the
-ones that decide when something is sent, and how much.
+Arguments of methods have the names that training uses. Only those exist that decide
+when a method sends, and how much.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from cocodc_jax.network import world
 from cocodc_jax.network.channel import SHARINGS
 from cocodc_jax.network.collectives import COLLECTIVES
 
-# Arguments of methods: what they are.
+# Help of the methods' arguments.
 COUNTS = {
     "sync_interval": "H, steps",
     "num_fragments": "K",
     "max_delay_steps": "the longest that --delay_steps=auto may choose",
     "rank": "first rank of low-rank messages",
     "min_rank": "smallest rank",
-    "quorum": "answers that are waited for",
+    "quorum": "number of answers to wait for",
     "num_rings": "rings at once",
 }
-STEPS = {"grace_steps": "steps waited for more answers than the quorum"}
+STEPS = {"grace_steps": "steps to wait for more answers after the quorum"}
 COUNTS_OR_AUTO = {
     "delay_steps": "tau, or 'auto'",
     "syncs_per_interval": "N, or 'auto'",
 }
 TEXTS = {
-    "answer_steps": "steps each region's answer takes, as 1,1,2,9",
+    "answer_steps": "steps until each region answers, as 1,1,2,9",
     "compress": "compressor of the messages, as int8 or ef+topk:0.1",
 }
 ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
 
-# Of those, what a plan takes as given.
+# Arguments that a plan takes as given.
 WISHES = ("num_fragments", "sync_interval", "network_share")
 
-# Flags that another one leaves without a meaning; beside --table, that is all of them.
+# Flags that have no meaning with another one; --table excludes all of them.
 UNREAD = {
     "plan": (
         "method", *(name for name in ARGUMENTS if name not in WISHES), "effective_rank",
@@ -52,7 +52,7 @@ UNREAD = {
     "world": ("regions", "latency_ms", "jitter_ms", "loss"),
 }  # fmt: skip
 
-# Flags that mean something beside another one alone.
+# Flags that need another one.
 NEED = {
     "plan": (
         "frontier", "max_fragments", "stages", "activation_mb", "swarm_s",
@@ -94,10 +94,10 @@ def _define_network(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("regions", 4, "regions", lower_bound=1, flag_values=values)
     number("bandwidth_gbps", 1.0, "Gbit/s of each ordered pair of regions")
     number("latency_ms", 50.0, "milliseconds one way", lower_bound=0)
-    number("jitter_ms", 0.0, "milliseconds, either way", lower_bound=0)
+    number("jitter_ms", 0.0, "milliseconds in either direction", lower_bound=0)
     number("loss", 0.0, "share of packets lost, in [0, 1)", lower_bound=0)
     known = ", ".join(world.world_regions())
-    text("world", None, f"cloud regions by name, with commas: {known}")
+    text("world", None, f"cloud regions, comma-separated, of {known}")
     text("links", None, "YAML file with regions, links, changes")
     choice(
         "collective",
@@ -105,7 +105,7 @@ def _define_network(values: flags.FlagValues) -> None:
         sorted(COLLECTIVES),
         "how messages cross regions; default ring, or gather for encoded ones",
     )
-    choice("sharing", "fair", SHARINGS, "how syncs under way share the links")
+    choice("sharing", "fair", SHARINGS, "how concurrent syncs share the links")
 
 
 def _define_method(values: flags.FlagValues) -> None:
@@ -134,28 +134,38 @@ def _define_job(values: flags.FlagValues) -> None:
     number("bits_per_param", 32.0, "bits of each parameter, before a method's encoding")
     text("step_time_s", "0.1", "seconds of a step: one number or one per region")
     number(
-        "host_mb_per_s", math.inf, "10^6 bytes of messages that hosts prepare a second"
+        "host_mb_per_s",
+        math.inf,
+        "10^6 bytes of messages that a host prepares per second",
     )
-    count("num_layers", 1, "above 1, each layer is sent when ready", lower_bound=1)
+    count(
+        "num_layers", 1, "above 1, each layer is sent once it is ready", lower_bound=1
+    )
     count("steps", None, "inner steps to simulate; default 3 H", lower_bound=1)
     text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
     text("loss_key", "eval_loss", "entry of metrics.jsonl to read")
     number("target_loss", None, "report the seconds until this loss")
-    number("hours_between_failures", None, "of each region on average, for goodput")
-    number("repair_s", 600.0, "seconds until a failed region goes on", lower_bound=0)
-    number("checkpoint_s", 1800.0, "seconds between checkpoints", lower_bound=0)
-    count("least_regions", 1, "regions without which none goes on", lower_bound=1)
-    count("max_fragments", 32, "K that --plan may choose", lower_bound=1)
-    count("stages", 1, "pipeline stages that --plan puts on sites", lower_bound=1)
-    number("activation_mb", None, "10^6 bytes a stage hands on in a step, for --stages")
     number(
-        "swarm_s", None, "seconds of --stages' sites to simulate, see network/swarm.py"
+        "hours_between_failures",
+        None,
+        "mean hours between failures of a region, for goodput",
     )
+    number("repair_s", 600.0, "seconds until a failed region resumes", lower_bound=0)
+    number("checkpoint_s", 1800.0, "seconds between checkpoints", lower_bound=0)
+    count(
+        "least_regions", 1, "fewest regions with which the run continues", lower_bound=1
+    )
+    count("max_fragments", 32, "K that --plan may choose", lower_bound=1)
+    count("stages", 1, "pipeline stages that --plan places on sites", lower_bound=1)
+    number(
+        "activation_mb", None, "10^6 bytes that a stage passes on in a step (--stages)"
+    )
+    number("swarm_s", None, "simulated seconds of the pipeline (network/swarm.py)")
     number("rebalance_s", None, "seconds between moves of sites between stages (SWARM)")
     text(
         "failures",
         "",
-        "sites that are gone, as us-east@600-1200,asia@900: name, seconds",
+        "outages of sites in seconds, as us-east@600-1200,asia@900",
     )
 
 
@@ -168,17 +178,17 @@ SECTIONS = {
 
 
 def check(values: flags.FlagValues) -> None:
-    """Refuse flags that would be passed over, and numbers that are of no use.
+    """Refuse flags that would have no effect, and numbers out of range.
 
     Raises:
-      ValueError: naming the flag and its value.
+      ValueError: with the flag and its value.
     """
     others = [name for name in values if name not in ("table", "help")]
     for mode, names in ({"table": others} | UNREAD).items():
         for name in names:
             if values[mode].value and values[name].present:
                 raise ValueError(
-                    f"{name}={values[name].value} has no meaning beside --{mode}; "
+                    f"{name}={values[name].value} has no meaning with --{mode}; "
                     "leave it out"
                 )
     for needed, names in NEED.items():
@@ -196,10 +206,10 @@ def check(values: flags.FlagValues) -> None:
 
 
 def check_finite(values: flags.FlagValues, *names: str) -> None:
-    """Refuse numbers of flags that are not finite.
+    """Refuse NaN and infinite numbers.
 
     Raises:
-      ValueError: naming the flag and its value.
+      ValueError: with the flag and its value.
     """
     for name in names:
         value = getattr(values, name)

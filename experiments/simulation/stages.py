@@ -1,4 +1,4 @@
-"""Stages of a pipeline on the sites of a network: where they go, how they get on."""
+"""Stages of a pipeline on the sites of a network: placement, and throughput."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .files import write_json
 def place(
     values: flags.FlagValues, topology: Topology, job: plan.Job
 ) -> placement.Placement:
-    """Put stages on sites, with averages as far apart as the job asks for."""
+    """Place stages on sites, for the interval of averages that the job has."""
     if values.activation_mb is None:
         raise ValueError(f"stages={values.stages} needs --activation_mb too")
     pipeline = placement.Pipeline(
@@ -33,11 +33,11 @@ def place(
 def report_placement(
     topology: Topology, placed: placement.Placement, folder: pathlib.Path | None
 ) -> None:
-    """Say which site runs which stage; `folder` gets placement.json."""
+    """Print which site runs which stage; write placement.json to `folder`."""
     sites = [[topology.regions[i] for i in stage] for stage in placed.stages]
     for stage, names in enumerate(sites):
         print(f"- Stage {stage} on {', '.join(names)}.")
-    how = "the best there is" if placed.is_exact else "the best that a search found"
+    how = "the best placement" if placed.is_exact else "the best that a search found"
     print(
         f"- That is {how}: {placed.pipeline_s:.3g} s of activations a step, "
         f"{placed.sync_s:.3g} s of averaging spread over the steps of an interval."
@@ -56,7 +56,7 @@ def report_swarm(
     times: Sequence[float],
     failures: Sequence[swarm.Failure],
 ) -> None:
-    """Simulate the sites at work: in chains, wired by throughput, and rebalanced."""
+    """Simulate the pipeline: in fixed chains, routed by throughput, and rebalanced."""
     names = topology.regions
     batch_s = [time / len(stages) for time in times]
     rates = [1 / seconds for seconds in batch_s]

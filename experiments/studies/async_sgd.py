@@ -2,22 +2,22 @@
 
     python -m experiments.studies.async_sgd
 
-Worker i takes i + 1 units of time for a gradient. When it is done the server applies
-it to its parameters w, which others have changed since the worker read them (w_stale),
-and the worker reads w anew. With g = gradient(w_stale), on the batch of this update,
+Worker i takes i + 1 units of time for a gradient. Then the server applies it to its
+parameters w, which others have changed since the worker read them (w_stale), and the
+worker reads w again. With g = gradient(w_stale), on the batch of this update,
 
     stale     w <- w - eta g
     constant  w <- w - eta (g + lambda g g (w - w_stale))                 DC-ASGD-c
     adaptive  the same with lambda_0 / sqrt(mean square of g)             DC-ASGD-a
     exact     w <- w - eta (g + Hessian(w_stale) (w - w_stale))
-    fresh     w <- w - eta gradient(w), what no delay would give
+    fresh     w <- w - eta gradient(w), without any delay
 
-Printed side by side: the loss at the end of each rule's own run; and, at the points
-that the stale run visits, where all rules answer the same question, the length of what
-separates each rule's gradient from the fresh one, in lengths of the fresh one.
+Prints the last loss of each rule's own run. Also prints the relative error of each
+rule's gradient, ||gradient - fresh|| / ||fresh||, at the points of the stale run, so
+that all rules are compared on the same gradients.
 
-Source: DC-ASGD (arXiv 1609.08326, equations 10 and 14): the constant form as read from
-the authors' code, the adaptive form's defaults from memory, unchecked.
+Source: DC-ASGD (arXiv 1609.08326, equations 10 and 14). The constant form was read from
+the authors' code. The adaptive form's defaults are from memory, unchecked.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Setup:
 
 
 def rules(setup: Setup) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """Return what the server does to a gradient first; "fresh" is no rule."""
+    """Return the transform of each rule but "fresh", applied to gradients first."""
     return {
         "stale": delay_compensation("none"),
         "constant": delay_compensation("outer_product", setup.constant_strength),
@@ -97,12 +97,12 @@ def rules(setup: Setup) -> dict[str, optax.GradientTransformationExtraArgs]:
 
 
 def arrivals(num_workers: int, num_updates: int) -> np.ndarray:
-    """Which worker's gradient each update applies, int32 `[num_updates]`.
+    """Return the worker whose gradient each update applies, int32 `[num_updates]`.
 
     >>> print(arrivals(3, 8))
     [0 0 1 0 2 0 1 0]
     """
-    # Even the fastest worker delivers no more than all of them.
+    # The fastest worker delivers at most all gradients.
     times = np.arange(1, num_updates + 1)[:, None] * np.arange(1, num_workers + 1)
     workers = np.broadcast_to(np.arange(num_workers), times.shape)
     order = np.lexsort((workers.ravel(), times.ravel()))
@@ -110,12 +110,12 @@ def arrivals(num_workers: int, num_updates: int) -> np.ndarray:
 
 
 class Server(NamedTuple):
-    """The server and what its workers read.
+    """The server's state.
 
     Attributes:
       params: w.
       read: w as each worker last read it, leaves `[W, ...]`.
-      states: of each rule.
+      states: the state of each rule.
     """
 
     params: Any
@@ -130,7 +130,7 @@ class Problem(NamedTuple):
       params: the first parameters.
       x: float32 `[POOL, FEATURES]`.
       y: int32 `[POOL]`.
-      key: for the batches.
+      key: PRNG key of the batches.
     """
 
     params: Any
@@ -140,7 +140,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(seed: int | jax.Array) -> Problem:
-    """Return a small classification, another one for every seed."""
+    """Return a small classification problem, a different one for every seed."""
     keys = jax.random.split(jax.random.key(seed), 6)
     x = jax.random.normal(keys[0], (POOL, FEATURES))
     labels = jnp.argmax(_logits(_init_params(keys[1]), x), axis=-1)
@@ -163,31 +163,31 @@ def _logits(params, x):
 
 
 def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats."""
+    """Return the mean cross-entropy in nats."""
     losses = optax.softmax_cross_entropy_with_integer_labels(_logits(params, x), y)
     return losses.mean()
 
 
 def names(setup: Setup) -> tuple[str, ...]:
-    """Every gradient that is compared, in the order of the table."""
+    """Return the names of the compared gradients, in the order of the table."""
     return (*rules(setup), "fresh")
 
 
 def simulate(
     setup: Setup, chosen_rule: int | jax.Array, seed: int | jax.Array
 ) -> tuple[Any, Any]:
-    """Run one rule, and measures all rules where it passes.
+    """Run one rule, and measure all rules along its path.
 
     Args:
       setup: sizes.
       chosen_rule: an index into `names`; it may be traced, so that one compiled program
         runs all rules.
-      seed: of the problem and the batches, the same for every rule.
+      seed: seed of the problem and the batches, the same for every rule.
 
     Returns:
-      The loss over the whole pool at the end, and for each rule the mean over updates
-      of ||its gradient - fresh|| / ||fresh||. All rules see the same gradients, so
-      that of a rule with a memory (adaptive) is of the path that is measured.
+      The last loss over all examples, and for each rule the mean over updates of
+      ||its gradient - fresh|| / ||fresh||. The state of a rule (adaptive) follows the
+      same path.
     """
     problem, table = make_problem(seed), rules(setup)
 
@@ -238,9 +238,9 @@ def measure(setup: Setup) -> dict[str, dict[str, Any]]:
     """Run every rule with every seed.
 
     Returns:
-      For each rule the final "loss" and the gradient "error" on the stale run's path,
-      as intervals over seeds, None if a seed diverged; "seed_losses" and "seed_errors"
-      are their values.
+      For each rule the last "loss" and the gradient "error" along the stale run, as
+      intervals over seeds, None if a seed diverged; "seed_losses" and "seed_errors"
+      have the values.
     """
     each_seed = jax.vmap(functools.partial(simulate, setup), in_axes=(None, 0))
     each_rule = jax.jit(jax.vmap(each_seed, in_axes=(0, None)))
@@ -304,9 +304,9 @@ def gap_closed(
     own: dict[str, float] | None,
     fresh: dict[str, float] | None,
 ) -> float | None:
-    """Return which part of the way from stale to fresh a rule's mean loss has gone.
+    """Return the share of the gap from stale to fresh that a rule's mean loss closes.
 
-    None if one of them diverged, or there is no way, as with a single worker.
+    None if one of them diverged, or if there is no gap, as with a single worker.
     """
     if not (stale and own and fresh) or stale["mean"] == fresh["mean"]:
         return None
@@ -321,7 +321,7 @@ def _text(value: dict[str, float] | None, seeds: int) -> str:
 
 
 def _delays(setup: Setup) -> list[int]:
-    """Update that others made while each gradient was computed."""
+    """Return the updates by others while each gradient was computed."""
     last: dict[int, int] = {}
     delays = []
     for step, worker in enumerate(arrivals(setup.workers, setup.updates).tolist()):

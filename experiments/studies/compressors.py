@@ -1,11 +1,11 @@
-"""How much compressors lose of real pseudo-gradients, by kind of tensor.
+"""Measures the error of compressors on real pseudo-gradients, by kind of tensor.
 
     python -m experiments.studies.compressors --preset=tiny --compressors=int2,stat2
 
-Regions train by themselves; what each has done in `--interval` steps is what it would
-send. Its relative error is the length of what a compressor loses over that of what it
-was given. Beside it stand random numbers, normal and Laplace, and what a sparse method
-has quantized: the 128 largest of each 64 x 64 chunk.
+Regions train without exchange. The progress of each in `--interval` steps is its
+pseudo-gradient x. The relative error of a compressor is ||decoded - x|| / ||x||. The
+table also has normal and Laplace random numbers, and the values that a sparse method
+quantizes: the 128 largest of each 64 x 64 chunk.
 """
 
 import functools
@@ -65,11 +65,11 @@ def main() -> None:
 
 
 def _compressors() -> dict[str, Compressor]:
-    """Return those that were asked for, by their texts."""
+    """Return the requested compressors by name."""
     whole = flags.value("compressors")
     texts = [text for text in whole.split(",") if text]
     if not texts:
-        raise ValueError(f"compressors={whole} names none; name some")
+        raise ValueError(f"compressors={whole} is empty; name some")
     try:
         return {text: compression.parse(text) for text in texts}
     except ValueError as error:  # Of the argument that it is elsewhere.
@@ -87,12 +87,12 @@ def random_numbers() -> Tensors:
 
 
 def pseudo_gradients(session: Session, interval: int, rounds: int) -> Tensors:
-    """Train regions apart; return what each did in every round, by kind of tensor.
+    """Train regions without exchange; return pseudo-gradients by kind of tensor.
 
     Args:
-      session: of a method that exchanges nothing.
+      session: session of a method that exchanges nothing.
       interval: steps of a round.
-      rounds: how many.
+      rounds: number of rounds.
     """
     program, key = session.program, jax.random.key(session.config.run.seed)
     params = session.init_params(jax.random.fold_in(key, 0))
@@ -127,13 +127,13 @@ def kind_of(path: str) -> str:
 
 
 def largest(x: np.ndarray) -> np.ndarray:
-    """Return the numbers that SparseLoCo sends of a tensor, before their 2 bits."""
+    """Return the numbers of a tensor that SparseLoCo sends, before quantization."""
     sent = _decoded(_LARGEST, x)
     return sent[sent != 0]
 
 
 def relative_error(compressor: Compressor, tensors: list[np.ndarray]) -> float:
-    """Return the length of what is lost of all tensors over their length."""
+    """Return the norm of the error over all tensors, relative to their norm."""
     lost = sum(_squares(x - _decoded(compressor, x)) for x in tensors)
     return math.sqrt(lost / sum(map(_squares, tensors)))
 
@@ -159,10 +159,8 @@ def _squares(x: np.ndarray) -> float:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT, "Folder of config.json; the table is only printed.")
-    flags.define_one(
-        str, "compressors", "int2,stat2", "What to compare, separated by commas."
-    )
+    flags.define(WITHOUT, "Folder for config.json; the table is printed only.")
+    flags.define_one(str, "compressors", "int2,stat2", "Compressors, comma-separated.")
     flags.define_one(int, "interval", 40, "Steps of a pseudo-gradient.")
     text = "Pseudo-gradients of each region: it trains interval x rounds steps."
     flags.define_one(int, "rounds", 3, text)

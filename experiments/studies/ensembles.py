@@ -1,4 +1,4 @@
-"""Every way to merge regions that were trained apart, judged on one set of text."""
+"""Evaluates ways to merge separately trained regions on the same held-out text."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How experts are chosen.
+    """How a router weighs experts.
 
     Attributes:
       top_k: experts that a sparse router keeps.
-      prefix_tokens: predicted tokens that a router chooses from, P.
-      temperature: of the posterior.
-      batches: training batches of each region that the linear router learns from.
+      prefix_tokens: P, predicted tokens that a router reads.
+      temperature: temperature of the posterior.
+      batches: training batches of each region for the linear router.
     """
 
     top_k: int
@@ -45,10 +45,10 @@ class Routing:
     batches: int
 
     def check(self, config: TrainConfig) -> None:
-        """Hold the numbers against a run's.
+        """Check the numbers for a run.
 
         Raises:
-          ValueError: naming the flag, its value and what would be right.
+          ValueError: with the flag, its value and a value that works.
         """
         regions, length = config.run.regions, config.data.sequence_length
         if regions < 2:
@@ -72,11 +72,11 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one way to merge gives.
+    """The result of one way to merge.
 
     Attributes:
-      loss: nats per token over whole sequences.
-      loss_after_prefix: the same over the tokens a router decides on.
+      loss: nats per token over full sequences.
+      loss_after_prefix: the same without the tokens that a router reads.
       passes_per_token: forward passes of one expert's size.
     """
 
@@ -86,14 +86,14 @@ class Row:
 
 
 def merge(session: Session, routing: Routing) -> dict[str, Row]:
-    """Every way to merge the experts of a finished run, by name.
+    """Evaluate every way to merge the experts of a finished run.
 
     Raises:
       ResumeError: if the run's checkpoint is of other data.
     """
     with _finished(session) as (state, stream):
         params = state.region.params
-        # What the run would train on next: new to the experts in their first epoch.
+        # The run's next training batches, which the experts have not seen yet.
         batches = [next(stream) for _ in range(routing.batches)]
     texts = _cut(np.concatenate(batches), session.config)
     tokens, prefix = _eval_tokens(session), routing.prefix_tokens
@@ -118,7 +118,7 @@ def merge(session: Session, routing: Routing) -> dict[str, Row]:
 
 
 def reference(session: Session, routing: Routing) -> Row:
-    """Return a finished run of any method, by the average of its regions.
+    """Evaluate the mean of the regions of a finished run of any method.
 
     Raises:
       ResumeError: if the run's checkpoint is of other data.
@@ -129,7 +129,7 @@ def reference(session: Session, routing: Routing) -> Row:
 
 @contextlib.contextmanager
 def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
-    """Return the state of a finished run, and its data from there on."""
+    """Return the state of a finished run, and its data from that step on."""
     keep = session.config.run.keep_checkpoints
     with (
         only_writer(session.own_dir),
@@ -175,7 +175,7 @@ def _even(scores: experts.Scores, prefix: int) -> dict[str, Row]:
 def _routed(
     log_probs: Any, weights: dict[str, jax.Array], routing: Routing
 ) -> dict[str, Row]:
-    """Each router with all experts and, where that is fewer, with the best k."""
+    """Return each router with all experts and, if that is fewer, with the best k."""
     (regions, *_, length), prefix = log_probs.shape, routing.prefix_tokens
     rows = {}
     for name, log_weights in weights.items():
@@ -204,7 +204,7 @@ def _fit_router(
 
 
 def _features(tokens: np.ndarray, prefix: int) -> jax.Array:
-    # The first token is given, so P predicted tokens are P + 1 known ones.
+    # The first token is an input only, so P predictions need P + 1 tokens.
     return experts.hashed_ngrams(jnp.asarray(tokens[..., : prefix + 1]), NUM_FEATURES)
 
 
@@ -214,7 +214,7 @@ def _eval_tokens(session: Session) -> np.ndarray:
 
 
 def _cut(tokens: np.ndarray, config: TrainConfig) -> np.ndarray:
-    """Batches `[E, B, L + 1]` of so few sequences as may have logits at one time."""
+    """Yield batches `[E, B, L + 1]` small enough for their logits to fit in memory."""
     batch, length = tokens.shape[1:]
     axis, most = config.run.data_axis, config.model.loss_chunk_tokens // (length - 1)
     sizes = [n for n in range(axis, batch + 1, axis) if batch % n == 0 and n <= most]

@@ -1,12 +1,12 @@
-"""Trains regions wholly apart and merges them late: an average, and ensembles.
+"""Trains regions without exchange and merges them late: an average, and ensembles.
 
     python -m experiments.studies.merge_experts --preset=tiny --workdir=DIR
 
-Trains method `apart` (or takes the finished run in DIR), each region on its own sources
-unless --partition=iid, and judges on the held-out batches of every other program: each
-expert, the average of their parameters, even mixtures, and mixtures weighed by a router
-that reads the first --prefix_tokens of a sequence. Writes merge.json and merge.png to
-DIR. The same command goes on where an interrupted one stopped.
+Trains method `apart`, or uses the finished run in DIR. Each region has its own sources
+unless --partition=iid. Evaluates on the same held-out batches as all programs: each
+expert, the average of their parameters, even mixtures, and mixtures weighted by a
+router that reads the first --prefix_tokens of a sequence. Writes merge.json and
+merge.png to DIR. The same command resumes an interrupted one.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def _train(session: Session, console: Console) -> None:
     summary = session.train(console)
     if summary["steps"] < session.config.run.steps:
         print(f"stopped: {summary['method']} at step {summary['steps']}; the same "
-              "command goes on from there")  # fmt: skip
+              "command resumes there")  # fmt: skip
         sys.exit(0)
 
 
@@ -149,21 +149,21 @@ def _write(
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT, "Folder of the runs and the results; they go on there.")
+    flags.define(WITHOUT, "Folder of the runs and the results; they resume there.")
     flags.define_tracking()
     for kind, name, default, text in (
         (str, "partition", "source", "How regions share the corpus: source or iid."),
         (int, "top_k", 2, "Experts that a sparse router keeps."),
         (
             *(int, "prefix_tokens", None),
-            "Tokens a router chooses from. Default: a quarter.",
+            "Tokens that a router reads. Default: a quarter.",
         ),
-        (float, "temperature", 1.0, "Of the posterior; 1 is Bayes' rule."),
+        (float, "temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
         (
             *(int, "router_batches", 64),
-            "Batches of each region that the linear router reads.",
+            "Training batches of each region for the linear router.",
         ),
-        (str, "references", "", "Methods to train beside, separated by commas."),
+        (str, "references", "", "Methods to compare with, comma-separated."),
     ):
         flags.define_one(kind, name, default, text)
 

@@ -1,10 +1,10 @@
 """Power laws of a sweep's losses: over parameters, regions and the sync interval.
 
-The form of arXiv 2503.09799 (section on scaling laws: L = A N^alpha M^beta, fitted in
-logarithms), with a factor H^gamma more; a factor that does not vary is left out. The
-fit is ordinary least squares of log L, intervals are Student's at 95 % of that linear
-model, so they know the scatter of the points about the law and nothing of its form
-being wrong, which is what `held_out` is for.
+The form is that of arXiv 2503.09799 (section on scaling laws: L = A N^alpha M^beta,
+fitted in logarithms), with one more factor H^gamma. A factor that does not vary is left
+out. The fit is ordinary least squares of log L. Intervals are Student's at 95 % for
+that linear model. They include the scatter of the points about the law, but not an
+error in its form, which `held_out` tests.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FACTORS = (PARAMETERS, REGIONS, INTERVAL)
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What one setting came to.
+    """The result of one setting.
 
     Attributes:
-      factors: by name, of `FACTORS`.
-      loss: nats a token.
+      factors: values by name, see `FACTORS`.
+      loss: nats per token.
     """
 
     factors: Mapping[str, float]
@@ -36,15 +36,15 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """L = A N^alpha M^beta H^gamma, as far as these factors vary.
+    """L = A N^alpha M^beta H^gamma, with the factors that vary.
 
     Attributes:
-      names: the factors it has.
+      names: names of the factors.
       coefficients: log A, then the exponents in the order of `names`.
-      covariance: of the coefficients.
+      covariance: covariance of the coefficients.
       residual: standard deviation of log L about the law.
-      quantile: Student's, for the degrees of freedom that are left.
-      sizes: parameters it was fitted over, the least and the most.
+      quantile: Student's, for the remaining degrees of freedom.
+      sizes: least and most parameters of the fit.
     """
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ class Law:
     sizes: tuple[float, float]
 
     def exponent(self, name: str) -> Interval | None:
-        """Return the exponent of a factor; None for one that it does not have."""
+        """Return the exponent of a factor; None if the law does not have it."""
         if name not in self.names:
             return None
         index = 1 + self.names.index(name)
@@ -68,7 +68,7 @@ class Law:
         return math.exp(self.coefficients[0])
 
     def predict(self, factors: Mapping[str, float]) -> tuple[float, float, float]:
-        """Return a loss with the limits of a single new setting at these factors.
+        """Return the loss of a new setting with these factors, and its interval.
 
         Raises:
           KeyError: if a factor of the law is missing.
@@ -84,17 +84,19 @@ def fit(observations: Sequence[Observation]) -> Law:
     """Fit the law.
 
     Args:
-      observations: at least two more than it has coefficients.
+      observations: at least two more than the law has coefficients.
 
     Raises:
-      ValueError: if parameters do not vary, there are too few, or factors vary
-        together so that their exponents cannot be told apart.
+      ValueError: if parameters do not vary, if there are too few observations, or if
+        factors vary together, so that their exponents are not determined.
     """
     names = tuple(
         name for name in FACTORS if len({o.factors[name] for o in observations}) > 1
     )
     if PARAMETERS not in names:
-        raise ValueError("a scaling law needs models of several sizes; they are alike")
+        raise ValueError(
+            "a scaling law needs models of several sizes; all have the same"
+        )
     least = len(names) + 3
     if len(observations) < least:
         raise ValueError(
@@ -125,10 +127,10 @@ def fit(observations: Sequence[Observation]) -> Law:
 
 
 def held_out(observations: Sequence[Observation]) -> list[tuple[float, float]]:
-    """Return (predicted, observed) of the largest size by a law of the smaller ones.
+    """Return (predicted, observed) at the largest size, by the law of smaller ones.
 
     Raises:
-      ValueError: as `fit`, for what is left without the largest.
+      ValueError: as `fit`, for the settings without the largest.
     """
     largest = max(o.factors[PARAMETERS] for o in observations)
     law = fit([o for o in observations if o.factors[PARAMETERS] < largest])

@@ -3,11 +3,11 @@ r"""Fits losses of a sweep over parameters, regions and the interval (2503.09799
     python -m experiments.sweep --grid=experiments/grids/scaling.toml --workdir=DIR
     python -m experiments.studies.scaling_laws --workdir=DIR
 
-reads DIR/cells.json, of each setting the tuned column where there is one, fits
-L = A N^alpha M^beta H^gamma for every method that has enough of them, and prints the
-exponents with 95 % intervals, how well the law of the smaller sizes foretells the
-largest, and what the law gives at --predict parameters: outside of what was run an
-extrapolation, and shown as one. DIR gets scaling.json and scaling.png.
+reads DIR/cells.json, with the tuned column of a setting if there is one, and fits
+L = A N^alpha M^beta H^gamma for every method with enough settings. Prints the exponents
+with 95 % intervals, the error at the largest size of the law of the smaller ones, and
+the law's loss at --predict parameters, marked as an extrapolation if it is one. Writes
+scaling.json and scaling.png to DIR.
 """
 
 import math
@@ -41,7 +41,7 @@ def main() -> None:
             whys = [f"{name}: {why}" for name, why in refused.items()]
             raise ValueError(
                 f"workdir={str(folder)!r} has no method to fit: "
-                + ("; ".join(whys) or "every row diverged, or has not come to its end")
+                + ("; ".join(whys) or "every row diverged or is unfinished")
             )
     for name, law in laws.items():
         for line in told(name, law, found[name], at):
@@ -54,11 +54,11 @@ def main() -> None:
 
 
 def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
-    """Return what can be fitted, by method.
+    """Return the observations of each method.
 
     Args:
-      cells: "cells" of a sweep's cells.json; one of which a seed diverged, or that was
-        not run to its end, is left out.
+      cells: "cells" of a sweep's cells.json. Those with a diverged seed or unfinished
+        runs are left out.
 
     Raises:
       KeyError: if an entry is missing.
@@ -72,7 +72,7 @@ def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
         factors = {
             "N": float(column["parameters"]),
             "M": float(config["run"]["regions"]),
-            # A method that exchanges at every step has no interval: 1.
+            # A method that exchanges at every step has the interval 1.
             "H": float(cell["flags"].get("sync_interval") or 1),
         }
         method = found.setdefault(cell["flags"]["method"], [])
@@ -81,7 +81,7 @@ def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
 
 
 def fits(found: Observations) -> tuple[dict[str, Law], dict[str, str]]:
-    """Return the law of each method, and why others have none."""
+    """Return the law of each method, and the reasons why others have none."""
     laws, refused = {}, {}
     for name, seen in found.items():
         try:
@@ -121,7 +121,7 @@ def to_json(laws: Mapping[str, Law], found: Observations, at: float) -> dict[str
 
 
 def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
-    """Draw losses over parameters, a panel a method, with the laws' lines."""
+    """Plot losses over parameters with the fitted laws, one panel per method."""
     made = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
     panels = made.subplots(1, len(laws), sharey=True, squeeze=False)[0]
     for axes, (name, law) in zip(panels, laws.items(), strict=True):
@@ -148,7 +148,7 @@ def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
                 label=f"M {regions:g}, H {interval:g}",
             )
         axes.set(xscale="log", yscale="log", xlabel="parameters", title=name)
-        # The sizes that were run: a narrow panel has no room for more of a log axis.
+        # Ticks at the sizes that were run: a narrow panel has no room for more.
         axes.set_xticks(sorted({s.factors["N"] for s in found[name]}))
         axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -190,7 +190,7 @@ def _how_far(at: float, smallest: float, largest: float) -> str:
 
 
 def _foretold(seen: Sequence[Observation]) -> float | None:
-    """Return the mean relative error at the largest size; None if that has no law."""
+    """Return the mean relative error at the largest size; None without a law."""
     try:
         pairs = held_out(seen)
     except ValueError:
@@ -200,14 +200,14 @@ def _foretold(seen: Sequence[Observation]) -> float | None:
 
 
 def _at(seen: Sequence[Observation], parameters: float) -> dict[str, float]:
-    """Return the most regions and the longest interval that were run, at a size."""
+    """Return factors with the most regions and the longest interval that were run."""
     longest = {f: max(s.factors[f] for s in seen) for f in FACTORS}
     return longest | {"N": parameters}
 
 
 def _flags() -> tuple[pathlib.Path, float]:
     if not flags.value("workdir"):
-        raise ValueError("workdir=None is no folder; name that of a sweep")
+        raise ValueError("workdir=None is missing; name the folder of a sweep")
     at = flags.value("predict")
     if not 1 <= at < math.inf:
         raise ValueError(f"predict={at} must be a number of parameters, such as 1e9")

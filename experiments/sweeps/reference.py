@@ -35,7 +35,7 @@ def find(
         ]
         first = lambda cell: next(iter(cell.columns.values()))  # noqa: E731
         return max(held or found, key=lambda cell: mean_loss(first(cell)))
-    fitting = [cell for cell in found if _has(cell.config, words)]
+    fitting = [cell for cell in found if has_flags(cell.config, words)]
     if len(fitting) == 1:
         return fitting[0]
     which = "no cell" if not fitting else f"{len(fitting)} cells"
@@ -129,7 +129,7 @@ def check(
     fitting = {
         cell_of(config, plan.grid.tuned): leaves(config)
         for config in configs(plan, written)
-        if _has(config, words)
+        if has_flags(config, words)
     }
     if not fitting:
         raise ValueError(
@@ -166,8 +166,12 @@ def _differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> st
     return " or ".join(told)
 
 
-def _has(config: Mapping[str, Any], words: str) -> bool:
-    """Tell whether a configuration, as JSON has it, has these flags."""
+def has_flags(config: Mapping[str, Any], words: str) -> bool:
+    """Tell whether a configuration, as JSON has it, has these flags.
+
+    >>> has_flags({"run": {"steps": 480}, "method": {"method": "snoo"}}, "steps=480")
+    True
+    """
     flags = leaves(config)
     parts = (part.partition("=") for part in words.split(","))
     return all(n in flags and str(flags[n]) == value for n, _, value in parts)

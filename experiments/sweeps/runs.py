@@ -12,7 +12,7 @@ import functools
 import gc
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session
 from cocodc_jax.train.finite import NonFiniteLossError
 
+from ..trials import StoppedError
 from .grid import Setting
 from .keys import completed, run_key
 
@@ -84,10 +85,6 @@ class Row:
         """Multiplications of the whole run, up to a factor that all rows share."""
         tokens = self.config.run.steps * self.config.tokens_per_step
         return tokens * models.num_params(self.config.model)
-
-
-class StoppedError(Exception):
-    """A run was asked to end before its last step."""
 
 
 def check(settings: Sequence[Setting]) -> None:
@@ -168,10 +165,11 @@ class Trainer:
             summary = session.train(self._console)
             if summary["steps"] < row.config.run.steps:
                 raise StoppedError(f"{row.setting.name} at step {summary['steps']}")
-            record = _record(row, session, load_run(folder))
+            run = load_run(folder)
+            sizes = _fragment_bytes(session, run)
+            return trained(row, session.model, run.summary, _curve(run), sizes)
         except NonFiniteLossError as error:
-            record = _diverged(row, session, str(error))
-        return record
+            return diverged(row, session.model, str(error))
 
     def forget(self, row: Row) -> None:
         """Delete the files of a row that is written down, unless they are to stay."""
@@ -193,12 +191,25 @@ def _judged_alike(a: TrainConfig, b: TrainConfig) -> bool:
     )
 
 
-def _record(row: Row, session: Session, run: Run) -> dict[str, Any]:
-    summary, evals = run.summary, run.of_kind("eval")
+def trained(
+    row: Row,
+    model: models.TransformerConfig,
+    summary: Mapping[str, Any],
+    curve: Sequence[Sequence[float]],
+    fragment_bytes: Sequence[float],
+) -> dict[str, Any]:
+    """Return a finished row as it is to be written.
+
+    Args:
+      row: of the sweep.
+      model: with the tokenizer's vocabulary.
+      summary: of the run, see `run.summary`.
+      curve: step, loss and bytes of each evaluation.
+      fragment_bytes: of a message of each fragment, or of a step.
+    """
     sent, steps = summary["bytes_sent_per_region"], summary["steps"]
-    curve = [[e["step"], e["eval_loss"], e["bytes_sent_per_region"]] for e in evals]
     return {
-        **_head(row, session),
+        **_head(row, model),
         "loss": summary["eval_loss"],
         "loss_outer": summary["eval_loss_outer"],
         "perplexity": summary["eval_perplexity"],
@@ -207,26 +218,27 @@ def _record(row: Row, session: Session, run: Run) -> dict[str, Any]:
         "tokens": summary["tokens"],
         "bytes": sent,
         "bytes_per_step": sent / steps,
-        "fragment_bytes": _fragment_bytes(session, run),
+        "fragment_bytes": fragment_bytes,
         "seconds": summary["seconds"],
         "tokens_per_second": summary["tokens_per_second"],
         "curve": curve,
         "diverged": None,
-        "config": completed(session.config.to_json()),
+        "config": completed(row.config.resolve().to_json()),
     }
 
 
-def _diverged(row: Row, session: Session, why: str) -> dict[str, Any]:
+def diverged(row: Row, model: models.TransformerConfig, why: str) -> dict[str, Any]:
+    """Return a row that diverged as it is to be written."""
     return {
-        **_head(row, session),
+        **_head(row, model),
         "loss": None,
         "curve": [],
         "diverged": why,
-        "config": completed(session.config.to_json()),
+        "config": completed(row.config.resolve().to_json()),
     }
 
 
-def _head(row: Row, session: Session) -> dict[str, Any]:
+def _head(row: Row, model: models.TransformerConfig) -> dict[str, Any]:
     return {
         "row": row.row_id,
         "setting": row.setting.key,
@@ -234,10 +246,17 @@ def _head(row: Row, session: Session) -> dict[str, Any]:
         "method": row.config.method.method,
         "seed": row.seed,
         "steps": row.config.run.steps,
-        "parameters": models.num_params(session.model),
+        "parameters": models.num_params(model),
         "version": cc.__version__,
         "platform": jax.devices()[0].platform,
     }
+
+
+def _curve(run: Run) -> list[list[float]]:
+    return [
+        [e["step"], e["eval_loss"], e["bytes_sent_per_region"]]
+        for e in run.of_kind("eval")
+    ]
 
 
 def _fragment_bytes(session: Session, run: Run) -> list[float]:

@@ -125,7 +125,7 @@ def test_init_takes_the_programs_parameters_alone(program, change, message):
         ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
         ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
         ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
-        ({"supplies": {}}, r"supplies={} must be a Supplies: Supplies\("),
+        ({"user_inputs": {}}, r"user_inputs={} must be a UserInputs: UserInputs\("),
         ({"transport": "outer"}, r"transport='outer' must be a Transport: Tra"),
         ({"model_state": {}}, r"model_state={} must be a ModelState: ModelState\("),
     ],

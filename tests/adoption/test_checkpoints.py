@@ -37,7 +37,7 @@ def make(method):
         method,
         PARAMS,
         2,
-        supplies=cc.Supplies(learning_rate=0.1),
+        user_inputs=cc.UserInputs(learning_rate=0.1),
     )
 
 

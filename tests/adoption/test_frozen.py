@@ -56,7 +56,7 @@ def make(method="diloco", trainable="optimizer", mesh="one device", **options):
         regions=4,
         mesh=cc.make_mesh(4, data=data, devices=jax.devices()[: num * data]),
         param_specs={"base": P("data"), "lora": P()},
-        supplies=cc.Supplies(learning_rate=1e-2),
+        user_inputs=cc.UserInputs(learning_rate=1e-2),
         trainable=trainable,
         **options,
     )
@@ -116,7 +116,7 @@ def test_windows():
     """Steps and syncs in one program."""
     ends = []
     for fuse in ("no", "yes"):
-        transport = cc.Transport(exchange="program", fuse_syncs=fuse)
+        transport = cc.Transport(exchange="program", overlap=fuse)
         program = make("cocodc", mesh="four devices", transport=transport)
         ends.append(run(program)[:2])
     (one, losses), (other, found) = ends
@@ -156,8 +156,8 @@ def test_the_second_moment_of_what_is_trained():
         (OPTIMIZER, "optimizer"),
         (optax.adamw(1e-2), {"base": False, "lora": True}),
     ):
-        supplies = cc.Supplies(1e-2, cc.adam_second_moment(0.999))
-        options = dict(supplies=supplies, trainable=trainable)
+        user_inputs = cc.UserInputs(1e-2, cc.adam_second_moment(0.999))
+        options = dict(user_inputs=user_inputs, trainable=trainable)
         program = cc.RegionProgram(loss_fn, optimizer, method, PARAMS, 4, **options)
         ends.append(run(program)[1])
     np.testing.assert_allclose(*ends, rtol=2e-6)

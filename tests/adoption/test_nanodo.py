@@ -5,14 +5,13 @@ Flax puts a constraint on a boxed kernel wherever a mesh is in context, and
 mesh is, and must train here.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from nanodo.model import DoConfig, TransformerDo
 
 import cocodc_jax as cc
 
@@ -20,32 +19,9 @@ WIDTH, HEADS, VOCABULARY = 8, 2, 7
 NUM_STEPS = 4
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_STEPS, 2, 4, 6))
 normal = nn.initializers.normal(0.5)
+NANODO = TransformerDo(DoConfig(D=WIDTH, H=HEADS, L=6, N=1, V=VOCABULARY, F=WIDTH))
 boxed = nn.with_partitioning
 logical = nn.with_logical_partitioning
-
-
-class NanoDo(nn.Module):
-    """Attention and MLP of DenseGeneral and Dense kernels divided over `data`."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        kernel = functools.partial(boxed, normal)
-        embed = nn.Embed(VOCABULARY, WIDTH, embedding_init=kernel((None, "data")))
-        x = embed(tokens)
-        heads = functools.partial(
-            nn.DenseGeneral,
-            features=(HEADS, WIDTH // HEADS),
-            use_bias=False,
-            kernel_init=kernel(("data", None, None)),
-        )
-        y = nn.LayerNorm(use_bias=False)(x)
-        query, key, value = (heads(name=name)(y) for name in ("query", "key", "value"))
-        y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        x += nn.DenseGeneral(
-            WIDTH, (-2, -1), use_bias=False, kernel_init=kernel((None, None, "data"))
-        )(y)
-        y = nn.gelu(nn.Dense(WIDTH, kernel_init=kernel(("data", None)))(x))
-        return embed.attend(x + y)
 
 
 class Attention(nn.Module):
@@ -113,9 +89,8 @@ def alone(loss_fn, optimizer, params):
 
 
 @pytest.mark.parametrize("unboxed", [True, False])
-@pytest.mark.parametrize("model", [NanoDo, Attention, Einsum, Scanned])
+@pytest.mark.parametrize("model", [NANODO, Attention(), Einsum(), Scanned()])
 def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
-    model = model()
     params = model.init(jax.random.key(0), TOKENS[0, 0])
     params = nn.unbox(params) if unboxed else params
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ VARIANTS = {
         ADAM,
     ),
     "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
+    "as coded": ("cocodc_paper", SHORT | {"rule": "code"}),
     "midway": ("cocodc", SHORT | {"curvature": "secant"}),
     "some regions": (
         "decoupled_diloco",
@@ -127,7 +129,7 @@ def reference(tiny, optimizer, method, num_regions, num_steps=NUM_STEPS, params=
         params,
         num_regions,
         mesh=make_mesh(num_regions),
-        supplies=tiny.SUPPLIES,
+        user_inputs=tiny.USER_INPUTS,
     )
     state = program.init(params, jax.random.key(0))
     for batch in itertools.islice(tiny.stream(), num_steps):
@@ -149,7 +151,9 @@ def assert_near(one, other, atol):
 def test_every_method_is_the_region_program(tiny, case):
     name, options, optimizer = CASES[case]
     method, num_regions = cc.methods.get(name, **options), num_regions_of(name)
-    tx = cc.synchronized(optimizer, method, axis_name="region", supplies=tiny.SUPPLIES)
+    tx = cc.synchronized(
+        optimizer, method, axis_name="region", user_inputs=tiny.USER_INPUTS
+    )
     params, state = train(tiny, tx, method, num_regions)
     _, expected = reference(tiny, optimizer, method, num_regions)
     assert_near(params, expected.region.params, 1e-6)
@@ -333,6 +337,74 @@ def test_loops_stay_loops_where_regions_are_mapped(tiny, tx, is_one):
         assert predicate.aval.shape == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "regional", "shared"),
+    [
+        ("data_parallel", {}, 2, 0),
+        ("diloco", {}, 2, 2),
+        ("streaming_diloco", SHORT, 2, 3),
+        ("cocodc", SHORT, 3, 3),
+        ("cocodc", SHORT | {"compress": "ef+int8"}, 4, 3),
+        ("noloco", {}, 4, 0),
+    ],
+)
+def test_what_the_state_costs(name, options, regional, shared):
+    """In sets of parameters, as the documentation has it."""
+    params = {"blocks": {str(i): jnp.zeros((64, 64)) for i in range(2)}}
+    method = cc.methods.get(name, **options)
+    tx = cc.synchronized(optax.adamw(0.1), method, axis_name="region")
+    state = jax.eval_shape(tx.init, params)
+    num_bytes = {0: 0, 1: 0}
+    for part, axis in zip(state, cc.sync_axes(method, 0, 1), strict=True):
+        num_bytes[axis] += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part))
+    assert [x // (2 * 64 * 64 * 4) for x in num_bytes.values()] == [regional, shared]
+    assert sum(num_bytes.values()) % (64 * 64) < 200
+
+
+def loops_around(text, opcode):
+    """Of each instruction of a compiled program, the number of loops around it."""
+    lines = {}
+    for line in text.splitlines():
+        if start := re.match(r"(?:ENTRY )?%(\S+) .*{$", line):
+            lines[name := start[1]] = []
+        elif line.startswith("  "):
+            lines[name].append(line)
+    (entry,) = re.findall(r"^ENTRY %(\S+)", text, re.MULTILINE)
+    depths, left = {entry: 0}, [entry]
+    while left:
+        for line in lines[caller := left.pop()]:
+            for how, name in re.findall(r"(\w+)={?%([\w.\-]+)", line):
+                depth = depths[caller] + (how == "body")
+                if name in lines and depth < depths.get(name, depth + 1):
+                    depths[name] = depth
+                    left.append(name)
+    return [
+        depth
+        for name, depth in depths.items()
+        for line in lines[name]
+        if f" {opcode}(" in line
+    ]
+
+
+def test_the_compiler_leaves_what_is_not_due_in_its_loop():
+    """Loop-invariant code that XLA hoists would run at every step, or every event."""
+    options = SHORT | {"num_fragments": 1, "compress": "int8"}
+    method = cc.methods.get("streaming_diloco", **options)
+    tx = cc.synchronized(optax.sgd(0.1), method, axis_name="region")
+    axes, params = (0, cc.sync_axes(method)), {"w": jnp.ones(4)}
+    step = make_step(lambda params, x, key: ((params["w"] * x).sum(), {}), tx)
+    scan = mapped(lambda carry, xs: jax.lax.scan(step, carry, xs), axes)
+    lowered = jax.jit(scan).lower(
+        laid_out(axes, (params, tx.init(params)), 2), jnp.ones((2, 5, 4))
+    )
+    # The optimizations that tests leave out.
+    compiled = lowered.compile({"xla_backend_optimization_level": 2})
+    text = compiled.as_text()
+    # Inside the scan, the events, and the fragment's: the message, and the mean's norm.
+    assert set(loops_around(text, "round-nearest-even")) == {3}
+    assert set(loops_around(text, "sqrt")) == {3}
+
+
 @pytest.mark.parametrize("is_around", [True, False])
 def test_trials_choose_each_for_itself(tiny, tx, expected, is_around):
     """Another axis around the regions', or inside of it, is another run."""
@@ -454,7 +526,7 @@ def test_narrow_parameters_are_merged_but_for_a_rounding(tiny):
         ),
         (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
         (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
-        (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass Supplies"),
+        (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass UserInputs"),
         (cc.methods.get("cocodc", curvature="gauss_newton"), "needs 'model_fn', of"),
         (cc.methods.get("snoo"), "regions=4 must be 1"),
         ("dilco", "method='dilco' is unknown"),
@@ -469,13 +541,13 @@ def test_what_is_known_later_is_refused_then(tiny):
     params = tiny.make_params()
 
     def update(method, inner=ADAM, num_regions=None, given=params, **extra):
-        supplies = tiny.SUPPLIES
+        user_inputs = tiny.USER_INPUTS
         tx = cc.synchronized(
             inner,
             method,
             axis_name="region",
             num_regions=num_regions,
-            supplies=supplies,
+            user_inputs=user_inputs,
         )
         jax.vmap(
             lambda x: tx.update(params, tx.init(params), given, **extra),

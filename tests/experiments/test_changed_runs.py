@@ -137,13 +137,15 @@ def test_a_refusal_says_what_to_do_for_each_field(
     assert re.search(message.format(finished), err.strip()), err
 
 
-def test_regions_that_are_jobs_do_not_go_on_with_a_run_of_one_job(tmp_path):
-    one, jobs = tmp_path / "one", tmp_path / "jobs"
-    for folder in (one, jobs / "region_0"):
+def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):
+    one, elastic = tmp_path / "one", tmp_path / "elastic"
+    for folder in (one, elastic / "region_0"):
         folder.mkdir(parents=True)
         (folder / "config.json").touch()
-        check_exchange(folder, is_job=folder != one)
-    with pytest.raises(ValueError, match=f"workdir='{one}' .* leave out exchange='jo"):
-        check_exchange(one / "region_0", is_job=True)
-    with pytest.raises(ValueError, match=f"workdir='{jobs}' .* use exchange='jobs', o"):
-        check_exchange(jobs, is_job=False)
+        check_exchange(folder, is_elastic=folder != one)
+    with pytest.raises(ValueError, match=f"workdir='{one}' .* leave out exchange='el"):
+        check_exchange(one / "region_0", is_elastic=True)
+    with pytest.raises(
+        ValueError, match=f"workdir='{elastic}' .* use exchange='elastic', o"
+    ):
+        check_exchange(elastic, is_elastic=False)

@@ -75,13 +75,13 @@ def test_a_cut_line_is_passed_over(tmp_path):
 
 
 def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
-    told = ["--regions=4", "--exchange=jobs", "--dead_after_s=8", "--outer_digests"]
+    told = ["--regions=4", "--exchange=elastic", "--dead_after_s=8", "--outer_digests"]
     flags.define()
     flags.parse(["chaos", *unbroken.unbroken_flags([*told, "--step_seconds=0.2"])])
     config, _ = train.read_flags()
     assert config.run.exchange == "outer"
     assert config.run.step_seconds == 0
-    assert flags.jobs().place(config.run.exchange) is None
+    assert flags.elastic().place(config.run.exchange, 4) is None
 
 
 def child(program):
@@ -167,7 +167,7 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
     [
         (
             ["--regions=1"],
-            "--regions=1 has nobody left when one is killed; use 2 or more",
+            "--regions=1 leaves no region when one is killed; use 2 or more",
         ),
         (["--kills=-1"], "--kills=-1 must be 0 or more"),
         (
@@ -191,7 +191,10 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
         ),
         (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
         (["--", "--exchange=outer"], "--exchange='outer' is not how regions that are"),
-        (["--", "--method=mla"], "--exchange='jobs' is not possible for method='mla'"),
+        (
+            ["--", "--method=mla"],
+            "--exchange='elastic' is not possible for method='mla'",
+        ),
     ],
 )
 def test_what_cannot_be_hit_is_refused(words, message, monkeypatch, capsys, tmp_path):
@@ -213,7 +216,7 @@ def test_the_folder_of_a_scenario_that_is_over_is_refused(
     with pytest.raises(SystemExit) as end:
         chaos.main(["chaos", *words, "--", "--preset=smoke"])
     assert end.value.code == 2
-    assert "holds the result of a scenario; name another" in capsys.readouterr().err
+    assert "has the result of a scenario; name another" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ SMOKE = ("--", "--preset=smoke", "--regions=2")
         (chaos, ("--regions=2", *SMOKE[:2])),
         (compare_networks, ("--networks=100", *SMOKE)),
         (launch_local, (*SMOKE, "--workdir={}")),
-        (launch_local, ("--jobs", *SMOKE, "--workdir={}")),
+        (launch_local, ("--elastic", *SMOKE, "--workdir={}")),
         (probe_network, ()),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
     flags = [f"--{name}={value}" for name, value in model.items()]
     code, _, error = run(
         MODULE, "--preset=smoke", "--method=streaming_diloco", *flags,
-        "--num_fragments=1", "--regions=2", "--eval_batches=2", "--fuse_syncs=no",
+        "--num_fragments=1", "--regions=2", "--eval_batches=2", "--overlap=no",
         f"--batch_per_region={batch}", "--sequence_length=256", "--target=v5e:2x2",
         "--slices=2", "--propose=false", f"--workdir={tmp_path}",
     )  # fmt: skip
@@ -181,7 +181,7 @@ def test_what_is_refused_is_said_in_one_line(call):
     assert (code, error.count("\n")) == (2, 1)
     assert "--target=None is no machine; use one of v4, v5e" in error
     code, _, error = call(program, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
-    assert (code, "programs='(' is no regular expression" in error) == (2, True)
+    assert (code, "programs='(' is not a regular expression" in error) == (2, True)
 
 
 @pytest.mark.parametrize(

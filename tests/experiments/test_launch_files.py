@@ -11,7 +11,7 @@ import yaml
 
 from cocodc_jax.methods import METHODS
 from cocodc_jax.run.config import LEAVES
-from cocodc_jax.run.flags import JOBS, PROCESSES
+from cocodc_jax.run.flags import ELASTIC, PROCESSES
 from cocodc_jax.run.live_metrics import METRICS
 from cocodc_jax.run.presets import PRESETS
 
@@ -34,7 +34,7 @@ def test_flags_are_those_of_train(name):
     commands = text[text.index("experiments.train") :]
     flags = dict(re.findall(r"^\s*(?:- )?--(\w+)=(\S+)", commands, re.MULTILINE))
     flags |= dict(re.findall(r" --(preset|method|regions|exchange)=(\w+)", commands))
-    own = {"preset", "workdir", *PROCESSES, *JOBS, *LEAVES}
+    own = {"preset", "workdir", *PROCESSES, *ELASTIC, *LEAVES}
     for flag in ("preset", "method", "regions", "num_processes", "workdir"):
         assert flag in flags
     shell = {"signal", "zone", "worker", "command", "label"}  # of other programs

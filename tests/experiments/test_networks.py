@@ -45,8 +45,8 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "regions", "message"),
     [
-        ("0", 4, "'0' is no network .*bandwidth"),
-        ("/no/such", 4, "'/no/such' is no network .*No such file"),
+        ("0", 4, "'0' is not a network .*bandwidth"),
+        ("/no/such", 4, "'/no/such' is not a network .*No such file"),
         ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
     ],
 )
@@ -290,10 +290,10 @@ marks = [[2, 1.0], [4, 3.0]]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "workdir=None is no folder"),
+        ([], "workdir=None is missing"),
         (["--workdir={}", "--methods=snoo"], "methods=snoo cannot be run by several"),
-        (["--workdir={}", "--methods=multi_ring"], "its rings lie on the inner mesh"),
-        (["--workdir={}", "--networks=20,20"], "networks=20,20 must be some names"),
+        (["--workdir={}", "--methods=multi_ring"], "its rings use the inner mesh"),
+        (["--workdir={}", "--networks=20,20"], "networks=20,20 must be names"),
         (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
     ],
 )
@@ -309,7 +309,7 @@ def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--workdir=x", "workdir=x is decided for each run"),
+        ("--workdir=x", "workdir=x is set for each run"),
         ("--regions=1", "--regions=1 has no network; use 2 or more"),
         ("--steps=9", "Unknown command line flag 'steps'"),
         ("--rank=9", "rank=9 has no meaning for"),

@@ -61,6 +61,15 @@ def test_fast_links_and_slow_ones_have_other_plans(read, cells, capsys):
     assert "--method=streaming_diloco --sync_interval=16" in told
 
 
+def test_sizes_that_were_not_measured_are_named(read, cells, capsys):
+    plan = ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
+    read(*plan, "--steps=480")
+    assert "extrapolated" not in capsys.readouterr().err
+    read(*plan, "--steps=480", "--regions=32", "--eval_batches=32")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("plan: extrapolated, not measured: regions 32 (measured: ")
+
+
 def test_all_that_made_a_cell_is_chosen_with_it(read, tmp_path):
     """Also what is seldom tuned: the run is the cell's, but for its links."""
     table = tomllib.loads(UNUSUAL)

@@ -224,7 +224,7 @@ def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
     out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert f"stopped at step {saved.name}; the same command goes on" in out
+    assert f"stopped at step {saved.name}; the same command resumes there" in out
 
 
 @pytest.mark.slow
@@ -311,9 +311,11 @@ def test_the_launcher_says_what_is_wrong_once(monkeypatch, capsys, tmp_path):
     code, err = launch("--regions=2", "--", "--preset=smoke", "--step=3")
     assert code == 2
     assert err.startswith("error: Unknown command line flag 'step'")
-    code, err = launch("--jobs", "--", "--preset=smoke", "--method=mla", workdir)
+    code, err = launch("--elastic", "--", "--preset=smoke", "--method=mla", workdir)
     assert code == 2
-    assert err.startswith("error: --exchange='jobs' is not possible for method='mla'")
+    assert err.startswith(
+        "error: --exchange='elastic' is not possible for method='mla'"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -342,7 +344,7 @@ def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
     command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
     begin_s = time.monotonic()
-    code = launch_local.launch_jobs([], tmp_path, 2, restarts=False, grace_s=20)
+    code = launch_local.launch_elastic([], tmp_path, 2, restarts=False, grace_s=20)
     assert code == 128 + signal.SIGTERM
     assert time.monotonic() - begin_s < 15
 
@@ -352,6 +354,6 @@ def test_a_job_that_does_not_end_when_asked_is_killed(tmp_path, monkeypatch):
     command = [sys.executable, "-S", "-c", DEAF]
     monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
     begin_s = time.monotonic()
-    code = launch_local.launch_jobs([], tmp_path, 1, restarts=True, grace_s=0.5)
+    code = launch_local.launch_elastic([], tmp_path, 1, restarts=True, grace_s=0.5)
     assert code == 128 + signal.SIGKILL
     assert time.monotonic() - begin_s < 30

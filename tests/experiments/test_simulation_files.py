@@ -35,10 +35,14 @@ def test_bad_curves_name_the_file(tmp_path):
     with pytest.raises(ValueError, match="metrics.jsonl has no line with both 'step'"):
         read_curve(path)
     path.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="metrics.jsonl is no loss curve: TypeError"):
+    with pytest.raises(
+        ValueError, match="metrics.jsonl is not a loss curve: TypeError"
+    ):
         read_curve(path)
     path.write_text('{"step": 1, "eval_lo\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="no loss curve: .*metrics.jsonl, line 1 is n"):
+    with pytest.raises(
+        ValueError, match="not a loss curve: .*metrics.jsonl, line 1 is n"
+    ):
         read_curve(path)
     path.write_text("[[1, 2.0], [1, 1.0]]")
     with pytest.raises(ValueError, match="loss curve steps must increase"):

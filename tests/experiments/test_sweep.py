@@ -486,7 +486,7 @@ def test_points_that_nothing_beats():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: --grid=None is no file; name a grid file"),
+        ([], "error: --grid=None is missing; name a grid file"),
         (["--grid=missing.toml"], "error: --grid=missing.toml cannot be read (No such"),
         (["--grid={grid}", "--shard=3/2"], "error: --shard='3/2' must be i/n with"),
         (["--report"], "error: --workdir='"),
@@ -504,6 +504,10 @@ def test_points_that_nothing_beats():
             ["--grid={grid}", "--reference_column=best"],
             "error: --reference_column='best' is unknown; use one of ['published', 't",
         ),
+        (
+            ["--grid={grid}", "--only=method=cocodc"],
+            "error: --only='method=cocodc' is no setting of the grid; give flags of",
+        ),
         (["--grid={grid}", "--networks=fast"], "error: --networks='fast' names 'fast'"),
         (
             ["--grid={grid}", "--step_seconds=nan"],
@@ -520,6 +524,21 @@ def test_wrong_flags(words, message, call, tmp_path):
     assert err.startswith(message.format(grid=path))
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_some_flags_alone(halved, call, tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text(GRID)
+    words = ["--only=compress=ef+int4,outer_lr=1.0"]
+    code, out, _ = call(sweep, f"--grid={path}", "--list", *words)
+    assert code == 0
+    assert [line.split(":")[0] for line in out.splitlines()[:-1]] == ["streaming"]
+    _, _, folder = halved
+    (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
+    words = ["--only=method=streaming_diloco", "--report", f"--workdir={folder}"]
+    assert call(sweep, *words)[0] == 0
+    made = json.loads((folder / "cells.json").read_text())["cells"]
+    assert [cell["flags"]["compress"] for cell in made] == ["none", "ef+int4"]
 
 
 def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():

@@ -19,7 +19,7 @@ def test_the_program_writes_a_trace_and_a_plot(recorded_run, capsys):
     ("arguments", "message"),
     [
         (["--workdir=/no/such"], "holds no run"),
-        ([], "workdir=None is no folder"),
+        ([], "workdir=None is missing"),
         (
             ["--workdir={recorded_run}", "--since_step=5"],
             "fewer than two marks after step 5",

@@ -482,19 +482,19 @@ def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
         ([], "no command given; write it after --"),
         (
             ["--", "--preset=tiny"],
-            "the command begins with '--preset=tiny', which is a flag: write after -- "
-            "what it is a flag of, as in -- python -m experiments.train --preset=tiny",
+            "the command begins with '--preset=tiny', which is a flag; write the "
+            "program before it, as in -- python -m experiments.train --preset=tiny",
         ),
         (["--links=/no/such", "--", "x"], "--links=/no/such: No such file"),
         (["--schedule=/no/such", "--", "x"], "--schedule=/no/such: No such file"),
         (["--world=mars,us-east", "--", "x"], "--world=mars,us-east: region 'mars'"),
         (
             ["--world=us-east", "--regions=2", "--", "x"],
-            "--regions=2 does not go with --world",
+            "--regions=2 does not combine with --world",
         ),
         (
             ["--links=a", "--world=b", "--", "x"],
-            "--world=b does not go with --links",
+            "--world=b does not combine with --links",
         ),
     ],
 )

@@ -48,12 +48,32 @@ def test_curvature_tells_the_runtime_what_it_needs(options, needs):
     assert methods.get("cocodc", **options).sync.merge.needs == needs | {"staged"}
 
 
-def test_the_papers_curvature_is_divided_by_the_interval():
-    """g = 1, D = 2, lambda 0.5, H 10: g~ = 1 + 0.5 * 1 * 2 / 10 = 1.1; 2 - 1.1."""
-    made = methods.get("cocodc_paper", sync_interval=10, num_fragments=1, delay_steps=1)
-    one = lambda x: {"w": np.full(1, x, np.float32)}  # noqa: E731
-    merged, _ = made.sync.merge.apply(one(-1.0), one(0.0), one(2.0), delay_steps=1)
-    np.testing.assert_allclose(merged["w"], [0.9], rtol=1e-6)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # G = (3, 4) in two steps, D = (2, 0): g = (1.5, 2), g g D / H = (0.45, 0), half
+        # of it twice is 0.45; 2 - 3 - 0.45.
+        ({}, [-1.45, -4.0]),
+        # c = (18, 0) / 4e-4 is turned to the length of G, 5; 2 - 3 - 5.
+        ({"rule": "code"}, [-6.0, -4.0]),
+        ({"rule": "code", "relative_strength": 0.2}, [-2.0, -4.0]),
+    ],
+)
+def test_the_papers_merge_by_hand(options, expected):
+    made = methods.get("cocodc_paper", sync_interval=10, delay_steps=2, **options)
+    local, staged, outer = (
+        {"w": np.array(x, np.float32)} for x in ([-3, -4], [0, 0], [2, 0])
+    )
+    merged, _ = made.sync.merge.apply(local, staged, outer, delay_steps=2)
+    np.testing.assert_allclose(merged["w"], expected, rtol=1e-6)
+
+
+def test_a_rule_chooses_the_score_too():
+    scores = {
+        rule: methods.get("cocodc_paper", rule=rule).schedule.transmission_score
+        for rule in ("text", "code")
+    }
+    assert scores == {"text": "pseudo_gradient", "code": "drift"}
 
 
 def test_of_two_halves_it_keeps_copies():
@@ -94,6 +114,17 @@ def test_numbers_that_follow_the_network():
                 "curvature_units": "parameter",
             },
             "curvature_units='parameter' was given, but .*'outer_product' is made",
+        ),
+        ("cocodc_paper", {"rule": "spirit"}, "rule='spirit' is unknown; use one of"),
+        (
+            "cocodc_paper",
+            {"relative_strength": 0.2},
+            "relative_strength=0.2 has no meaning with rule='text'; use rule='code'",
+        ),
+        (
+            "cocodc_paper",
+            {"rule": "code", "compensation_strength": 0.2},
+            "compensation_strength=0.2 has no meaning with rule='code'; use relative",
         ),
     ],
 )

@@ -184,8 +184,9 @@ def test_every_file_of_a_method_is_its_algorithm(name):
     module = sys.modules[METHODS[name].__module__]
     assert name in (module.__name__.split(".")[-1], "cocodc_paper")
     text = module.__doc__ or ""
-    assert 14 <= text.count("\n") <= 46
-    for heading in ("Source:", "Defaults:", "Measured here:"):
+    assert 14 <= text.count("\n") <= 80
+    assert text.count("$$") % 2 == 0 < text.count("$$")
+    for heading in ("Source:", "Differs from", "Defaults:", "Measured here:"):
         assert heading in text, heading
     assert f"`{name}`" in text
 

@@ -75,7 +75,7 @@ def test_of_what_a_region_has_at_hand(monkeypatch):
 def test_of_the_optimizers_states_of_all_regions(monkeypatch):
     trace = Need(
         "The inner optimizer's trace of the fragment.",
-        of_regions=lambda opt_state, supplies: optax.tree_utils.tree_get(
+        of_regions=lambda opt_state, user_inputs: optax.tree_utils.tree_get(
             opt_state, "trace"
         ),
         of_region=lambda seen: seen.regional["trace"],

@@ -19,6 +19,9 @@ SCANNED = TransformerConfig(
 )  # fmt: skip
 APART = dataclasses.replace(SCANNED, scan_layers=False)
 TIED = dataclasses.replace(APART, tie_embeddings=True, num_kv_heads=4)
+MIXTRAL = dataclasses.replace(
+    SCANNED, num_layers=2, num_experts=4, expert_width=12, experts_per_token=2
+)
 TOKENS = np.random.default_rng(2).integers(0, 32, (2, 11)).astype(np.int32)
 
 
@@ -74,16 +77,36 @@ def llama(folder, tokens):
         mixed = np.einsum("bhlm,bmhd->blhd", weights, v).reshape(x.shape)
         x = x + linear(mixed, f"{at}.self_attn.o_proj")
         y = norm(x, f"{at}.post_attention_layernorm")
-        gate = linear(y, f"{at}.mlp.gate_proj")
-        gated = gate / (1 + np.exp(-gate)) * linear(y, f"{at}.mlp.up_proj")
-        x = x + linear(gated, f"{at}.mlp.down_proj")
+
+        def swiglu(y, gate, up, down):
+            gate = linear(y, gate)
+            return linear(gate / (1 + np.exp(-gate)) * linear(y, up), down)
+
+        if said["model_type"] == "llama":
+            names = (f"{at}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+            x = x + swiglu(y, *names)
+            continue
+        chances = np.exp(linear(y, f"{at}.block_sparse_moe.gate"))
+        best = np.argsort(-chances, -1)[..., : said["num_experts_per_tok"]]
+        chances /= np.take_along_axis(chances, best, -1).sum(-1, keepdims=True)
+        for e in range(said["num_local_experts"]):
+            names = (f"{at}.block_sparse_moe.experts.{e}.w{n}" for n in (1, 3, 2))
+            share = np.where((best == e).any(-1), chances[..., e], 0)
+            x = x + share[..., None] * swiglu(y, *names)
     name = "model.embed_tokens" if said["tie_word_embeddings"] else "lm_head"
     return linear(norm(x, "model.norm"), name)
 
 
-@pytest.fixture(params=[SCANNED, APART, TIED], ids=["scanned", "apart", "tied"])
+@pytest.fixture(
+    params=[SCANNED, APART, TIED, MIXTRAL], ids=["scanned", "apart", "tied", "mixtral"]
+)
 def config(request):
     return request.param
+
+
+def _uncounted(path, leaf):
+    """Files have no counts of tokens."""
+    return 0 * leaf if path[-1].key == "tokens" else leaf
 
 
 @pytest.fixture
@@ -103,7 +126,8 @@ def test_logits_are_those_of_other_code(config, tmp_path):
 def test_read_gives_back_what_was_written(config, tmp_path):
     hugging_face.write(tmp_path, config, params_of(config))
     found = hugging_face.read(tmp_path, config)
-    jax.tree.map(np.testing.assert_array_equal, found, params_of(config))
+    wanted = jax.tree_util.tree_map_with_path(_uncounted, params_of(config))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_scanned_and_unscanned_read_the_same_file(folder):
@@ -181,6 +205,7 @@ def test_config_of_transformers_5(folder):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' there, and 'silu' here"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "positions are scaled by 'llama3'"),
         ({"model_type": "qwen3"}, "model_type is 'qwen3' there, and only 'llama'"),
+        ({"model_type": "mixtral"}, r"there; one with experts \(--num_experts\), and"),
         ({"vocab_size": 48}, "vocab_size is 48 there and 32 here; use at least"),
         ({"vocab_size": None}, "config.json has no vocab_size"),
     ],
@@ -240,6 +265,18 @@ def test_qk_norm_is_no_llama(tmp_path):
         hugging_face.write(tmp_path, config, params_of(config))
 
 
+def test_a_mixture_is_held_against_its_file(tmp_path):
+    hugging_face.write(tmp_path, MIXTRAL, params_of(MIXTRAL))
+    more = dataclasses.replace(MIXTRAL, num_experts=8)
+    with pytest.raises(ValueError, match="num_experts is 4 there and 8 here; give"):
+        hugging_face.read(tmp_path, more)
+    with pytest.raises(ValueError, match="'mixtral' there; one with experts"):
+        hugging_face.read(tmp_path, SCANNED)
+    shared = dataclasses.replace(MIXTRAL, shared_experts=1)
+    with pytest.raises(ValueError, match="shared_experts=1 is not what Mixtral"):
+        hugging_face.write(tmp_path, shared, params_of(shared))
+
+
 def test_without_the_package_it_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"pip install 'cocodc_jax\[hf\]'"):
@@ -255,7 +292,8 @@ def test_transformers_computes_the_same_logits(config, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32
     )
-    assert type(model).__name__ == "LlamaForCausalLM"
+    kind = "Mixtral" if config.num_experts else "Llama"
+    assert type(model).__name__ == f"{kind}ForCausalLM"
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
     ours = np.asarray(apply(config, params_of(config), TOKENS))
@@ -264,4 +302,5 @@ def test_transformers_computes_the_same_logits(config, tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=2e-5)
     model.save_pretrained(tmp_path / "back")
     found = hugging_face.read(tmp_path / "back", config)
-    jax.tree.map(np.testing.assert_array_equal, found, params_of(config))
+    wanted = jax.tree_util.tree_map_with_path(_uncounted, params_of(config))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

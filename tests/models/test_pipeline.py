@@ -244,11 +244,11 @@ class TestRouting:
 
         def first(params, batch):
             model = stage(params, 0)
-            return model.run_blocks(model.embed(batch[:, :-1]))
+            return model.run_blocks(model.embed(batch[:, :-1]))[0]
 
         def last(params, x, batch):
             model = stage(params, 1)
-            logits = model.norm(model.run_blocks(x)) @ model.output_head()
+            logits = model.norm(model.run_blocks(x)[0]) @ model.output_head()
             return optax.softmax_cross_entropy_with_integer_labels(
                 logits, batch[:, 1:]
             ).mean()

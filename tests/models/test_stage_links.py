@@ -42,12 +42,12 @@ def half(params, number):
 
 def first(params, batch):
     model = half(params, 0)
-    return model.run_blocks(model.embed(batch[:, :-1]))
+    return model.run_blocks(model.embed(batch[:, :-1]))[0]
 
 
 def last(params, x, batch):
     model = half(params, 1)
-    logits = model.norm(model.run_blocks(x)) @ model.output_head()
+    logits = model.norm(model.run_blocks(x)[0]) @ model.output_head()
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return nll.mean() / MICROBATCHES
 

@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 NUM_REGIONS = 4
 LEARNING_RATE = 0.05
 # The b2 of `optax.adam`.
-SUPPLIES = Supplies(LEARNING_RATE, adam_second_moment(0.999))
+USER_INPUTS = UserInputs(LEARNING_RATE, adam_second_moment(0.999))
 
 # Events are 2 steps apart in all, so that one scan is compiled for each. Streaming has
 # both fragments in flight at every step after 4, CoCoDC one of the two it may choose.
@@ -105,7 +105,7 @@ def program_of(method, mesh=None, loss=loss_fn, **options):
         make_params(),
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS) if mesh is None else mesh,
-        supplies=SUPPLIES,
+        user_inputs=USER_INPUTS,
         **options,
     )
 

@@ -117,6 +117,7 @@ class Context:
     """What a curvature may look at besides g and D; `batch` is the last one."""
 
     sync_interval: int
+    tau: int
     lr: float
     second_moment: dict | None
     problem: Quadratic | Mlp
@@ -145,6 +146,17 @@ def normalized(g, d, context):
     curved = {n: g[n] ** 2 * d[n] for n in g}
     length = np.linalg.norm
     return {n: length(g[n]) / (length(curved[n]) + 1e-8) * curved[n] for n in g}
+
+
+def as_coded(g, d, context):
+    """Section 4.2 line by line, of the undivided progress; then divided by tau."""
+    found = {}
+    for n in g:
+        progress = g[n] * context.tau
+        c = progress * progress * d[n] / 4e-4
+        weight = np.linalg.norm(progress) / (np.linalg.norm(c) + 1e-8)
+        found[n] = weight * c / context.tau
+    return found
 
 
 def adam_second_moment(g, d, context):
@@ -286,7 +298,7 @@ def _merged(run, problem, method, optimizer, m, staged, batch):
     moment = None
     if isinstance(optimizer, AdamW):
         moment = optimizer.second_moment(run.inner[m], staged)
-    context = Context(method.interval, optimizer.lr, moment, problem, batch)
+    context = Context(method.interval, tau, optimizer.lr, moment, problem, batch)
     g = {n: (staged[n] - local[n]) / tau for n in staged}
     d = {n: outer[n] - staged[n] for n in staged}
     curved = method.curvature(g, d, context)

@@ -503,7 +503,7 @@ def test_who_joins_does_so_at_the_rank_of_the_others(is_carried):
     place = Place(0, ("127.0.0.1:1", "127.0.0.1:2"), b"k" * 32)
     one = RegionProgram(
         loss_fn, optax.sgd(LR), ADAPTIVE, PARAMS, 2, mesh=make_mesh(1),
-        transport=Transport("jobs", place=place),
+        transport=Transport("elastic", place=place),
     )  # fmt: skip
     schedule = dataclasses.replace(
         start(one).sync.schedule, in_flight=(), sent_rank=3, round_steps=3

@@ -14,7 +14,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.cutting import cut_by_patterns
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import hessian_vector
 from tests.numerics import assert_within_ulps
@@ -55,7 +55,7 @@ def make(method, num_regions=NUM_REGIONS, patterns=None):
         num_regions,
         mesh=make_mesh(num_regions),
         fragments=patterns and cut_by_patterns(PARAMS, patterns),
-        supplies=Supplies(LR, outputs=(gap_fn, square_fn)),
+        user_inputs=UserInputs(LR, outputs=(gap_fn, square_fn)),
     )
 
 

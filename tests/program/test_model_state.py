@@ -167,7 +167,7 @@ def test_merges_see_the_state_of_the_region(curvature):
             method,
             PARAMS,
             4,
-            supplies=cc.Supplies(
+            user_inputs=cc.UserInputs(
                 0.1, cc.adam_second_moment(0.999), (model, of_outputs)
             ),
             model_state=state,

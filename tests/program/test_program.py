@@ -18,7 +18,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sharding.outer_mesh import outer_device
 from cocodc_jax.sync import cutting, merge
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, run
 from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.numerics import assert_within_ulps
@@ -372,7 +372,7 @@ class TestBadInput:
 
     def test_a_learning_rate_that_is_missing(self, tiny):
         with pytest.raises(
-            ValueError, match=r"needs .learning_rate.: pass Supplies\(learning_rate"
+            ValueError, match=r"needs .learning_rate.: pass UserInputs\(learning_rate"
         ):
             self.make(tiny, value=tiny.METHODS["cocodc"])
 
@@ -388,7 +388,7 @@ class TestBadInput:
             num_fragments=2,
         )  # fmt: skip
         with pytest.raises(
-            ValueError, match=r"needs 'model_fn': pass Supplies\(outputs"
+            ValueError, match=r"needs 'model_fn': pass UserInputs\(outputs"
         ):
             self.make(tiny, value=method)
 
@@ -415,7 +415,7 @@ class TestBadInput:
             tiny.METHODS["cocodc"],
             tiny.make_params(),
             4,
-            supplies=Supplies(0.1, second_moment),
+            user_inputs=UserInputs(0.1, second_moment),
         )
 
     def test_steps_past_an_event(self, tiny):

@@ -18,7 +18,7 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.program import reference
@@ -148,7 +148,7 @@ def run_program(problem, method, inner, num_steps, dtype):
         params,
         NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
-        supplies=Supplies(LR, adam_second_moment(ADAM["b2"])),
+        user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
     )
     state, syncs = program.init(params, jax.random.key(0)), []
     stream = iter(cast(problem.batches, dtype))
@@ -247,6 +247,18 @@ def pair(problem, name):
             groups[3], interval=9, slot=3, tau=6, merge="mix", alpha=0.3, **outer
         )
         return method, twin, "adamw", 27
+    if name.startswith("cocodc_paper"):
+        rule = name.split()[1]
+        method = methods.get(
+            "cocodc_paper", sync_interval=13, num_fragments=2, delay_steps=3,
+            syncs_per_interval=4, rule=rule, **OUTER,
+        )  # fmt: skip
+        product, strength, score = PAPER[rule]
+        twin = reference.Method(
+            groups[2], interval=13, slot=3, tau=3, score=score, merge="compensate",
+            curvature=product, strength=strength, **outer,
+        )  # fmt: skip
+        return method, twin, "adamw", 39
     curvature, options, product, inner, score = CURVATURES[name]
     method = methods.get(
         "cocodc", sync_interval=13, num_fragments=2, delay_steps=3,
@@ -285,12 +297,18 @@ CURVATURES = {
     ),
 }  # fmt: skip
 
+PAPER = {
+    "text": (reference.outer_product, 0.5, "pseudo_gradient"),
+    "code": (reference.as_coded, 1.0, "drift"),
+}
+
 METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+RULES = [f"cocodc_paper {rule}" for rule in PAPER]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
 @pytest.mark.parametrize("problem", ["quadratic", "mlp"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *RULES])
 def test_each_method_is_its_formula(problems, problem, name, dtype):
     method, twin, inner, num_steps = pair(problems[problem], name)
     assert_agree(problems[problem], method, twin, inner, num_steps, dtype)

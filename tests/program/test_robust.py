@@ -14,7 +14,7 @@ from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.report.records import check_record
 from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.robust import told
 from cocodc_jax.sync.schedules import events_at
 from cocodc_jax.train.cadence import Cadence
@@ -257,8 +257,10 @@ def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
         curvature=curvature,
         exclude_above=5.0,
     )
-    optimizer, supplies = optax.adam(LR), Supplies(LR, adam_second_moment(0.999))
-    program = RegionProgram(loss_fn, optimizer, method, PARAMS, R, supplies=supplies)
+    optimizer, user_inputs = optax.adam(LR), UserInputs(LR, adam_second_moment(0.999))
+    program = RegionProgram(
+        loss_fn, optimizer, method, PARAMS, R, user_inputs=user_inputs
+    )
     state, verdict = verdict_of(program, 6)
     assert verdict == {2: "not finite"}
     assert np.asarray(state.region.opt_state[0].count).tolist() == [6, 6, 0, 6]

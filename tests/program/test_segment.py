@@ -60,7 +60,7 @@ SLOW = (
 )
 
 
-def make(tiny, case, fuse_syncs):
+def make(tiny, case, overlap):
     """Regions of two devices each in the first case, of one in the others."""
     name, options = CASES[case]
     devices = 8 if case == "streaming" else 4
@@ -68,7 +68,7 @@ def make(tiny, case, fuse_syncs):
         methods.get(name, **options),
         make_mesh(tiny.NUM_REGIONS, devices // 4, devices=jax.devices()[:devices]),
         param_specs=tiny.SPECS if devices == 8 else None,
-        transport=Transport("program", fuse_syncs=fuse_syncs),
+        transport=Transport("program", overlap=overlap),
     )
 
 
@@ -127,8 +127,8 @@ def test_windows_are_few_and_traced_once(tiny, monkeypatch):
     """
     made, make_segment = [], segment.make_segment
 
-    def counted(place, steps, key):
-        function = make_segment(place, steps, key)
+    def counted(spec, model, steps, key):
+        function = make_segment(spec, model, steps, key)
 
         def traced(*arguments):
             made.append((*key, arguments[1]["x"].shape[0]))
@@ -182,13 +182,11 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(tiny, program, 
         ("data_parallel", {}, 1, "method='data_parallel' has no outer model"),
         ("noloco", {}, 1, "method='noloco' has no outer model"),
         ("diloco", dict(exchange="outer"), 1, "messages cross by exchange='outer'"),
-        ("diloco", {}, 4, "all regions lie on the same devices"),
+        ("diloco", {}, 4, "all regions share the same devices"),
     ],
 )
 def test_what_cannot_be_fused_is_refused(tiny, method, transport, data_axis, message):
-    with pytest.raises(
-        ValueError, match=f"fuse_syncs='yes' is not possible: {message}"
-    ):
+    with pytest.raises(ValueError, match=f"overlap='yes' is not possible: {message}"):
         RegionProgram(
             tiny.loss_fn,
             optax.sgd(0.1),
@@ -196,10 +194,10 @@ def test_what_cannot_be_fused_is_refused(tiny, method, transport, data_axis, mes
             tiny.make_params(),
             tiny.NUM_REGIONS,
             mesh=make_mesh(tiny.NUM_REGIONS, data_axis, devices=jax.devices()[:4]),
-            transport=Transport(fuse_syncs="yes", **transport),
+            transport=Transport(overlap="yes", **transport),
         )
 
 
 def test_an_unknown_word_is_refused():
-    with pytest.raises(ValueError, match="fuse_syncs='maybe' is unknown"):
-        Transport(fuse_syncs="maybe")
+    with pytest.raises(ValueError, match="overlap='maybe' is unknown"):
+        Transport(overlap="maybe")

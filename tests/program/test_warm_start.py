@@ -30,7 +30,7 @@ def make(name, regions=4, optimizer=SGD, **options):
         method,
         PARAMS,
         regions,
-        supplies=cc.Supplies(0.1, cc.adam_second_moment(0.999)),
+        user_inputs=cc.UserInputs(0.1, cc.adam_second_moment(0.999)),
     )
 
 

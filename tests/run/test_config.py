@@ -56,6 +56,14 @@ def test_a_field_that_an_older_file_lacks_takes_its_default():
     assert TrainConfig.from_json(value).run.log_every == RunConfig().log_every
 
 
+def test_a_file_of_an_earlier_version_has_its_names():
+    value = SMOKE.replace(overlap="no", exchange="elastic").to_json()
+    assert value["run"].pop("overlap") == "no"
+    value["run"] |= {"fuse_syncs": "no", "exchange": "jobs"}
+    found = TrainConfig.from_json(value).run
+    assert (found.overlap, found.exchange) == ("no", "elastic")
+
+
 def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
     fields = {
         field.name for cls in SECTIONS.values() for field in dataclasses.fields(cls)

@@ -56,7 +56,7 @@ def test_every_flag_is_there_once_in_its_section(call):
     others = text.partition("--method=NAME --help explains: ")[2].partition(".\n")[0]
     names = [*re.findall(r"^  --(\w+)", text, re.MULTILINE)]
     names += others.replace(",", "").split()
-    of_all = {"preset", "workdir", *flags.PROCESSES, *flags.JOBS, *LEAVES}
+    of_all = {"preset", "workdir", *flags.PROCESSES, *flags.ELASTIC, *LEAVES}
     assert sorted(names) == sorted(of_all)
     assert max(map(len, text.splitlines())) <= 88
 
@@ -65,7 +65,7 @@ def test_the_flags_that_most_runs_set_come_first(call):
     text = call(Brief)[1]
     assert list(shown(text)) == ["preset", "workdir", *MAIN]
     rest = text.partition("\nFurther flags, which --help=all explains\n")[2]
-    others = {*flags.PROCESSES, *flags.JOBS, *LEAVES} - {*MAIN}
+    others = {*flags.PROCESSES, *flags.ELASTIC, *LEAVES} - {*MAIN}
     own = {name for name in others if name in defaults("cocodc")}
     named = set(re.findall(r"\w+(?=[,.])", rest))
     assert named == {n for n in others if n not in ARGUMENTS or n in own}

@@ -32,6 +32,13 @@ def small(tmp_path: pathlib.Path) -> str:
     [
         ({"num_fragments": 5, "sync_interval": 20}, "num_fragments=5 does not fit"),
         ({"model_axis": 3}, "model_axis|model=3"),
+        (
+            {"fragment_strategy": "experts"},
+            "experts has no meaning for a model without",
+        ),
+        ({"expert_weights": "tokens"}, "expert_weights=tokens has no meaning for a"),
+        ({"transmission_score": "load"}, "transmission_score=load has no meaning"),
+        ({"num_experts": 4}, "expert_width=0 is not a size"),
         ({"model_axis": 2**19 // 3}, "num_heads=.* model=174762; use"),
         ({"stage_subspace": 4096}, "stage_subspace=4096 must be .* the model's width="),
         ({"devices": 64}, "devices=64 asks for more than there are"),

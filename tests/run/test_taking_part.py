@@ -53,7 +53,7 @@ def test_where_it_begins_is_said(regions, own_step, reached, told, capsys):
     ],
 )
 def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
-    config = PRESETS["smoke"].replace(exchange="jobs")
+    config = PRESETS["smoke"].replace(exchange="elastic")
     digests = {run_digest(c, "text") for c in (config, config.replace(**leaves))}
     assert (len(digests) == 1) == is_same
 

@@ -108,14 +108,14 @@ def test_ranked_rounds_and_ranked_messages_need_one_another(schedule, message):
     [
         ({}, None),
         ({"message": Compressed(compression.parse("int8"))}, None),
-        ({"message": ByRings(2)}, "its rings lie on the inner mesh"),
+        ({"message": ByRings(2)}, "its rings use the inner mesh"),
         (
             {"outer": nesterov(1.0, 0.0).placed("divided")},
             "its outer state is divided over the inner mesh",
         ),
         (
             {"outer": methods.get("noloco").sync.outer},
-            "its outer parameters lie in the regions",
+            "each region has outer parameters of its own",
         ),
         (
             {"schedule": asynchronous(4)},

@@ -9,7 +9,7 @@ import pytest
 
 from cocodc_jax.methods import METHODS
 from cocodc_jax.sync import merge, needs
-from cocodc_jax.sync.needs import HALFWAY, NEEDS, STAGED, STALE, Need, Supplies
+from cocodc_jax.sync.needs import HALFWAY, NEEDS, STAGED, STALE, Need, UserInputs
 from cocodc_jax.transforms import curvature
 
 
@@ -26,7 +26,7 @@ def seen(**parts):
         "key": jax.random.key(7),
         "whole": lambda part: {"v": jnp.array([0.0]), **part},
         "loss_fn": lambda p, batch, key: (batch * jnp.sum(p["w"] ** 2), {}),
-        "supplies": Supplies(
+        "user_inputs": UserInputs(
             outputs=(lambda p, batch: p["w"] * batch, lambda out, batch: out.sum())
         ),
     }
@@ -54,7 +54,7 @@ def test_an_entry_says_what_it_is(name):
     assert need.about.endswith(".")
     assert set(need.keeps) <= {STAGED, HALFWAY, STALE}
     if need.given_by:
-        assert hasattr(Supplies(), need.given_by[0])
+        assert hasattr(UserInputs(), need.given_by[0])
     if need.of_regions:
         assert need.of_region is not None
 
@@ -65,30 +65,30 @@ def test_an_unknown_need():
         match=r"merge 'odd' needs \['luck'\], which nothing here can give; known are "
         r"\['distance', 'drift', ",
     ):
-        needs.check({"luck", "staged"}, Supplies(), "merge 'odd'")
+        needs.check({"luck", "staged"}, UserInputs(), "merge 'odd'")
 
 
 @pytest.mark.parametrize(
     ("need", "what"),
     [
-        ("learning_rate", r"Supplies\(learning_rate=, the inner optimizer's\)"),
+        ("learning_rate", r"UserInputs\(learning_rate=, the inner optimizer's\)"),
         (
             "second_moment",
-            r"Supplies\(second_moment=adam_second_moment\(b2\) with the",
+            r"UserInputs\(second_moment=adam_second_moment\(b2\) with the",
         ),
-        ("model_fn", r"Supplies\(outputs=\(model, loss\)\)"),
-        ("output_loss_fn", r"Supplies\(outputs=\(model, loss\)\)"),
+        ("model_fn", r"UserInputs\(outputs=\(model, loss\)\)"),
+        ("output_loss_fn", r"UserInputs\(outputs=\(model, loss\)\)"),
     ],
 )
-def test_a_missing_supply(need, what):
+def test_a_missing_input_of_the_user(need, what):
     with pytest.raises(ValueError, match=f"its merge needs '{need}': pass {what}"):
-        needs.check({need}, Supplies(), "its merge")
+        needs.check({need}, UserInputs(), "its merge")
 
 
-def test_what_is_supplied_is_enough():
-    everything = Supplies(0.1, lambda state: state, (len, len))
+def test_what_the_user_passed_is_enough():
+    everything = UserInputs(0.1, lambda state: state, (len, len))
     needs.check(NEEDS, everything, "all")
-    needs.check((), Supplies(), "nothing")
+    needs.check((), UserInputs(), "nothing")
 
 
 @pytest.mark.parametrize(
@@ -145,17 +145,17 @@ def test_the_two_halves_of_an_overlap():
 
 
 def test_what_is_made_of_all_regions():
-    supplies = Supplies(second_moment=lambda state: state["nu"])
+    user_inputs = UserInputs(second_moment=lambda state: state["nu"])
     state = {"nu": jnp.ones((2, 3)), "mu": jnp.zeros((2, 3))}
-    made = needs.regional({"second_moment", "staged"}, state, supplies)
+    made = needs.regional({"second_moment", "staged"}, state, user_inputs)
     assert set(made) == {"second_moment"}
     assert made["second_moment"] is state["nu"]
 
 
 def test_the_rate_is_of_the_step_just_done():
-    assert Supplies(learning_rate=0.5).rate(3) == 0.5
-    assert Supplies(learning_rate=lambda step: 10.0 * step).rate(3) == 20
-    assert Supplies(learning_rate=lambda step: 10.0 * step).rate(0) == 0
+    assert UserInputs(learning_rate=0.5).rate(3) == 0.5
+    assert UserInputs(learning_rate=lambda step: 10.0 * step).rate(3) == 20
+    assert UserInputs(learning_rate=lambda step: 10.0 * step).rate(0) == 0
 
 
 # --- Of a mean --------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_new_need_is_one_entry(monkeypatch):
         return mixed, {}
 
     rule = merge.Merge("patient", apply, frozenset({"patience"}))
-    needs.check(rule.needs, Supplies(), "patient")
+    needs.check(rule.needs, UserInputs(), "patient")
     assert needs.copies(rule.needs) == {STAGED}
     here = seen()
     given = needs.arguments(rule.needs, here)
@@ -212,6 +212,6 @@ def test_a_new_need_of_a_mean_is_one_entry(monkeypatch):
     assert needs.of_mean({"largest", "norm"}, mean) == {"largest": 3.0}
 
 
-def test_supplies_and_needs_are_values():
-    assert dataclasses.replace(Supplies(), learning_rate=1.0) == Supplies(1.0)
+def test_user_inputs_and_needs_are_values():
+    assert dataclasses.replace(UserInputs(), learning_rate=1.0) == UserInputs(1.0)
     assert Need("A.") == Need("A.")

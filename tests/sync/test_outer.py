@@ -64,7 +64,7 @@ def test_places():
     assert SHARED.only_in_program is None
     assert "divided over the inner mesh" in SHARED.placed("divided").only_in_program
     assert PAIRS.placed("host") is PAIRS
-    assert PAIRS.only_in_program == "its outer parameters lie in the regions"
+    assert PAIRS.only_in_program == "each region has outer parameters of its own"
 
 
 @pytest.mark.parametrize(

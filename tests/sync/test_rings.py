@@ -30,7 +30,7 @@ def test_bytes_are_twice_all_but_one_share():
 
 
 def test_it_lies_on_the_inner_mesh():
-    assert ByRings(2).only_in_program == "its rings lie on the inner mesh"
+    assert ByRings(2).only_in_program == "its rings use the inner mesh"
     assert ByRings(2).compressor() is None
 
 

@@ -169,7 +169,7 @@ class TestArguments:
             ("noloco", {"exclude_above": 9.0}, "none to restore one from"),
             ("data_parallel", {"exclude_above": 9.0}, "no outer parameters to restore"),
             ("des_loc", {"exclude_above": 9.0}, "the inner optimizer's moments too"),
-            ("snoo", {"exclude_above": 9.0}, "has nobody to be judged by"),
+            ("snoo", {"exclude_above": 9.0}, "has no others to be compared with"),
         ],
     )
     def test_methods_that_can_have_none_say_why(self, name, options, why):

@@ -1,29 +1,48 @@
-"""`co2` (arXiv 2401.16265): one whole round late, with a clipped momentum.
+r"""`co2` (arXiv 2401.16265): one full round late, with a clipped momentum.
 
-A mean is on its way while the next H steps are done (`schedules.one_step_stale(H)`).
-With x_t the outer parameters that round t began with, in each region i of M:
+A mean crosses while the next H steps are done. Let $\theta^g_t$ be the outer parameters
+that round t began with. In each region m:
 
-    H times:  theta_i <- inner(theta_i, g_i)                   AdamW, from x_t
-    Delta_i(t) = x_t - theta_i                                 sent now, used next time
-    m  <- clip(b m + mean_i Delta_i(t - 1) / L, -phi, phi)   `scale_by_clipped_momentum`
-    x_{t+1} = x_t - eta m;   theta_i <- x_{t+1}                `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad
+\text{H times, from } \theta^g_t \\
+\Delta^m_t &= \theta^g_t - \theta^m \qquad \text{sent now, used in the next round}
+\end{align*}
+$$
 
-L is 1 (`staleness_gap="constant"`, the public code's). With "measured" it is
+The outer step uses the mean of the round before, divided by the staleness gap
+$\Lambda$, with a momentum whose entries are clipped to $[-\phi, \phi]$:
 
-    L_t = max(1, ||x_t - x_{t-1}|| / mean of earlier moves)    `scale_by_staleness_gap`
+$$
+\begin{align*}
+v &\leftarrow \mathrm{clip}\left(\mu v
++ \frac{1}{\Lambda} \cdot \frac{1}{M} \sum_m \Delta^m_{t-1}, \; -\phi, \; \phi\right) \\
+\theta^g_{t+1} &= \theta^g_t - \eta v, \qquad \theta^m \leftarrow \theta^g_{t+1}
+\end{align*}
+$$
 
-where x_{t-1} is `stale_params` (a copy is kept while a message is on its way). The
-message of the round before the first is zero. The state is divided over a region's
-devices, as ZeRO does (`outer_placement`). In code: b `outer_momentum`, phi
-`momentum_clip`.
+$\Lambda$ is 1 (`staleness_gap="constant"`, the public code's). With "measured" it is
 
-Source: CO2, Sun et al., arXiv 2401.16265. The rule with L = 1 is read from the public
-code. That there is a staleness gap by which what is late is divided is from memory; the
-measured one is ours, as no formula was found.
+$$
+\Lambda_t = \max\left(1, \; \frac{\lVert \theta^g_t - \theta^g_{t-1} \rVert}
+{\text{mean of earlier moves}}\right)
+$$
+
+The message of the round before the first is zero. The outer state is divided over a
+region's devices, as ZeRO does (`outer_placement`).
+
+In code: mu is `outer_momentum`, phi `momentum_clip`; `schedules.one_step_stale(H)`,
+`scale_by_clipped_momentum`, `scale_by_staleness_gap` with `stale_params`, of which a
+copy is kept while a message is in flight, `merge.replace`.
+
+Source: CO2, Sun et al., arXiv 2401.16265. The rule with a gap of 1 is read from the
+public code. That a staleness gap divides what is late is from memory; the measured one
+is ours, as no formula was found.
 Differs from the paper's code: there the clip is computed and its result dropped; here
 it clips.
-Defaults: published b 0.2 to 0.6 with the model's size, eta 1, phi 1, L 1; here b 0.2,
-eta 1, phi 1, L 1, H 48.
+Defaults: published mu 0.2 to 0.6 with the model's size, eta 1, phi 1, gap 1; here mu
+0.2, eta 1, phi 1, gap 1, H 48.
 Measured here: last loss 2.295 against DiLoCo's 1.838, both 40.3 MB sent by a region;
 with the measured gap 2.274 (840k parameters, 480 steps, H 40, 4 regions, one seed), by
 

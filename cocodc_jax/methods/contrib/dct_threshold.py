@@ -1,17 +1,28 @@
-"""`dct_threshold` (arXiv 2010.08899): gradients above a threshold, the others kept.
+r"""`dct_threshold` (arXiv 2010.08899): gradients above a threshold, the others kept.
 
-DCT is *dynamic communication thresholding* here, no cosine transform. At every inner
-step, in each region i of M, per tensor, with e_i from zero:
+DCT is *dynamic communication thresholding* here, not a cosine transform. At every inner
+step, in each region m, per tensor, with error feedback $e^m$ from zero, the entries of
+at least a threshold $c^m$ are sent:
 
-    e_i <- e_i + gradient of the loss at theta         `error_feedback`
-    every L steps:  t_i = the k-th largest |e_i|       `threshold(density, every=L)`
-    q_i  = the entries of e_i with |e_i| >= t_i        values and packed positions
-    e_i <- e_i - q_i
-    g    = (1/M) sum_i q_i                             `mean_of_decoded`
-    theta <- inner(theta, g)                           AdamW, the same step everywhere
+$$
+\begin{align*}
+e^m &\leftarrow e^m + g^m \\
+q^m_j &= \begin{cases} e^m_j & |e^m_j| \ge c^m \\ 0 & \text{otherwise} \end{cases} \\
+e^m &\leftarrow e^m - q^m
+\end{align*}
+$$
 
-k = density * size. Between two sorts a step costs a comparison. A message has room for
-1.5 k entries, as its size must not vary; what is beyond waits in e_i for the next sort.
+All regions take the same step by the mean:
+
+$$
+g = \frac{1}{M} \sum_m q^m, \qquad \theta \leftarrow \mathrm{inner}(\theta, g)
+$$
+
+Every L steps $c^m$ becomes the k-th largest $|e^m_j|$, with k = density * size. Between
+two sorts a step costs a comparison. A message has room for 1.5 k entries, as its size
+must not vary; further entries wait in $e^m$ for the next sort.
+
+In code: `error_feedback`, `threshold(density, every=L)`, `mean_of_decoded`.
 
 Source: arXiv 2010.08899, thresholds kept for L iterations, and error feedback. L is
 from memory (about a thousand there); the room of a message is ours.

@@ -1,25 +1,51 @@
-"""`dilocox` (arXiv 2506.21263): low rank, int4, one round late, a rank that adapts.
+r"""`dilocox` (arXiv 2506.21263): low rank, int4, one round late, a rank that adapts.
 
-Round t has H_t steps, during which the message of round t - 1 is on its way
-(`schedules.ranked_rounds`). In each region m of M, with e^m from zero, per matrix:
+Round t has $H_t$ steps, during which the message of round t - 1 crosses. In each region
+m, with error feedback $e^m$ from zero, every matrix is approximated by two factors (one
+power iteration from the last round's Q, as in PowerSGD), which are sent in int4:
 
-    H_t times:  theta^m <- inner(theta^m, g^m)         AdamW
-    A = theta^g - theta^m + e^m                        `error_feedback`
-    P = orthonormal(A Q);  Q <- A' P                   `low_rank(r)`, Q of last round
-    send int4(P), int4(Q);  q^m = P Q'                 decoded; e^m <- A - q^m
-    Delta = (1/M) sum_m q^m of round t - 1
-    v <- mu v + Delta;  theta^g <- theta^g - eta (Delta + mu v);  theta^m <- theta^g
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad H_t \text{ times} \\
+A &= \theta^g - \theta^m + e^m \\
+P &= \mathrm{orthonormal}(A Q), \qquad Q \leftarrow A^\top P \\
+q^m &= \mathrm{int4}(P) \, \mathrm{int4}(Q)^\top, \qquad e^m \leftarrow A - q^m
+\end{align*}
+$$
 
-    r'    = effective rank of Delta, exp of the entropy of its singular values
-    r_t+1 = the smallest of r_1, r_1/2, ..., r_min that holds the mean of the last 5 r'
-    H_t+1 = ceil(H_1 r_t+1 / r_1)                      less to hide, a shorter round
+The outer Nesterov optimizer steps on the mean of round t - 1:
 
-A tensor that the factors would not shrink is sent whole; of a stack of layers each is
-factorised by itself. Each region's factors are gathered (`messages.Ranked`). With
+$$
+\begin{align*}
+\Delta &= \frac{1}{M} \sum_m q^m_{t-1}, \qquad v \leftarrow \mu v + \Delta \\
+\theta^g &\leftarrow \theta^g - \eta \, (\Delta + \mu v), \qquad
+\theta^m \leftarrow \theta^g
+\end{align*}
+$$
+
+The next rank follows the mean's effective rank $r'$, the exponential of the entropy of
+its singular values: $r_{t+1}$ is the smallest of $r_1, r_1 / 2, \ldots,
+r_{\mathrm{min}}$ that holds the mean of the last five $r'$. A smaller message is hidden
+by a shorter round:
+
+$$
+H_{t+1} = \lceil H_1 \, r_{t+1} / r_1 \rceil
+$$
+
+A tensor that the factors would not shrink is sent in full; the layers of a stack are
+factorized one by one. Each region's factors are gathered (`messages.Ranked`). With
 `sum_factors` the order is PowerSGD's own (`sync.factors`), in float32:
 
-    P = (1/M) sum_m A^m Q;  P <- orthonormal(P);  Q <- (1/M) sum_m A^m' P
-    Delta = P Q';  e^m <- A^m - Delta
+$$
+\begin{align*}
+P &= \mathrm{orthonormal}\left(\frac{1}{M} \sum_m A^m Q\right), \qquad
+Q \leftarrow \frac{1}{M} \sum_m (A^m)^\top P \\
+\Delta &= P Q^\top, \qquad e^m \leftarrow A^m - \Delta
+\end{align*}
+$$
+
+In code: `schedules.ranked_rounds`, `error_feedback(low_rank(r, factors=int4()))`,
+`sync.outer.nesterov`, `merge.replace`.
 
 Source: DiLoCoX, arXiv 2506.21263; from memory throughout, except its abstract.
 Halvings, their rounding up and the weights of tensors in r' are ours.

@@ -1,19 +1,28 @@
-"""`eager` (arXiv 2502.12996): one round late, but for a region's own part of the mean.
+r"""`eager` (arXiv 2502.12996): one round late, but for a region's own part of the mean.
 
-The mean of round t - 1 is on its way during round t (`schedules.one_step_stale(H)`).
-Every region m of M has outer parameters and momentum of its own (`RegionalOuter`), as
-each corrects the mean by what it alone knows:
+The mean of round t - 1 crosses during round t. Every region m has outer parameters
+$\theta^{g,m}$ and a momentum of its own (`RegionalOuter`), as each corrects the mean by
+what only it knows:
 
-    H times:  theta^m <- inner(theta^m, g^m)                    AdamW
-    Delta_m(t) = theta^g,m - theta^m                            sent now; `send`
-    D_m  = Delta(t - 1) + (Delta_m(t) - Delta_m(t - 1)) / M     `receive`
-    v   <- mu v + D_m;   theta^g,m <- theta^g,m - eta (D_m + mu v)
-    theta^m <- theta^g,m                                        `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+\Delta^m_t &= \theta^{g,m} - \theta^m \qquad \text{sent now} \\
+\tilde\Delta^m &= \Delta_{t-1} + \frac{1}{M} \, (\Delta^m_t - \Delta^m_{t-1}), \qquad
+\Delta_{t-1} = \frac{1}{M} \sum_n \Delta^n_{t-1} \\
+v^m &\leftarrow \mu v^m + \tilde\Delta^m \\
+\theta^{g,m} &\leftarrow \theta^{g,m} - \eta \, (\tilde\Delta^m + \mu v^m), \qquad
+\theta^m \leftarrow \theta^{g,m}
+\end{align*}
+$$
 
-Delta(t - 1) is the mean over all, of which the region takes its own stale share out and
-puts its fresh one in. The message of the round before the first is zero. What counts as
-the region's share is what its message decodes to (`newest`, `arriving`), so that with
-`compress` a region never adds what nobody was sent.
+The region takes its own stale share out of the mean and puts its fresh one in. The
+message of the round before the first is zero. A region's share is what its message
+decodes to (`newest`, `arriving`), so with `compress` it never adds values that were not
+sent.
+
+In code: `schedules.one_step_stale(H)`; `send` and `receive` of the outer optimizer;
+`merge.replace`.
 
 Source: eager updates, arXiv 2502.12996. "Current local plus a delayed mixture of all
 others" from a published digest, which this is; written out from memory.

@@ -1,19 +1,31 @@
-"""`masked_core` (from memory): each region owns a mask of the weights, all a core.
+r"""`masked_core` (from memory): each region owns a mask of the weights, all a core.
 
-Every H steps, blocking, the whole model (`schedules.staggered(H)`). Region m of M owns
-a fixed random share of the entries, Omega_m (`transforms.masked`), n regions each:
+Every H steps, blocking, the full model. Region m owns a fixed random share $\Omega_m$
+of the entries, so that each entry j has $n_j$ owners. It sends a low-rank core $c^m$
+of its pseudo-gradient, and the rest of its own entries:
 
-    H times:  theta^m <- inner(theta^m, g^m)                            AdamW
-    Delta_m = theta^g - theta^m                                         old minus new
-    c_m     = core of Delta_m: of rank r, or what `compress` says       `MaskedCore`
-    send c_m, and r_m = Delta_m - c_m at the entries of Omega_m only
-    Delta   = (1/M) sum_m c_m + (1/n) sum over the owners of r_m, entry by entry
-    theta^g <- theta^g - eta Delta                                      `nesterov`
-    theta^m <- theta^g                                                  `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+\Delta^m &= \theta^g - \theta^m \\
+c^m &= \mathrm{lowrank}_r(\Delta^m) \\
+r^m_j &= \Delta^m_j - c^m_j \qquad j \in \Omega_m
+\end{align*}
+$$
+
+Cores are averaged over all regions, the rest over an entry's owners:
+
+$$
+\Delta_j = \frac{1}{M} \sum_m c^m_j + \frac{1}{n_j} \sum_{m : \, j \in \Omega_m} r^m_j,
+\qquad \theta^g \leftarrow \theta^g - \eta \Delta, \qquad \theta^m \leftarrow \theta^g
+$$
 
 What a region learned outside its mask and the core is dropped at a sync, as if it had
-not been trained. With `mask_density` 1 / M each entry has one owner; with 1 all own
-all, and it is plain averaging, whatever the core.
+not been trained. With `mask_density` 1 / M each entry has one owner; with 1 every
+region owns all entries, and it is plain averaging, whatever the core.
+
+In code: `transforms.masked`; `MaskedCore`, whose core is what `compress` says, if it
+does; `sync.outer.nesterov`, by default without momentum; `merge.replace`.
 
 Source: partially masked networks with a low-rank core, in DiLoCoX's (arXiv 2506.21263)
 list of related work; from memory, and not even whose they are is certain.

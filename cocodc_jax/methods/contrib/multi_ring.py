@@ -1,18 +1,25 @@
-"""`multi_ring` (arXiv 2401.01728): plain averaging, by several rings at once.
+r"""`multi_ring` (arXiv 2401.01728): plain averaging, by several rings at once.
 
-Every H steps, blocking, the whole model (`schedules.staggered(H)`). In each region m of
-M (in the source, a cluster of equal peers):
+Every H steps, blocking, the full model. In each region m (in the source, a cluster of
+equal peers):
 
-    H times:  theta^m <- inner(theta^m, g^m)           AdamW
-    theta^g <- theta^g - eta (1/M) sum_m (theta^g - theta^m)     `nesterov(eta, 0)`
-    theta^m <- theta^g                                 `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+\theta^g &\leftarrow \theta^g - \eta \, \frac{1}{M} \sum_m (\theta^g - \theta^m) \\
+\theta^m &\leftarrow \theta^g
+\end{align*}
+$$
 
 With eta = 1 that is the mean of the parameters. *How* the sum is made is the method
-(`sync.rings.ByRings`): each of `num_rings` rings carries its share of the numbers, ring
-j from place p to place p + s_j (mod M), with strides s_j that have no factor in common
-with M, so that each visits all and different strides use different links. A chunk goes
-round twice, once to be summed and once to be spread: 2 (M - 1) / M of the model is sent
-by a region. Partial sums cannot be encoded on their way, so `compress` has no meaning.
+(`sync.rings.ByRings`): each of `num_rings` rings carries its share of the numbers. Ring
+j goes from place i to place $i + s_j \bmod M$. The strides $s_j$ have no factor in
+common with M, so each ring visits all regions, and different rings use different links.
+A chunk goes round twice, once to be summed and once to be spread, so a region sends
+$2 (M - 1) / M$ of the model. Partial sums cannot be encoded on their way, so `compress`
+has no meaning.
+
+In code: `schedules.staggered(H)`, `nesterov(eta, 0)`, `merge.replace`.
 
 Source: Ravnest, Menon et al., arXiv 2401.01728; from memory. Which orders is ours.
 Differs from the paper: its clusters, and how peers are put into them, are not made

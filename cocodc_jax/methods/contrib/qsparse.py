@@ -1,21 +1,27 @@
-"""`qsparse` (arXiv 1906.02367): the mean of sparse, quantized progress, with memory.
+r"""`qsparse` (arXiv 1906.02367): the mean of sparse, quantized progress, with memory.
 
-Every H steps, blocking, the whole model (`schedules.staggered(H)`). In each region m of
-M, with e^m from zero:
+Every H steps, blocking, the full model. In each region m, with error feedback $e^m$
+from zero, the message is first made sparse, then quantized by C:
 
-    H times:  theta^m <- inner(theta^m, g^m)           AdamW
-    a^m  = e^m + theta^g - theta^m                     `error_feedback`, old minus new
-    q^m  = Q(Top_k(a^m))                               `top_k(density, values=int4())`:
-    e^m <- a^m - q^m                                   sparsify, then quantize
-    theta^g <- theta^g - eta (1/M) sum_m q^m           `nesterov(eta, 0)`: no momentum
-    theta^m <- theta^g                                 `merge.replace`
+$$
+\begin{align*}
+\theta^m &\leftarrow \mathrm{inner}(\theta^m, g^m) \qquad \text{H times} \\
+a^m &= e^m + \theta^g - \theta^m \\
+q^m &= C(\mathrm{top}_k(a^m)), \qquad e^m \leftarrow a^m - q^m \\
+\theta^g &\leftarrow \theta^g - \eta \, \frac{1}{M} \sum_m q^m, \qquad
+\theta^m \leftarrow \theta^g
+\end{align*}
+$$
 
 The memory holds what either of the two lost. With eta = 1 and no compression this is
-local SGD (federated averaging), and `multi_ring` but for roundings.
+local SGD (federated averaging), and `multi_ring` up to rounding.
+
+In code: `schedules.staggered(H)`, `error_feedback(top_k(density, values=int4()))`,
+`nesterov(eta, 0)` without momentum, `merge.replace`.
 
 Source: Qsparse-local-SGD, Basu et al., arXiv 1906.02367: the order of the two and the
 error feedback are the paper's; numbers are from memory.
-Differs from the paper: its inner optimizer is SGD (`--inner_optimizer=sgd`); its Q is
+Differs from the paper: its inner optimizer is SGD (`--inner_optimizer=sgd`); its C is
 stochastic and unbiased (QSGD) or a sign, here the nearest of 15 levels
 (`error_feedback(top_k(0.1, int4(stochastic=True)))` and `ef+topk:0.1+sign` are those);
 its regions may sync at different times, here all at once.

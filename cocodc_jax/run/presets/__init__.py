@@ -7,6 +7,8 @@ from typing import Any
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.presets.eight_b import EIGHT_B
 from cocodc_jax.run.presets.mini import MINI
+from cocodc_jax.run.presets.moe_30b_a3b import MOE_30B_A3B
+from cocodc_jax.run.presets.moe_tiny import MOE_TINY
 from cocodc_jax.run.presets.one_b import ONE_B
 from cocodc_jax.run.presets.paper_150m import PAPER_150M
 from cocodc_jax.run.presets.small import SMALL
@@ -15,7 +17,17 @@ from cocodc_jax.run.presets.tiny import TINY
 
 PRESETS = {
     config.preset: config
-    for config in (SMOKE, TINY, MINI, SMALL, PAPER_150M, ONE_B, EIGHT_B)
+    for config in (
+        SMOKE,
+        TINY,
+        MOE_TINY,
+        MINI,
+        SMALL,
+        PAPER_150M,
+        ONE_B,
+        EIGHT_B,
+        MOE_30B_A3B,
+    )  # fmt: skip
 }
 
 __all__ = ["PRESETS", "with_warmup"]

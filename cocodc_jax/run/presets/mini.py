@@ -2,11 +2,11 @@
 
     python -m experiments.compare --preset=mini --seeds=5
 
-A byte-level model on the source of the Python standard library, for asking whether what
-`tiny` shows holds at eight times its size and twice its steps. Batches are twice
-tiny's, so that what regions lose by a delay stands out from the noise of a step. A
-matter of an accelerator, or of an hour a run on two cores. The interval is tiny's, 1/25
-of the run here; inner_lr is tiny's over sqrt(2) for twice the width, not tuned.
+A byte-level model on the source of the Python standard library. It shows whether the
+results of `tiny` hold at eight times its size and twice its steps. Batches are twice
+tiny's, so that the loss due to a delay stands out from the noise of a step. A run takes
+an hour on two cores, or an accelerator. The interval is tiny's, 1/25 of the run here.
+inner_lr is tiny's over sqrt(2) for twice the width, not tuned.
 """
 
 from cocodc_jax import models

@@ -5,7 +5,7 @@
 A byte-level model on the source of the Python standard library. The interval of 40
 steps and the delay of 5 keep the proportions of the papers (H 100, tau 5) where only
 a few hundred steps fit; inner_lr was the best of 1e-3, 2e-3 and 4e-3 for data parallel.
-Results, and the command that makes them, are in README.md.
+Results are in docs/results/bytes.md and docs/results/methods.md, with their commands.
 """
 
 from cocodc_jax import models

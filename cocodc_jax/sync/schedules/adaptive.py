@@ -26,11 +26,15 @@ of region m now:
     gain              mean_m ||theta^g - theta^m||^2 / n gap closed per byte
     disagreement      gain - (||D|| / sqrt(n) a / I)^2   its part that regions do not
                                                          share, by their last progress
+    load              ||D|| / sqrt(n) t / I              of experts, see below
     round_robin       a                                  the control: no choice at all
 
-rms, gain, disagreement and round_robin are ours, for ablation; bytes are proportional
-to n. The exact disagreement is the variance of messages, mean_m ||Delta^m||^2 -
-||mean Delta||^2. Here the second term is extrapolated, so that only K numbers are sent.
+rms, gain, disagreement, load and round_robin are ours, for ablation; bytes are
+proportional to n. `load` is aged times the share of the tokens that need the fragment:
+t is the number of batches whose tokens its experts saw in the regions' progress, mean
+over its experts and the regions; a fragment without experts sees all tokens, t = a. The
+exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean Delta||^2.
+Here the second term is extrapolated, so that only K numbers are sent.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ _NEEDS = {
     "drift": frozenset({"drift"}),
     "gain": frozenset({"distance"}),
     "disagreement": frozenset({"distance", "norm"}),
+    "load": frozenset({"tokens", "norm"}),
     "round_robin": frozenset(),
 }
 SCORES = tuple(_NEEDS)
@@ -205,6 +210,9 @@ class Adaptive(Slotted):
         size, interval = xp.maximum(size, 1), xp.maximum(observed_interval, 1)
         if kind == "pseudo_gradient":
             return norm / size / interval
+        if kind == "load":
+            tokens = xp.asarray(observe("tokens"))
+            age = xp.where(tokens < 0, age, tokens)
         moved = norm / xp.sqrt(size) * (1 if kind == "rms" else age) / interval
         if kind == "disagreement":
             return xp.asarray(observe("distance")) - moved**2
@@ -239,8 +247,8 @@ def adaptive(
       syncs_per_interval: N, at least K; see `syncs_that_fit`.
       transmission_score: one of `SCORES`, see the module: "pseudo_gradient" (the
         paper's rate), "aged" (the authors' later score, which grows while a fragment
-        waits), "rms", "drift", "gain", "disagreement", or "round_robin", which chooses
-        nothing.
+        waits), "rms", "drift", "gain", "disagreement", "load" (for mixtures of
+        experts), or "round_robin", which chooses nothing.
 
     Raises:
       ValueError: naming the argument, its value and a value that works.

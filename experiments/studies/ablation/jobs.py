@@ -22,7 +22,7 @@ import numpy as np
 from cocodc_jax import models
 from cocodc_jax.data import load
 from cocodc_jax.sync import cutting, merge
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -194,14 +194,14 @@ def make_trainer(settings: Settings, num_fragments: int) -> Trainer:
     shapes = jax.eval_shape(
         functools.partial(models.init_params, model), jax.random.key(0)
     )
-    supplies = Supplies(
+    user_inputs = UserInputs(
         optimizer.learning_rate(settings.steps),
         adam_second_moment(optimizer.second_moment_decay()),
         models.make_outputs(model),
     )
     return Trainer(
         models.make_loss_fn(model),
-        supplies,
+        user_inputs,
         optimizer.build(settings.steps),
         cutting.cut(shapes, num_fragments),
     )

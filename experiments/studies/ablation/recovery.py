@@ -150,7 +150,7 @@ def _judge(settings, trainer, fork: _Fork, judged, tokens, outer_lr):
     """Return cost, the share along D, and by rule what was got back, and losses."""
     key = jax.random.fold_in(jax.random.key(0), fork.step)
     batch = jax.tree.map(lambda x: x[fork.step - 1], tokens)
-    rate = jnp.full(outer_lr.shape, trainer.supplies.rate(fork.step))
+    rate = jnp.full(outer_lr.shape, trainer.user_inputs.rate(fork.step))
     losses = functools.partial(_loss, settings, trainer)
     target, aim = fork.undelayed.params, losses(fork.undelayed.params)
     kept = _squared(target, fork.late.params)

@@ -201,7 +201,7 @@ class _Run:
             self._flights.pop(k),
             jax.tree.map(lambda x: x[self.step - 1], self._tokens),
             jax.random.fold_in(self._key, draw),
-            self._trainer.supplies.rate(self.step) * self._scale,
+            self._trainer.user_inputs.rate(self.step) * self._scale,
             self._outer_lr,
             self._strength,
             k,

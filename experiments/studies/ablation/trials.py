@@ -22,7 +22,7 @@ import optax
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.merge import Merge
-from cocodc_jax.sync.needs import HALFWAY, STAGED, LossFn, MergeContext, Supplies
+from cocodc_jax.sync.needs import HALFWAY, STAGED, LossFn, MergeContext, UserInputs
 from cocodc_jax.sync.schedules.base import replaced
 
 PyTree = Any
@@ -67,7 +67,7 @@ class Trainer:
     def __init__(
         self,
         loss_fn: LossFn,
-        supplies: Supplies,
+        user_inputs: UserInputs,
         optimizer: optax.GradientTransformation,
         fragments: Fragments,
         outer_momentum: float = 0.9,
@@ -76,12 +76,12 @@ class Trainer:
 
         Args:
           loss_fn: of one region, `(params, batch, key) -> (loss, aux)`.
-          supplies: what merges may ask for besides.
+          user_inputs: what merges may ask for besides.
           optimizer: the inner optimizer.
           fragments: how the parameters are cut.
           outer_momentum: of the outer Nesterov optimizer.
         """
-        self.loss_fn, self.supplies, self.fragments = loss_fn, supplies, fragments
+        self.loss_fn, self.user_inputs, self.fragments = loss_fn, user_inputs, fragments
         self._outer_momentum, self._optimizer = outer_momentum, optimizer
         self.start = jax.jit(self._start, static_argnums=2)
         self.take = jax.jit(functools.partial(fragments.take, lead=2), static_argnums=1)
@@ -205,7 +205,7 @@ def make_finish(
       with fragment k stepped and merged, and the correction ratio `[E]`; batch
       `[E, R, ...]` is the last one trained on; rate, outer_lr and strength `[E]`.
     """
-    fragments, supplies = trainer.fragments, trainer.supplies
+    fragments, user_inputs = trainer.fragments, trainer.user_inputs
     wanted = make(1.0, delay_steps).needs
 
     def one_region(local, kept, outer, regional, params, batch, key, rate, strength, k):
@@ -220,7 +220,7 @@ def make_finish(
             key=key,
             whole=functools.partial(fragments.put, params, k),
             loss_fn=trainer.loss_fn,
-            supplies=supplies,
+            user_inputs=user_inputs,
         )
         merged, metrics = make(strength, delay_steps).apply(
             local,
@@ -233,7 +233,7 @@ def make_finish(
 
     def regional(opt_state, k):
         """Return what is made of all regions at once, a fragment, `[E, R, ...]`."""
-        made = jax.vmap(lambda state: needs.regional(wanted, state, supplies))(
+        made = jax.vmap(lambda state: needs.regional(wanted, state, user_inputs))(
             opt_state
         )
         return {name: fragments.take(tree, k, lead=2) for name, tree in made.items()}

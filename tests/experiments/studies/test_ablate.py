@@ -22,7 +22,7 @@ import cocodc_jax as cc
 from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules import MIDWAY, events_at, staggered
 from cocodc_jax.train.run_steps import run
@@ -112,7 +112,7 @@ MOMENT = adam_second_moment(0.99)
 def make_trainer():
     return trials.Trainer(
         loss_fn,
-        Supplies(rate, MOMENT, OUTPUTS),
+        UserInputs(rate, MOMENT, OUTPUTS),
         optax.adamw(rate, b2=0.99),
         cutting.cut(init_params(0), NUM_FRAGMENTS),
     )
@@ -167,7 +167,7 @@ def test_trials_are_the_region_program(name, delay_steps):
         init_params(trial),
         REGIONS,
         mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]),
-        supplies=Supplies(own_rate, MOMENT, OUTPUTS),
+        user_inputs=UserInputs(own_rate, MOMENT, OUTPUTS),
     )
     state = program.init(init_params(trial), jax.random.key(0))
     stream = (jax.tree.map(lambda x, t=t: x[t, trial], data) for t in range(STEPS))

@@ -45,7 +45,7 @@ def test_the_command(call, corpus):
     ("flag", "message"),
     [
         ("--compressors=int2,int3", "--compressors=int2,int3: 'int3': 'int3' is not"),
-        ("--compressors=,", "--compressors=, names none; name some"),
+        ("--compressors=,", "--compressors=, is empty; name some"),
         ("--interval=0", "--interval=0 must be at least 1"),
         ("--rounds=0", "--rounds=0 must be at least 1"),
         ("--warmup_steps=120", "--warmup_steps=120 must be less than steps=120"),

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from cocodc_jax.sync import cutting
-from cocodc_jax.sync.needs import Supplies
+from cocodc_jax.sync.needs import UserInputs
 from experiments.studies import delay_cost
 from experiments.studies.ablation import jobs, recovery
 from experiments.studies.ablation.settings import Settings
@@ -39,7 +39,7 @@ def linear(monkeypatch):
 
     params = {"w": jnp.ones(5)}
     cut = cutting.cut(jax.eval_shape(lambda: params), 1)
-    trainer = Trainer(loss_fn, Supplies(lambda step: LR), optax.sgd(LR, 0.0), cut, MU)
+    trainer = Trainer(loss_fn, UserInputs(lambda step: LR), optax.sgd(LR, 0.0), cut, MU)
 
     def begin(settings, trainer, seeds):
         begun = {"w": jnp.ones((len(seeds), 5))}

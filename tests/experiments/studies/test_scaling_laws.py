@@ -126,7 +126,7 @@ def test_bad_flags_are_named(call, tmp_path):
         assert code != 0
         return said
 
-    assert "workdir=None is no folder" in error()
+    assert "workdir=None is missing" in error()
     assert "has no cells.json" in error(f"--workdir={tmp_path}")
     assert "predict=0.5 must be" in error(f"--workdir={tmp_path}", "--predict=0.5")
     alike = json.dumps({"cells": [cell("diloco", grid()[0])]})

@@ -67,11 +67,13 @@ def all_do(links, act):
     return found
 
 
-@pytest.fixture
-def regions():
+@pytest.fixture(params=["sockets", "folder"])
+def regions(request, tmp_path):
     """A region of one process, and one of three."""
-    addresses = free_addresses(2)
-    places = [Place(r, addresses, key=b"k" * 32, timing=TIMING) for r in range(2)]
+    where = {"addresses": free_addresses(2)}
+    if request.param == "folder":
+        where = {"addresses": (), "via": str(tmp_path), "regions": 2}
+    places = [Place(r, key=b"k" * 32, timing=TIMING, **where) for r in range(2)]
     links = [Link(places[0], "run", 1000)], meet(places[1], 3)
     yield links
     for link in (*links[0], *reversed(links[1])):
@@ -151,7 +153,9 @@ def test_calls_that_are_not_alike_are_said(regions):
 def test_processes_that_do_not_come_are_waited_for_so_long():
     place = Place(0, free_addresses(1), key=b"k" * 32, timing=TIMING)
     ears = inside.Ears(place)
-    with pytest.raises(TimeoutError, match="2 processes of this region did not come"):
+    with pytest.raises(
+        TimeoutError, match="2 processes of this region did not connect"
+    ):
         ears.wait_for(2, 0.1)
     ears.close()
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import zmq
 
-from cocodc_jax.elastic import door, wire
+from cocodc_jax.elastic import door, objects, place, wire
 from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
@@ -20,13 +20,31 @@ KEY = b"k" * 32
 TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
 
 
-def places(num, **options):
+def with_ports(num, **options):
     addresses = free_addresses(num)
     options = {"key": KEY, "timing": TIMING} | options
     return [Place(region, addresses, **options) for region in range(num)]
 
 
-def test_two_meet_agree_and_part_and_one_comes_back():
+@pytest.fixture(params=["sockets", "folder"])
+def places(request, tmp_path, monkeypatch):
+    """Makes the places of some regions, which meet over each kind of channel."""
+    if request.param == "sockets":
+        return with_ports
+    monkeypatch.setattr(objects, "BUCKET_POLL_S", 0.02)
+    monkeypatch.setattr(objects, "_STAY_S", 0.2)
+    monkeypatch.setattr(place, "BUCKET_BEAT_S", 0)
+    via = {"folder": tmp_path, "bucket": f"memory://bucket{tmp_path}"}[request.param]
+    options = {"addresses": (), "key": KEY, "timing": TIMING, "via": str(via)}
+
+    def without_ports(num, **own):
+        return [Place(r, **options | {"regions": num} | own) for r in range(num)]
+
+    return without_ports
+
+
+@pytest.mark.parametrize("places", ["sockets", "folder", "bucket"], indirect=True)
+def test_two_meet_agree_and_part_and_one_comes_back(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first:
         with Link(two, "run", 1000) as second:
@@ -54,6 +72,31 @@ def test_two_meet_agree_and_part_and_one_comes_back():
                 assert set(future.result(30).rows) == {0, 1}
 
 
+def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
+    timing = dataclasses.replace(TIMING, dead_after_s=1)
+    one, two = places(2, timing=timing)
+    with Link(one, "run", 1000) as first:
+        killed = Link(two, "run", 1000)
+        first.join(30)
+        killed.join(30)
+        futures = [first.send((0, 4), b"a"), killed.send((0, 4), b"b")]
+        for future in futures:
+            future.result(30)
+        killed._ended = True  # It says no more, not even that it leaves.
+        killed._thread.join()
+        assert dict(first.send((0, 8), b"c").result(30).rows) == {0: b"c"}
+        with Link(two, "run", 1000) as second:
+            end = time.monotonic() + 30
+            while not (waiting := first.at(9)):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            first.let_in(1, waiting[1], Snapshot(9, {}, (b"abc",)), 9)
+            assert second.join(30).arrays == (b"abc",)
+            futures = [first.send((0, 12), b"a"), second.send((0, 12), b"b")]
+            for future in futures:
+                assert set(future.result(30).rows) == {0, 1}
+
+
 def stranger(place, curve):
     """A socket of somebody who knows an address, and perhaps some key."""
     context = zmq.Context()
@@ -68,7 +111,7 @@ def stranger(place, curve):
 
 @pytest.mark.parametrize("kind", ["plain", "curve", "bytes"])
 def test_a_stranger_is_not_heard(kind):
-    (place,) = places(1)
+    (place,) = with_ports(1)
     letter = wire.pack(wire.Letter("run", 0, 2**40, Row(1, (0, 1), b"x" * 100)))
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
@@ -90,13 +133,13 @@ def test_a_stranger_is_not_heard(kind):
 def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
     monkeypatch.setattr(door, "_MAX_WAITING", 100)
     monkeypatch.setattr(door, "HANDSHAKE_MS", 2000)
-    one, two = places(2)
+    one, two = with_ports(2)
     host, _, port = one.addresses[0].rpartition(":")
     held = []
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         first.join(30)
         second.join(30)
-        lost = second._sockets._out[0].get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        lost = second._channel._out[0].get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             for number in range(1000):
                 held.append(socket.create_connection((host, int(port)), timeout=10))
@@ -107,7 +150,7 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
                     ]
                     for future in futures:
                         assert set(future.result(30).rows) == {0, 1}
-            assert len(first._sockets._door._waiting) <= 2 * door._MAX_WAITING
+            assert len(first._channel._door._waiting) <= 2 * door._MAX_WAITING
             end = time.monotonic() + 4 * door.HANDSHAKE_MS / 1000
             for each in held:  # What was let wait is given up in seconds.
                 each.settimeout(max(end - time.monotonic(), 0.01))
@@ -119,11 +162,11 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
             for each in held:
                 each.close()
             lost.close()
-    assert "without the key" in capfd.readouterr().err
+    assert "have not shown the key" in capfd.readouterr().err
 
 
 def test_a_frame_that_is_too_large_never_arrives():
-    one, two = places(2)
+    one, two = with_ports(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         first.join(30)
         second.join(30)
@@ -135,7 +178,19 @@ def test_a_frame_that_is_too_large_never_arrives():
         assert not first._snapshots
 
 
-def test_another_run_is_told_apart():
+def test_the_largest_row_that_can_be_right_arrives(places):
+    size = wire.MAX_HEADER_BYTES + 1000
+    one, two = places(2)
+    with Link(one, "run", size) as first, Link(two, "run", size) as second:
+        first.join(30)
+        second.join(30)
+        row = os.urandom(size)
+        futures = [first.send((0, 4), row), second.send((0, 4), row)]
+        for future in futures:
+            assert dict(future.result(30).rows) == {0: row, 1: row}
+
+
+def test_another_run_is_told_apart(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "other", 1000) as second:
         with pytest.raises(RuntimeError, match="of another run .*differ"):
@@ -144,7 +199,7 @@ def test_another_run_is_told_apart():
             second.join(30)
 
 
-def test_who_is_left_behind_hears_it_at_a_turns_end():
+def test_who_is_left_behind_hears_it_at_a_turns_end(places):
     (place,) = places(1)
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
@@ -154,14 +209,14 @@ def test_who_is_left_behind_hears_it_at_a_turns_end():
             link.at(3)
 
 
-def test_nobody_lets_it_in():
+def test_nobody_lets_it_in(places):
     one, _ = places(2)
     with Link(one, "run", 1000) as link, pytest.raises(TimeoutError, match="region 0"):
         link.join(0.5)
 
 
 def test_a_port_that_is_taken_is_named():
-    (place,) = places(1)
+    (place,) = with_ports(1)
     with Link(place, "run", 10), pytest.raises(OSError, match="cannot listen"):
         Link(place, "run", 10)
 
@@ -170,7 +225,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     path = tmp_path / "key"
     path.write_bytes(KEY)
     path.chmod(0o644)
-    with pytest.raises(ValueError, match="can be read by others; chmod 600"):
+    with pytest.raises(ValueError, match="can be read by others; run chmod 600"):
         read_key(path)
     path.chmod(0o600)
     assert read_key(path) == KEY
@@ -178,7 +233,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
         read_key(tmp_path / "none")
 
 
-def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves():
+def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000, step=0) as second:
         first.join(30)
@@ -190,7 +245,7 @@ def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves():
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
 
 
-def test_who_was_further_waits_until_the_others_have_come_there():
+def test_who_was_further_waits_until_the_others_have_come_there(places):
     one, two = places(2, timing=dataclasses.replace(TIMING, start_s=0))
     with Link(one, "run", 1000) as first:
         first.join(30)
@@ -202,7 +257,7 @@ def test_who_was_further_waits_until_the_others_have_come_there():
             assert second.wait_for_step(7, 20)
 
 
-def test_who_is_at_its_end_waits_for_the_others():
+def test_who_is_at_its_end_waits_for_the_others(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         first.join(30)

@@ -78,5 +78,5 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
 )
 def test_frames_and_regions_that_are_not_there(change):
     frames = wire.pack(wire.Letter("run", 1, 7, DECISION))
-    with pytest.raises(wire.WireError, match="no message of this protocol"):
+    with pytest.raises(wire.WireError, match="not a message of this protocol"):
         wire.unpack(change(frames), 3)

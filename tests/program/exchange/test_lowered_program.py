@@ -72,7 +72,7 @@ def record(program):
 def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
     data = 1 if name == FUSED else 2
     mesh = make_mesh(tiny.NUM_REGIONS, data, devices=jax.devices()[:4])
-    fuse_syncs = "yes" if name == FUSED else "auto"
+    overlap = "yes" if name == FUSED else "auto"
     name = name.split(",")[0]
     program = RegionProgram(
         tiny.loss_fn,
@@ -82,7 +82,7 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
         tiny.NUM_REGIONS,
         mesh=mesh,
         param_specs=tiny.SPECS | {"embed": P(None, "model")},
-        transport=Transport(fuse_syncs=fuse_syncs),
+        transport=Transport(overlap=overlap),
     )
     record(program)
     state = tiny.start(program)
@@ -96,7 +96,7 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
     listed = {each.name: each for each in program.list_programs(batches)}
     called = {n: x for n, x in listed.items() if isinstance(x.program, Recorder)}
     per_fragment = {"data_parallel": 0, "noloco": 3}.get(name, 2)
-    if fuse_syncs == "yes":  # The window is all.
+    if overlap == "yes":  # The window is all.
         per_fragment = 1
     assert len(called) == 1 + per_fragment * len(program.fragments)
     seen = 0

@@ -30,8 +30,8 @@ def test_what_no_method_could_have_is_refused_at_once(field, value, message):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("noloco", "its outer parameters lie in the regions"),
-        ("multi_ring", "its rings lie on the inner mesh"),
+        ("noloco", "each region has outer parameters of its own"),
+        ("multi_ring", "its rings use the inner mesh"),
         ("co2", "its outer state is divided over the inner mesh"),
         ("delayed_nesterov", "a region that comes alone is answered at once"),
     ],

@@ -116,7 +116,7 @@ def result(tiny, name, data=1, model=1):
         tiny.make_params(),
         1,
         mesh=mesh_of(1, data, model),
-        supplies=tiny.SUPPLIES,
+        user_inputs=tiny.USER_INPUTS,
         param_specs=tiny.SPECS if data * model > 1 else None,
     )
     state, losses = tiny.start(program), []

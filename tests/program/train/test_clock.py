@@ -181,7 +181,7 @@ def test_the_last_sync_to_arrive_tells_what_syncs_take():
 
 
 def test_who_hands_out_a_merge_may_wait_for_its_mean():
-    """Steps of 0.1 s; then the mean of other jobs is waited for on the host."""
+    """Steps of 0.1 s; then the mean of other regions is waited for on the host."""
     future, steps = Future(), PendingMean()
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])

@@ -33,7 +33,7 @@ def places():
 def make_program(tiny, method, place, trainable=None):
     return RegionProgram(
         tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 2,
-        mesh=make_mesh(1), transport=Transport("jobs", place=place),
+        mesh=make_mesh(1), transport=Transport("elastic", place=place),
         trainable=trainable,
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_schedules_go_on_and_moments_are_fresh(tiny):
     program = RegionProgram(
         tiny.loss_fn, optax.adam(rate), methods.get("diloco", sync_interval=4),
         tiny.make_params(), 2, mesh=make_mesh(1),
-        transport=Transport("jobs", place=places()[0]),
+        transport=Transport("elastic", place=places()[0]),
     )  # fmt: skip
     copy = joining.copy_of(program, tiny.start(program))
     later = copy.__class__(40, copy.header, copy.arrays)

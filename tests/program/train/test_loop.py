@@ -92,18 +92,18 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
     mesh = make_mesh(tiny.NUM_REGIONS, devices=jax.devices()[:4])
     evaluate = make_evaluate(tiny.loss_fn, mesh, tiny.make_batch(99))
     runs = []
-    for fuse_syncs in ("no", "yes"):
+    for overlap in ("no", "yes"):
         program = tiny.make_program(
             "streaming_diloco",
             mesh,
-            transport=Transport("program", fuse_syncs=fuse_syncs),
+            transport=Transport("program", overlap=overlap),
         )
         cadence = dict(eval_every=3, checkpoint_every=4)
         run = Run(
             tiny,
             program,
             13,
-            folder=tmp_path / fuse_syncs,
+            folder=tmp_path / overlap,
             cadence=cadence,
             evaluate=evaluate,
         )

@@ -1,4 +1,4 @@
-"""Regions that are jobs of their own: the numbers of one process with all of them."""
+"""Elastic regions: the numbers of one process with all of them."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.between_jobs import _table
+from cocodc_jax.exchange.elastic_exchange import _table
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.netlab.independent import free_addresses
 from cocodc_jax.program.region_program import RegionProgram
@@ -38,8 +38,8 @@ TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
 def places(num, **options):
     """Places of as many regions at free ports of this machine."""
     addresses = free_addresses(num)
-    options = {"key": KEY, "timing": TIMING} | options
-    return [Place(region, addresses, **options) for region in range(num)]
+    options = {"addresses": addresses, "key": KEY, "timing": TIMING} | options
+    return [Place(region, **options) for region in range(num)]
 
 
 def own_batches(tiny, region, step=0):
@@ -50,18 +50,18 @@ def own_batches(tiny, region, step=0):
 def make_program(tiny, method, transport, num):
     return RegionProgram(
         tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), num,
-        mesh=make_mesh(1 if transport.exchange == "jobs" else num),
+        mesh=make_mesh(1 if transport.exchange == "elastic" else num),
         transport=transport,
     )  # fmt: skip
 
 
-def as_jobs(tiny, method, num, num_steps):
+def as_processes(tiny, method, num, num_steps, **options):
     """Every region in a thread of its own; what each has at the end."""
     results, errors = {}, []
 
     def job(place):
         try:
-            program = make_program(tiny, method, Transport("jobs", place=place), num)
+            program = make_program(tiny, method, Transport("elastic", place=place), num)
             state = tiny.start(program)
             with Link(place, "test", program.exchange.max_row_bytes) as link:
                 program.exchange.link = link
@@ -76,7 +76,7 @@ def as_jobs(tiny, method, num, num_steps):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=job, args=[p]) for p in places(num)]
+    threads = [threading.Thread(target=job, args=[p]) for p in places(num, **options)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,14 +87,14 @@ def as_jobs(tiny, method, num, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "has_ports"),
     [
-        ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}),
-        ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}),
-        ("diloco", {"compress": "ef+topk:0.1"}),
+        ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}, True),
+        ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}, False),
+        ("diloco", {"compress": "ef+topk:0.1"}, True),
     ],
 )
-def test_the_numbers_are_those_of_one_process(tiny, name, options):
+def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
     # Two regions: each compiles programs of its own.
     method, num = methods.get(name, sync_interval=4, **options), 2
     program = make_program(tiny, method, Transport("outer"), num)
@@ -103,7 +103,8 @@ def test_the_numbers_are_those_of_one_process(tiny, name, options):
     for new, _ in run(program, state, batches, 10):
         state = new
     (region, together), memory, step, sent = tiny.numbers(state)
-    for m, job in enumerate(as_jobs(tiny, method, num, 10)):
+    via = {} if has_ports else {"addresses": (), "via": str(tmp_path), "regions": num}
+    for m, job in enumerate(as_processes(tiny, method, num, 10, **via)):
         (own, sync), *rest = job
         assert_within_ulps(rest, [memory, step, sent])
         assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
@@ -132,7 +133,7 @@ def with_nonsense(tiny):
         {"compress": "int8", "robust_mean": "trim:0.25"},
     ],
 )
-def test_nonsense_is_judged_alike_in_all_jobs(tiny, options):
+def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
     """And the region that sent it begins anew, as in one process with all of them."""
     schedule = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
     method, num = methods.get("streaming_diloco", **schedule, **options), 4
@@ -145,7 +146,7 @@ def test_nonsense_is_judged_alike_in_all_jobs(tiny, options):
     if "exclude_above" in options:
         assert [0, 2, 0, 0] in verdicts
     (region, together), *_ = tiny.numbers(state)
-    for m, job in enumerate(as_jobs(tiny, method, num, 9)):
+    for m, job in enumerate(as_processes(tiny, method, num, 9)):
         (own, sync), *_ = job
         assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
         assert_within_ulps(sync["outer"], together["outer"])
@@ -173,7 +174,7 @@ class Told:
 
 def of_one_job(tiny, method, **options):
     place = places(2, **options)[0]
-    program = make_program(tiny, method, Transport("jobs", place=place), 2)
+    program = make_program(tiny, method, Transport("elastic", place=place), 2)
     program.exchange.link = Told()
     batches = [jax.tree.map(lambda x: x[None], b) for b in
                itertools.islice(own_batches(tiny, 0), 8)]  # fmt: skip
@@ -235,7 +236,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
     [
         ("data_parallel", "its regions exchange at every step"),
         ("apart", "it exchanges nothing"),
-        ("noloco", "its outer parameters lie in the regions"),
+        ("noloco", "each region has outer parameters of its own"),
         ("des_loc", "it averages the inner optimizer's state too"),
         ("co2", "its outer state is divided over the inner mesh"),
         ("delayed_nesterov", "."),
@@ -243,9 +244,11 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
     ],
 )
 def test_what_cannot_be_jobs_is_refused_by_name(tiny, name, why):
-    transport = Transport("jobs", place=places(4)[0])
+    transport = Transport("elastic", place=places(4)[0])
     method = methods.get(name)
-    pattern = f"exchange='jobs' is not possible for method='{name}': .*{why}.*; use '"
+    pattern = (
+        f"exchange='elastic' is not possible for method='{name}': .*{why}.*; use '"
+    )
     with pytest.raises(ValueError, match=pattern) as refused:
         make_program(tiny, method, transport, 4)
     # What it proposes can be had, by one process and by several.
@@ -254,7 +257,7 @@ def test_what_cannot_be_jobs_is_refused_by_name(tiny, name, why):
 
 
 def test_what_follows_all_regions_is_refused():
-    transport = Transport("jobs", place=places(4)[0])
+    transport = Transport("elastic", place=places(4)[0])
     options = {"sync_interval": 4, "num_fragments": 2}
     for more, why in (
         ({"delay_steps": "auto"}, "follow all regions"),
@@ -266,7 +269,7 @@ def test_what_follows_all_regions_is_refused():
 
 
 def test_who_takes_part_is_told_to_one_program():
-    transport = Transport("jobs", place=places(4)[0])
+    transport = Transport("elastic", place=places(4)[0])
     method = methods.get("decoupled_diloco", answer_steps="1,1,1,9")
     with pytest.raises(ValueError, match="a part of its regions takes part"):
         transport.own(Regions.alike(4), method)
@@ -275,20 +278,20 @@ def test_who_takes_part_is_told_to_one_program():
 def test_a_delay_that_is_looked_halfway_at_is_known_before():
     options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
     method = methods.get("cocodc", curvature="secant", **options)
-    late = Transport("jobs", place=places(4, late_mean="merge")[0])
+    late = Transport("elastic", place=places(4, late_mean="merge")[0])
     with pytest.raises(ValueError, match="late_mean='merge' is not possible for meth"):
         late.own(Regions.alike(4), method)
-    Transport("jobs", place=places(4)[0]).own(Regions.alike(4), method)
+    Transport("elastic", place=places(4)[0]).own(Regions.alike(4), method)
 
 
 def test_places_that_cannot_be_are_refused():
     method = methods.get("diloco")
     with pytest.raises(ValueError, match="which region this is"):
-        Transport("jobs").own(Regions.alike(2), method)
+        Transport("elastic").own(Regions.alike(2), method)
     with pytest.raises(ValueError, match="regions=3 but region_addresses has 2"):
-        Transport("jobs", place=places(2)[0]).own(Regions.alike(3), method)
+        Transport("elastic", place=places(2)[0]).own(Regions.alike(3), method)
     with pytest.raises(ValueError, match="outer_channels=2 has no meaning"):
-        Transport("jobs", outer_channels=2)
+        Transport("elastic", outer_channels=2)
     for change, message in (
         ({"addresses": ("a:1", "b")}, "region_addresses has 'b'"),
         ({"addresses": ("a:1", "a:1")}, "one address twice"),

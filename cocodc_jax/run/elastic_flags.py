@@ -1,21 +1,25 @@
-"""Flags of a run whose regions are separate jobs: addresses, and timeouts."""
+"""Flags of a run whose regions are elastic: addresses, and timeouts."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place, read_key
 from cocodc_jax.run.fault_watch import ON_FAULT
 
 
 @dataclasses.dataclass(frozen=True)
-class Jobs:
+class ElasticFlags:
     """Addresses and timeouts of the regions of a run, if each is a separate job.
 
     Attributes:
       region_addresses: host:port of every region (of its process 0), comma-separated,
         in their order; as many as there may ever be.
+      via: shared folder or bucket (gs://BUCKET/RUN, s3://BUCKET/RUN) that all regions
+        reach, through which messages go in place of sockets; then no region opens a
+        port, region_addresses is left out, and regions says how many there may be.
       region_id: index of this region.
       key_file: file with the key that all share, at least 32 bytes, readable by its
         owner only.
@@ -43,6 +47,7 @@ class Jobs:
     """
 
     region_addresses: str = ""
+    via: str = ""
     region_id: int = -1
     key_file: str = ""
     min_regions: int = 1
@@ -76,25 +81,33 @@ class Jobs:
                 f"beat_s={self.beat_s}"
             )
 
-    def place(self, exchange: str) -> Place | None:
-        """Return the place of this region, None if regions are not jobs.
+    def place(self, exchange: str, regions: int) -> Place | None:
+        """Return the place of this region, None if regions are not elastic.
+
+        Args:
+          exchange: of the run.
+          regions: that there may be.
 
         Raises:
+          MissingExtraError: if a package that reaches `via` is not installed.
           ValueError: naming the flag, its value and a value that works.
         """
-        if exchange != "jobs":
-            if self != NO_JOBS:
+        if exchange != "elastic":
+            if self != NOT_ELASTIC:
                 raise ValueError(
                     "region_addresses, region_id and what goes with them have no "
-                    f"meaning for exchange={exchange!r}; use exchange='jobs'"
+                    f"meaning for exchange={exchange!r}; use exchange='elastic'"
                 )
             return None
-        for name, unset in (("region_addresses", ""), ("key_file", "")):
-            if getattr(self, name) == unset:
-                raise ValueError(f"exchange='jobs' needs {name}; see --help=all")
-        return Place(
+        if not self.region_addresses and not self.via:
+            raise ValueError(
+                "exchange='elastic' needs region_addresses or via; see --help=all"
+            )
+        if not self.key_file:
+            raise ValueError("exchange='elastic' needs key_file; see --help=all")
+        place = Place(
             self.region_id,
-            tuple(self.region_addresses.split(",")),
+            tuple(filter(None, self.region_addresses.split(","))),
             read_key(self.key_file),
             Timing(
                 self.beat_s,
@@ -107,7 +120,12 @@ class Jobs:
             self.min_regions,
             self.late_mean,
             self.late_message,
+            self.via,
+            regions if self.via else 0,
         )
+        if self.via:
+            reach(self.via)
+        return place
 
     def check_several(self, num_processes: int) -> None:
         """Refuse settings that a region of several processes does not support.
@@ -123,4 +141,4 @@ class Jobs:
             )
 
 
-NO_JOBS = Jobs()
+NOT_ELASTIC = ElasticFlags()

@@ -1,4 +1,4 @@
-"""Exchange between regions that are separate jobs: host to host, on threads.
+"""Exchange between elastic regions: host to host, on threads.
 
 Each region is a JAX process that does not see the others' devices. The outer mesh's
 program encodes its message into one flat row. A thread copies the row to the host once
@@ -42,7 +42,7 @@ PyTree = Any
 _REMEMBERED = 256  # Syncs whose members are remembered until read.
 
 
-class BetweenJobs(Exchange):
+class ElasticExchange(Exchange):
     """Programs of the outer mesh, and the threads that carry messages between them.
 
     Attributes:

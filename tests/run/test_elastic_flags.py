@@ -1,4 +1,4 @@
-"""Where regions that are jobs of their own are: what is refused, and named."""
+"""Where elastic regions are: what is refused, and named."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ import pytest
 from absl.flags import FlagValues
 
 from cocodc_jax.run import flags
-from cocodc_jax.run.jobs import Jobs
+from cocodc_jax.run.elastic_flags import ElasticFlags
 from cocodc_jax.run.processes import Processes
 from experiments import train
 
@@ -23,21 +23,44 @@ def key_file(tmp_path):
 
 
 def test_a_place(key_file):
-    place = Jobs(ADDRESSES, 1, key_file, min_regions=2).place("jobs")
+    place = ElasticFlags(ADDRESSES, "", 1, key_file, min_regions=2).place("elastic", 2)
     assert (place.region, place.num_regions, place.min_regions) == (1, 2, 2)
-    assert Jobs().place("outer") is None
+    assert ElasticFlags().place("outer", 2) is None
+
+
+def test_a_place_without_ports(key_file, tmp_path):
+    place = ElasticFlags(via=f"{tmp_path}/new", region_id=2, key_file=key_file).place(
+        "elastic", 3
+    )
+    assert (place.region, place.num_regions, place.addresses) == (2, 3, ())
+    assert (tmp_path / "new").is_dir()
 
 
 @pytest.mark.parametrize(
     ("fields", "exchange", "message"),
     [
         ({"region_id": 0}, "outer", "have no meaning for exchange='outer'"),
-        ({}, "jobs", "exchange='jobs' needs region_addresses"),
-        ({"region_addresses": ADDRESSES}, "jobs", "exchange='jobs' needs key_file"),
+        ({}, "elastic", "exchange='elastic' needs region_addresses or via"),
+        (
+            {"region_addresses": ADDRESSES},
+            "elastic",
+            "exchange='elastic' needs key_file",
+        ),
         (
             {"region_addresses": ADDRESSES, "key_file": "KEY"},
-            "jobs",
+            "elastic",
             "region_id=-1 must be 0 to 1",
+        ),
+        ({"via": "x"}, "outer", "have no meaning for exchange='outer'"),
+        (
+            {"via": "x", "region_addresses": ADDRESSES, "key_file": "KEY"},
+            "elastic",
+            "via='x' needs no region_addresses='a:1,b:2'; leave one out",
+        ),
+        (
+            {"via": "/dev/null/x", "region_id": 0, "key_file": "KEY"},
+            "elastic",
+            "via='/dev/null/x' cannot be reached",
         ),
     ],
 )
@@ -45,7 +68,7 @@ def test_what_is_missing_is_named(key_file, fields, exchange, message):
     if "key_file" in fields:
         fields = {**fields, "key_file": key_file}
     with pytest.raises(ValueError, match=re.escape(message)):
-        Jobs(**fields).place(exchange)
+        ElasticFlags(**fields).place(exchange, 2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +82,7 @@ def test_what_is_missing_is_named(key_file, fields, exchange, message):
 )
 def test_times_that_cannot_be_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        Jobs(**fields)
+        ElasticFlags(**fields)
 
 
 def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
@@ -67,7 +90,7 @@ def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
         monkeypatch.setenv(f"COCODC_{name}", value)
     monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "region0:29400")
     found = {}
-    for words in [(), ("--exchange=jobs", "--region_id=2")]:
+    for words in [(), ("--exchange=elastic", "--region_id=2")]:
         monkeypatch.setattr(flags, "FLAGS", FlagValues())
         monkeypatch.setattr(sys, "argv", ["train", *words])
         train.define()
@@ -77,6 +100,6 @@ def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
 
 
 def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
-    Jobs(late_mean="wait").check_several(4)
+    ElasticFlags(late_mean="wait").check_several(4)
     with pytest.raises(ValueError, match=r"late_mean='merge' .*num_processes=4"):
-        Jobs(late_mean="merge").check_several(4)
+        ElasticFlags(late_mean="merge").check_several(4)

@@ -1,0 +1,348 @@
+"""Rows of a sweep trained together: many trials of one program, see `trials.py`.
+
+Rows whose settings differ in `INPUTS` and in the seed alone form a group. A group is
+one program: its numbers are inputs. Data, evaluations and learning rate schedules are
+those of the same rows trained alone; losses agree up to float32 rounding, and for
+messages that are rounded at random up to their draws, which do not depend on the seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cocodc_jax as cc
+from cocodc_jax import models
+from cocodc_jax.data import load
+from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.hugging_face import model_of
+from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.transforms.second_moment import adam_second_moment
+
+from .. import trials
+from .grid import Setting
+from .keys import completed
+from .runs import Row, diverged, trained
+
+# Numbers that are inputs of a program, by section of the configuration.
+INPUTS = {
+    "optimizer": ("inner_lr", "weight_decay", "beta1", "beta2"),
+    "method": (
+        "outer_lr",
+        "outer_momentum",
+        "mixing_alpha",
+        "compensation_strength",
+        "progress_weight",
+    ),
+}
+# Flags of a run that trials do not have.
+_ALONE = (
+    "init_from", "step_times", "batch_sizes", "data_axis", "model_axis",
+    "sequence_axis", "optimizer_memory", "stages", "microbatches", "random_routing",
+    "stage_subspace", "step_seconds", "adopt_from", "spike_zscore", "max_rollbacks",
+)  # fmt: skip
+
+
+class Inner(OptimizerConfig):
+    """An optimizer whose numbers may be traced, and are not checked."""
+
+    def __post_init__(self):
+        """Check nothing: the numbers of each trial were."""
+
+    def learning_rate(
+        self, steps: int, method: cc.methods.Method | None = None
+    ) -> optax.Schedule:
+        """Return the schedule for a peak of 1, times `inner_lr`."""
+        given: dict[str, Any] = dataclasses.asdict(self) | {"inner_lr": 1.0}
+        of_one = OptimizerConfig.learning_rate(Inner(**given), steps, method)
+        return lambda step: self.inner_lr * of_one(step)
+
+
+def why_alone(config: TrainConfig) -> str | None:
+    """Return why a run cannot be a trial beside others; None if it can."""
+    run, defaults = config.run, type(config.run)()
+    for name in _ALONE:
+        if getattr(run, name) != getattr(defaults, name):
+            return f"{name}={getattr(run, name)}"
+    if run.exchange == "elastic":
+        return "exchange='elastic'"
+    if config.model.lora_rank:
+        return f"lora_rank={config.model.lora_rank}"
+    try:
+        inner, method, user_inputs = _make(config, _kernels(config, config.model), {})
+        cc.synchronized(
+            inner,
+            method,
+            axis_name=trials.REGION,
+            num_regions=run.regions,
+            user_inputs=user_inputs,
+        )
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def group_key(config: TrainConfig) -> str:
+    """Return what the rows of a group have in common."""
+    found = completed(config.to_json())
+    for section, names in INPUTS.items():
+        numbers = numbers_of(config)
+        found[section] = {
+            name: None if name in names and name in numbers else value
+            for name, value in found[section].items()
+        }
+    for section in ("run", "data"):
+        found[section] = {n: v for n, v in found[section].items() if n != "seed"}
+    return json.dumps(found, sort_keys=True)
+
+
+def numbers_of(config: TrainConfig) -> dict[str, float]:
+    """Return the numbers of a run that are inputs of its group's program."""
+    given = {"optimizer": dataclasses.asdict(config.optimizer)}
+    given["method"] = config.method.values
+    return {
+        name: float(given[section][name])
+        for section, names in INPUTS.items()
+        for name in names
+        if isinstance(given[section].get(name), int | float)
+    }
+
+
+def first_of_groups(settings: Sequence[Setting]) -> list[Setting]:
+    """Return a setting of each group, and those that are trained alone."""
+    found: dict[str, Setting] = {}
+    for setting in settings:
+        alone = why_alone(setting.config) is not None
+        key = setting.key if alone else group_key(setting.config)
+        found.setdefault(key, setting)
+    return list(found.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of one group that are trained at once, padded to `size` trials."""
+
+    rows: tuple[Row, ...]
+    size: int
+
+
+def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]]:
+    """Cut rows into batches.
+
+    Args:
+      rows: to train.
+      most: trials of a batch at most.
+
+    Returns:
+      The batches, and why rows are trained alone, by row.
+    """
+    alone: dict[str, str] = {}
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if why := _why(row.setting):
+            alone[row.row_id] = why
+        else:
+            groups.setdefault(group_key(row.config), []).append(row)
+    found = []
+    for group in groups.values():
+        size = -(-len(group) // -(-len(group) // most))
+        for i in range(0, len(group), size):
+            found.append(Batch(tuple(group[i : i + size]), size))
+    return found, alone
+
+
+@functools.cache
+def _why(setting: Setting) -> str | None:
+    return why_alone(setting.config)
+
+
+class BatchTrainer:
+    """Trains batches; batches of one group share compiled programs."""
+
+    def __init__(self):
+        """Prepare to train."""
+        self._open_text = functools.lru_cache(maxsize=64)(load)
+        self._programs: dict[str, trials.Trials] = {}
+
+    def train(
+        self, batch: Batch, should_stop: Callable[[], bool] = lambda: False
+    ) -> list[dict[str, Any]]:
+        """Train a batch to its end.
+
+        Args:
+          batch: of rows.
+          should_stop: asked after each scan that is dispatched.
+
+        Returns:
+          The rows as they are to be written.
+
+        Raises:
+          StoppedError: if it was asked to stop.
+          ValueError: if the data do not go with the configuration.
+        """
+        began_s = time.perf_counter()
+        padded = [*batch.rows, *[batch.rows[-1]] * (batch.size - len(batch.rows))]
+        configs = [row.config for row in padded]
+        first = configs[0]
+        seeds = list(dict.fromkeys(config.run.seed for config in configs))
+        texts = [self._open_text(c.data, c.run.regions) for c in _of(seeds, configs)]
+        model = model_of(first, texts[0].tokenizer)
+        program = self._program(first, model)
+        numbers = [numbers_of(config) for config in configs]
+        with contextlib.ExitStack() as stack:
+            streams = [
+                stack.enter_context(contextlib.closing(text.train_stream()))
+                for text in texts
+            ]
+            outcome = trials.train(
+                program,
+                _init_params(model, [config.run.seed for config in configs]),
+                {name: [each[name] for each in numbers] for name in numbers[0]},
+                streams,
+                [seeds.index(config.run.seed) for config in configs],
+                first.run.steps,
+                texts[0].eval_tokens(first.run.eval_batches),
+                first.run.eval_every,
+                should_stop,
+            )
+        seconds = (time.perf_counter() - began_s) / len(batch.rows)
+        return [
+            _row(row, model, program.method, outcome, trial, seconds)
+            for trial, row in enumerate(batch.rows)
+        ]
+
+    def _program(
+        self, config: TrainConfig, model: models.TransformerConfig
+    ) -> trials.Trials:
+        key = group_key(config)
+        if key not in self._programs:
+            model = _kernels(config, model)
+            self._programs = {  # Of the last group only.
+                key: trials.Trials(
+                    models.make_accumulated_loss_fn(
+                        models.make_loss_fn(model), config.run.accumulate_steps
+                    ),
+                    functools.partial(_make, config, model),
+                    numbers_of(config),
+                    config.run.regions,
+                )
+            }
+        return self._programs[key]
+
+
+def _of(seeds: Sequence[int], configs: Sequence[TrainConfig]) -> Iterator[TrainConfig]:
+    """Yield a configuration of each seed."""
+    by_seed = {config.run.seed: config for config in configs}
+    return (by_seed[seed] for seed in seeds)
+
+
+def _kernels(
+    config: TrainConfig, model: models.TransformerConfig
+) -> models.TransformerConfig:
+    """Return the model with its attention and backward passes, as on one device."""
+    platform = jax.default_backend()
+    needs_forward_mode = "gradient_fn" in config.method.build().needs
+    backward = models.backward.choose(
+        model.backward, platform, False, needs_forward_mode
+    )
+    return models.attention.choose(
+        dataclasses.replace(model, backward=backward),
+        platform,
+        config.data.sequence_length,
+        False,
+        needs_forward_mode,
+    )
+
+
+def _make(
+    config: TrainConfig, model: models.TransformerConfig, numbers: trials.Numbers
+) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
+    """Return inner optimizer, method and user inputs; numbers may be traced."""
+    given = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
+    method = cc.methods.get(config.method.method, **config.method.values | given)
+    own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
+    given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
+    inner = Inner(**given)
+    user_inputs = cc.UserInputs(
+        inner.learning_rate(config.run.steps, method),
+        adam_second_moment(inner.second_moment_decay(method)),
+        models.make_outputs(model),
+    )
+    return inner.build(config.run.steps, method), method, user_inputs
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(model: models.TransformerConfig, keys: jax.Array) -> models.Params:
+    return jax.lax.map(lambda key: models.init_params(model, key), keys)
+
+
+def _init_params(
+    model: models.TransformerConfig, seeds: Sequence[int]
+) -> models.Params:
+    """Return initial parameters by seed, `[E, ...]`, as a run of its own has them."""
+    keys = [jax.random.fold_in(jax.random.key(seed), 0) for seed in seeds]
+    return _init(model, jnp.stack(keys))
+
+
+def _row(
+    row: Row,
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    outcome: trials.Outcome,
+    trial: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return one trial as it is to be written."""
+    if why := _why_diverged(outcome, trial):
+        return diverged(row, model, why)
+    run, last = row.config.run, outcome.evaluations[-1]
+    loss, tokens = float(last.loss[trial]), run.steps * row.config.tokens_per_step
+    merges, ratios = (float(x[trial]) for x in (outcome.merges, outcome.ratios))
+    compensates = method.sync and method.sync.merge.name in (
+        "compensate",
+        "curvature_mix",
+    )
+    summary = {
+        "steps": run.steps,
+        "eval_loss": loss,
+        "eval_loss_outer": float(last.loss_outer[trial]),
+        "eval_perplexity": math.exp(min(loss, 700.0)),
+        "region_drift": float(last.drift[trial]),
+        "correction_ratio": ratios / merges if compensates and merges else None,
+        "tokens": tokens,
+        "bytes_sent_per_region": int(outcome.bytes_sent[-1][trial]),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+    curve = [
+        [step, float(found.loss[trial]), int(sent[trial])]
+        for step, found, sent in zip(
+            outcome.steps, outcome.evaluations, outcome.bytes_sent, strict=True
+        )
+    ]
+    return trained(row, model, summary, curve, outcome.fragment_bytes(trial))
+
+
+def _why_diverged(outcome: trials.Outcome, trial: int) -> str | None:
+    """Return where the first number of a trial is that is not finite."""
+    bad = np.argwhere(~np.isfinite(outcome.losses[trial]))
+    if len(bad):
+        step, region = map(int, bad[0])
+        value = outcome.losses[trial, step, region]
+        return f"loss is {value} at step {step + 1} in region {region}"
+    for step, found in zip(outcome.steps, outcome.evaluations, strict=True):
+        for name, values in found._asdict().items():
+            if not np.isfinite(values[trial]):
+                return f"{name} is {values[trial]} at step {step}"
+    return None

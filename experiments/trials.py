@@ -1,0 +1,340 @@
+"""Many trials of a small model, trained as one compiled program.
+
+A trial is a run of one method in M regions. Trials differ in seed and in numbers
+(learning rates, momentum, strengths), which are inputs of the program:
+
+    trial      scan over T steps of vmap(axis "region") of `cc.synchronized`
+    program    vmap over trials; on a CPU one trial after another, without a copy of
+               each weight's products for every trial
+
+Everything else (model, method, interval, messages) is part of the program. The state is
+donated, and the host reads nothing between scans.
+
+Shapes: E trials, R regions, S streams of data, T steps of a scan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import cocodc_jax as cc
+from cocodc_jax.core.checks import unboxed
+from cocodc_jax.core.optimizer import SynchronizedState
+from cocodc_jax.program.merge import region_drift
+from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.schedules import OneStepStale, traced
+from cocodc_jax.sync.schedules.adaptive import Adaptive
+
+PyTree = Any
+Numbers = Mapping[str, Any]
+# Of the numbers of one trial: inner optimizer, method, and what merges need.
+Make = Callable[
+    [Numbers], tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]
+]
+REGION = "region"
+# Steps of a scan at most: few lengths, so that programs are used again.
+MOST_STEPS = 64
+
+
+class State(NamedTuple):
+    """Trials at one step.
+
+    Attributes:
+      params: of the regions, leaves `[E, R, ...]`.
+      sync: a `SynchronizedState`; what is equal in all trials has no trial axis.
+      ratios: sum of correction ratios over merges, mean over regions, float32 `[E]`.
+      merges: fragments merged, int32 `[E]`.
+    """
+
+    params: PyTree
+    sync: Any
+    ratios: Any
+    merges: Any
+
+
+class Evaluation(NamedTuple):
+    """Losses on held-out batches, float32 `[E]` each.
+
+    Attributes:
+      loss: of the regions' mean.
+      loss_outer: of the outer parameters.
+      drift: see `region_drift`.
+    """
+
+    loss: Any
+    loss_outer: Any
+    drift: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trials:
+    """Compiled parts of trials of one method.
+
+    Attributes:
+      loss_fn: of one region, `(params, batch, key) -> (loss, aux)`.
+      make: of a trial's numbers; structure must not depend on their values.
+      example: numbers of one trial, for shapes and checks.
+      num_regions: M.
+      in_turn: whether trials are computed one after another; None is on CPUs.
+    """
+
+    loss_fn: Callable
+    make: Make
+    example: Mapping[str, float]
+    num_regions: int
+    in_turn: bool | None = None
+
+    @functools.cached_property
+    def method(self) -> cc.methods.Method:
+        """Of the example's numbers."""
+        return self.make(dict(self.example))[1]
+
+    @functools.cached_property
+    def init(self) -> Callable[[PyTree, Numbers], State]:
+        """`init(params, numbers)`: leaves `[E, ...]`; before the first step."""
+
+        def one(params: PyTree, numbers: Numbers) -> State:
+            axes, num = cc.sync_axes(self.method), self.num_regions
+            sync = jax.vmap(self._transform(numbers).init, None, axes, axis_size=num)
+            every = jax.tree.map(lambda x: jnp.stack([x] * num), params)
+            none = jnp.zeros(())
+            return State(every, sync(params), none, none.astype(jnp.int32))
+
+        return jax.jit(jax.vmap(one, out_axes=self._axes))
+
+    @functools.cached_property
+    def advance(self) -> Callable[..., tuple[State, jax.Array]]:
+        """`advance(state, numbers, tokens, stream)`: train T steps.
+
+        The state is donated. Tokens are `[T, S, R, ...]`; stream, int32 `[E]`, says
+        which of S a trial reads. Returns the state and losses, float32 `[E, T, R]`.
+        """
+
+        def one(state: State, numbers: Numbers, stream: jax.Array, tokens: PyTree):
+            def step(state: State, batches: PyTree):
+                own = jax.tree.map(lambda x: x[stream], batches)
+                return self._step(state, numbers, own)
+
+            return jax.lax.scan(step, state, tokens)
+
+        def every(state: State, numbers: Numbers, tokens: PyTree, stream: jax.Array):
+            if self._in_turn:
+                return jax.lax.map(
+                    lambda x: one(x[0], x[1], x[2], tokens), (state, numbers, stream)
+                )
+            axes = self._axes
+            mapped = jax.vmap(one, (axes, 0, 0, None), (axes, 0))
+            return mapped(state, numbers, stream, tokens)
+
+        return jax.jit(every, donate_argnums=0)
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[[State, PyTree], Evaluation]:
+        """`evaluate(state, batches)`: leaves `[N, ...]`, the same for all trials."""
+
+        def one(state: State, batches: PyTree) -> Evaluation:
+            def loss(params: PyTree) -> jax.Array:
+                of_batch = lambda x: self.loss_fn(params, x, jax.random.key(0))[0]  # noqa: E731
+                return jax.lax.map(of_batch, batches).astype(jnp.float32).mean()
+
+            mean = jax.tree.map(lambda x: x.mean(0), state.params)
+            outer = jax.tree.map(
+                lambda o, x: o.astype(x.dtype), self._outer(state, mean), mean
+            )
+            losses = jax.lax.map(
+                loss, jax.tree.map(lambda *x: jnp.stack(x), mean, outer)
+            )
+            return Evaluation(losses[0], losses[1], region_drift(state.params))
+
+        def every(state: State, batches: PyTree) -> Evaluation:
+            if self._in_turn:
+                return jax.lax.map(lambda state: one(state, batches), state)
+            return jax.vmap(one, (self._axes, None))(state, batches)
+
+        return jax.jit(every)
+
+    @property
+    def _in_turn(self) -> bool:
+        if self.in_turn is not None:
+            return self.in_turn
+        return jax.default_backend() == "cpu"
+
+    @functools.cached_property
+    def _axes(self) -> State:
+        """Axes of trials. Equal predicates without an axis stay branches."""
+        schedule = self.method.schedule
+        every = SynchronizedState(*[0] * len(SynchronizedState._fields))
+        if self._in_turn or isinstance(schedule, Adaptive):
+            return State(0, every, 0, 0)
+        shared: dict[str, Any] = {"step": None, "counts": None, "message_bytes": None}
+        if schedule is not None:
+            shared["times"] = traced.Times(None, None, None, None, norm=0)
+        return State(0, every._replace(**shared), 0, 0)
+
+    def _transform(self, numbers: Numbers) -> optax.GradientTransformationExtraArgs:
+        inner, method, user_inputs = self.make(numbers)
+        return cc.synchronized(
+            inner,
+            method,
+            axis_name=REGION,
+            num_regions=self.num_regions,
+            user_inputs=user_inputs,
+        )
+
+    def _step(self, state: State, numbers: Numbers, batches: PyTree):
+        """One step of all regions of one trial; returns losses `[R]` too."""
+        transform, axes = self._transform(numbers), cc.sync_axes(self.method)
+        wants_batch = "gradient_fn" in self.method.needs
+
+        def region(params: PyTree, sync: Any, batch: PyTree):
+            def loss_of(params: PyTree) -> jax.Array:
+                return self.loss_fn(params, batch, jax.random.key(0))[0]
+
+            loss, gradient = jax.value_and_grad(loss_of)(params)
+            extra = {"value_fn": loss_of} if wants_batch else {}
+            updates, sync = transform.update(gradient, sync, params, **extra)
+            return optax.apply_updates(params, updates), sync, loss
+
+        mapped = jax.vmap(region, (0, axes, 0), (0, axes, 0), axis_name=REGION)
+        params, sync, losses = mapped(state.params, state.sync, batches)
+        merges = self._merges(state.sync, sync)
+        ratio = jnp.where(merges > 0, sync.correction_ratio.mean(), 0.0)
+        return State(params, sync, state.ratios + ratio, state.merges + merges), losses
+
+    def _merges(self, before: Any, after: Any) -> jax.Array:
+        """Return how many fragments a step has merged."""
+        schedule = self.method.schedule
+        if schedule is None:
+            return jnp.zeros((), jnp.int32)
+        if schedule.delay_steps and not isinstance(schedule, OneStepStale):
+            return traced.arriving(before.times, after.step).sum(dtype=jnp.int32)
+        return (after.counts - before.counts)[: schedule.num_fragments].sum()
+
+    def _outer(self, state: State, mean: PyTree) -> PyTree:
+        """Return one trial's outer parameters; the mean if they are regional."""
+        sync = self.method.sync
+        if sync is None:
+            return mean
+        parts = state.sync.outer
+        if isinstance(sync.outer, RegionalOuter):
+            parts = jax.tree.map(lambda x: x.mean(0), parts)
+        fragments = cut(mean, self.method.num_fragments, sync.fragment_strategy)
+        return unboxed(fragments).join(parts)
+
+
+class StoppedError(Exception):
+    """Training was asked to end before its last step."""
+
+
+class Outcome(NamedTuple):
+    """What trials did.
+
+    Attributes:
+      losses: of each step and region, float32 `[E, T, R]`.
+      steps: at which they were evaluated.
+      evaluations: of each of these.
+      counts: messages that one region of each trial had sent at each of these, int64
+        `[E, N]`: by fragment and moment, or all of an exchange at every step.
+      message_bytes: of each message, int64 `[N]`.
+      ratios: sum of correction ratios over merges, float32 `[E]`.
+      merges: fragments merged, int32 `[E]`.
+      params: of the regions after the last step, leaves `[E, R, ...]`, on the device.
+      num_fragments: K; 0 if parameters are never exchanged.
+    """
+
+    losses: np.ndarray
+    steps: list[int]
+    evaluations: list[Evaluation]
+    counts: list[np.ndarray]
+    message_bytes: np.ndarray
+    ratios: np.ndarray
+    merges: np.ndarray
+    params: PyTree
+    num_fragments: int
+
+    @property
+    def bytes_sent(self) -> list[np.ndarray]:
+        """Bytes that one region had sent at each evaluation, int64 `[E]`."""
+        return [counts @ self.message_bytes for counts in self.counts]
+
+    def fragment_bytes(self, trial: int) -> list[float]:
+        """Mean bytes of a message of each fragment that was sent, with its moments."""
+        counts, num = self.counts[-1][trial], self.num_fragments or 1
+        moments = counts[num:] @ self.message_bytes[num:] / max(counts[:num].sum(), 1)
+        sizes = self.message_bytes[:num] + moments
+        return [float(x) for x, n in zip(sizes, counts, strict=False) if n and x]
+
+
+def train(
+    trials: Trials,
+    params: PyTree,
+    numbers: Mapping[str, Sequence[float]],
+    streams: Sequence[Iterator[Any]],
+    stream: Sequence[int],
+    num_steps: int,
+    eval_batches: PyTree,
+    eval_every: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Train trials to their last step.
+
+    Args:
+      trials: compiled parts.
+      params: initial parameters, leaves `[E, ...]`.
+      numbers: of each trial, E of each name.
+      streams: S iterators over one step's batches, `[R, ...]`.
+      stream: which of them each trial reads.
+      num_steps: of each trial.
+      eval_batches: leaves `[N, ...]`.
+      eval_every: steps between evaluations; 0 evaluates after the last step only.
+      should_stop: asked after each scan that is dispatched.
+
+    Returns:
+      Host arrays, but for the parameters.
+
+    Raises:
+      StoppedError: if it was asked to stop.
+    """
+    given = {name: jnp.asarray(x, float) for name, x in numbers.items()}
+    which = jnp.asarray(stream, jnp.int32)
+    eval_batches = jax.tree.map(jnp.asarray, eval_batches)
+    state = trials.init(params, given)
+    step, losses, steps, found, counts = 0, [], [], [], []
+    while step < num_steps:
+        next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
+        end = min(step + MOST_STEPS, next_eval, num_steps)
+        # Read while the devices are busy, but no further ahead than the next scan.
+        tokens = np.asarray([[next(x) for x in streams] for _ in range(step, end)])
+        jax.block_until_ready(losses[-2:-1])
+        state, of_steps = trials.advance(state, given, tokens, which)
+        losses.append(of_steps)
+        step = end
+        if step in (next_eval, num_steps):
+            steps.append(step)
+            found.append(trials.evaluate(state, eval_batches))
+            counts.append(jnp.copy(state.sync.counts))  # The state is donated.
+        if step < num_steps and should_stop():
+            raise StoppedError(f"{len(stream)} trials at step {step}")
+    sizes = np.asarray(state.sync.message_bytes).astype(np.int64)
+    sizes = sizes.reshape(-1, sizes.shape[-1])[0]  # Equal in all trials.
+    method, shape = trials.method, (len(stream), len(sizes))
+    return Outcome(
+        np.concatenate([np.asarray(x) for x in losses], axis=1),
+        steps,
+        [Evaluation(*map(np.asarray, each)) for each in found],
+        [np.broadcast_to(np.asarray(x).astype(np.int64), shape) for x in counts],
+        sizes,
+        np.asarray(state.ratios),
+        np.asarray(state.merges),
+        state.params,
+        method.num_fragments if method.sync else 0,
+    )

@@ -1,0 +1,247 @@
+"""Trials of one program: against the same rows trained alone, and one another."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.run.presets import PRESETS
+from experiments import sweep, trials
+from experiments.sweeps import batched, rows
+from experiments.sweeps.grid import Setting
+from experiments.sweeps.runs import Row
+
+REGIONS, STEPS = 2, 9
+SMOKE = PRESETS["smoke"].replace(
+    regions=REGIONS, steps=STEPS, warmup_steps=2, eval_batches=2
+)
+WHERE = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
+
+
+def config(method, **leaves):
+    found = SMOKE.where(**WHERE).replace(method=method)
+    return found.replace(**leaves).resolve()
+
+
+def params_of(seed):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(0, 0.4, shape), jnp.float32)  # noqa: E731
+    return {"embed": draw(3, 6), "blocks": {"w": draw(2, 6, 6)}, "head": draw(6, 2)}
+
+
+def loss_fn(params, batch, key):
+    x = jnp.tanh(batch @ params["embed"])
+    for i in range(2):
+        x = x + jnp.tanh(x @ params["blocks"]["w"][i])
+    return jnp.mean((x @ params["head"] - jnp.sin(2 * batch[..., :2])) ** 2), {}
+
+
+def stream(seed):
+    rng = np.random.default_rng(seed)
+    while True:
+        yield rng.normal(size=(REGIONS, 5, 3)).astype(np.float32)
+
+
+def make_trials(found, in_turn=None, numbers=None):
+    make = functools.partial(batched._make, found, found.model)
+    if numbers is not None:  # Not inputs, but constants of the program.
+        fixed = make(numbers)
+        return trials.Trials(loss_fn, lambda _: fixed, {}, REGIONS, in_turn)
+    example = batched.numbers_of(found)
+    return trials.Trials(loss_fn, make, example, REGIONS, in_turn)
+
+
+def outcome_of(program, seeds, numbers, **others):
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(params_of, seeds))
+    names = numbers[0] if numbers else ()
+    return trials.train(
+        program,
+        stacked,
+        {name: [each[name] for each in numbers] for name in names},
+        [stream(seed) for seed in seeds],
+        range(len(seeds)),
+        STEPS,
+        next(stream(9)),
+        4,
+        **others,
+    )
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+OTHER = {"inner_lr": 9e-3, "outer_lr": 0.2, "outer_momentum": 0.5, "mixing_alpha": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("method", "in_turn"),
+    [("cocodc", True), ("cocodc", False), ("streaming_diloco", False),
+     ("data_parallel", False)],
+)  # fmt: skip
+def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
+    """Beside a trial of other numbers; 9 float32 steps, two programs."""
+    found = config(method)
+    base = batched.numbers_of(found)
+    other = base | {name: x for name, x in OTHER.items() if name in base}
+    together = outcome_of(make_trials(found, in_turn), [3, 4], [base, other])
+    assert together.steps == [4, 8, 9]
+    for trial, numbers in enumerate((base, other)):
+        alone = outcome_of(make_trials(found, True, numbers), [3 + trial], [])
+        close(together.losses[trial], alone.losses[0])
+        for mine, single in zip(together.evaluations, alone.evaluations, strict=True):
+            for x, y in zip(mine, single, strict=True):
+                close(x[trial], y[0])
+        jax.tree.map(
+            lambda x, y, t=trial: close(x[t], y[0]), together.params, alone.params
+        )
+        close(together.ratios[trial], alone.ratios[0])
+        assert together.merges[trial] == alone.merges[0]
+        assert together.bytes_sent[-1][trial] == alone.bytes_sent[-1][0]
+        assert together.fragment_bytes(trial) == alone.fragment_bytes(0)
+    losses = together.evaluations[-1].loss
+    assert abs(losses[0] - losses[1]) > 1e-3
+    assert (together.merges > 0).all() or method == "data_parallel"
+
+
+METHODS = [
+    name
+    for name in cc.methods.METHODS
+    if any(n in cc.methods.defaults(name) for n in batched.INPUTS["method"])
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
+    """Traced only: what needs a number's value would fail."""
+    found = config(name, regions=cc.methods.get(name).num_regions or REGIONS)
+    why = batched.why_alone(found)
+    if why is not None:
+        assert f"method={name!r} is none for synchronized" in why
+        return
+    numbers = jax.tree.map(jnp.float32, batched.numbers_of(found))
+    assert {"inner_lr", "weight_decay", "outer_lr"} <= numbers.keys()
+
+    def step(numbers):
+        inner, method, user_inputs = batched._make(found, found.model, numbers)
+        return cc.synchronized(
+            inner, method, axis_name="region", user_inputs=user_inputs
+        ).init(params_of(0))
+
+    state = jax.eval_shape(step, numbers)
+    assert state.step.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        ({"step_times": "1,2"}, "step_times=1,2"),
+        ({"exchange": "elastic"}, "exchange='elastic'"),
+        ({"method": "mla"}, "its regions come one by one"),
+        ({"delay_steps": "auto"}, "its events follow times that the host measures"),
+        ({"data_axis": 2}, "data_axis=2"),
+        ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
+    ],
+)
+def test_what_is_trained_alone_is_said(leaves, why):
+    found = config("cocodc") if "method" not in leaves else config(leaves["method"])
+    assert why in batched.why_alone(found.replace(**leaves).resolve())
+
+
+def row(seed, **leaves):
+    return Row(Setting(str(leaves), config("cocodc", **leaves), False), seed, "", ())
+
+
+def test_rows_of_one_program_are_cut_into_even_batches():
+    group = [row(seed, outer_lr=lr) for lr in (0.4, 0.7, 1.0) for seed in (0, 1)]
+    group.append(row(0, compensation_strength=0.1, outer_momentum=0.0, beta1=0.8))
+    others = [row(0, sync_interval=8), row(0, delay_steps="auto")]
+    found, alone = batched.batches([*group, *others], 4)
+    assert [(len(b.rows), b.size) for b in found] == [(4, 4), (3, 4), (1, 1)]
+    assert found[0].rows + found[1].rows == tuple(group)
+    assert list(alone) == [others[1].row_id]
+    settings = [each.setting for each in (*group, *others)]
+    assert batched.first_of_groups(settings) == [settings[i] for i in (0, 7, 8)]
+
+
+def test_a_trial_that_diverged_leaves_the_others():
+    found = config("streaming_diloco")
+    base = batched.numbers_of(found)
+    outcome = outcome_of(make_trials(found), [0, 0], [base, base | {"inner_lr": 1e30}])
+    assert np.isfinite(outcome.losses[0]).all()
+    assert batched._why_diverged(outcome, 0) is None
+    why = batched._why_diverged(outcome, 1)
+    assert why.startswith(("loss is nan at step ", "loss is inf at step "))
+    late = outcome._replace(losses=np.zeros((2, STEPS, REGIONS)))
+    assert "is nan at step " in batched._why_diverged(late, 1)
+
+
+def test_trials_stop_when_asked():
+    found = config("streaming_diloco")
+    with pytest.raises(trials.StoppedError, match="1 trials at step 4"):
+        outcome_of(
+            make_trials(found), [0], [batched.numbers_of(found)],
+            should_stop=lambda: True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch_trials=-1"], "error: --batch_trials=-1 must be at least 0"),
+        (["--batch_trials=2", "--keep_runs"], "error: --keep_runs=True keeps folders"),
+    ],
+)
+def test_wrong_flags(words, message, call, tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text('[base]\npreset = "smoke"\n[groups.a]\nmethod = "diloco"\n')
+    words = [f"--grid={path}", f"--workdir={tmp_path / 'out'}", *words]
+    code, _, err = call(sweep, *words)
+    assert code == 2
+    assert err.startswith(message)
+
+
+def test_rows_are_those_that_are_trained_alone(call, corpus, tmp_path):
+    """The same command both ways; losses to 1e-4, as XLA orders sums otherwise."""
+    (dataset, data_dir) = (flag.partition("=")[2] for flag in corpus)
+    path = tmp_path / "grid.toml"
+    path.write_text(
+        f"""
+        seeds = [0, 1]
+        tuned = ["mixing_alpha"]
+        [base]
+        preset = "smoke"
+        steps = 24
+        eval_every = 8
+        num_layers = 2
+        num_fragments = 2
+        sync_interval = 8
+        dataset = "{dataset}"
+        data_dir = "{data_dir}"
+        [groups.streaming]
+        method = "streaming_diloco"
+        mixing_alpha = [0.5, 0.2]
+        """
+    )
+    found = []
+    for number in (0, 3):
+        folder = tmp_path / f"out_{number}"
+        words = [f"--grid={path}", f"--workdir={folder}", f"--batch_trials={number}"]
+        code, out, err = call(sweep, *words)
+        assert code == 0, err
+        found.append({row["row"]: row for row in rows.read(folder)})
+    assert "batch 2/2, 2 trials" in out
+    assert not (folder / "runs").exists()
+    alone, together = found
+    assert alone.keys() == together.keys()
+    for key, one in alone.items():
+        both = together[key]
+        assert one.keys() == both.keys()
+        for name in one.keys() - {"seconds", "tokens_per_second"}:
+            if name in ("loss", "loss_outer", "perplexity", "region_drift", "curve"):
+                np.testing.assert_allclose(both[name], one[name], rtol=1e-4)
+            else:
+                assert both[name] == one[name], name
+    cells = json.loads((folder / "cells.json").read_text())["cells"]
+    assert [c["columns"]["tuned"]["seeds"] for c in cells] == [[0, 1]]

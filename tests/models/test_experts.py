@@ -1,0 +1,273 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import models
+from cocodc_jax.models import experts
+from cocodc_jax.models.config import DISPATCHES, TransformerConfig
+from cocodc_jax.models.transformer import bind
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.transforms.layers import TOKEN_UNIT
+
+_DENSE = TransformerConfig(
+    vocab_size=32,
+    num_layers=2,
+    width=16,
+    mlp_width=24,
+    num_heads=2,
+    num_kv_heads=2,
+)
+_MOE = dataclasses.replace(_DENSE, num_experts=4, expert_width=12)
+_KEY = jax.random.key(0)
+
+
+def _tokens(batch=4, length=9, seed=0):
+    drawn = np.random.default_rng(seed).integers(0, 32, (batch, length))
+    return drawn.astype(np.int32)
+
+
+def _weights(rng, num_experts, width, inside):
+    shapes = ((num_experts, width, inside),) * 2 + ((num_experts, inside, width),)
+    return tuple(rng.normal(size=shape) for shape in shapes)
+
+
+def _silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def _loop(x, router, weights, per_token):
+    """The definition, token by token: NumPy, no code shared with the package."""
+    logits = x @ router
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    out = np.zeros_like(x)
+    for t, token in enumerate(x):
+        best = np.argsort(-probs[t], kind="stable")[:per_token]
+        for e in best:
+            gate, up, down = (w[e] for w in weights)
+            hidden = _silu(token @ gate) * (token @ up)
+            out[t] += probs[t, e] / probs[t, best].sum() * (hidden @ down)
+    return out
+
+
+def _mixed(x, router, weights, per_token, dispatch):
+    choice = experts.choose(x, router, per_token)
+    return experts.mix(x, choice.ids, choice.weights, weights, dispatch)
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(37, 5, 2), (3, 8, 1)])
+def test_a_mixture_is_a_loop_over_its_experts(dispatch, num_tokens, num_experts, k):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_tokens, 6))
+    router = rng.normal(size=(6, num_experts))
+    # One expert that all like, so that groups are very unequal, and some are empty.
+    router[:, 0] *= 5
+    weights = _weights(rng, num_experts, 6, 7)
+    with jax.enable_x64(True):
+        found = jax.jit(functools.partial(_mixed, per_token=k, dispatch=dispatch))(
+            x, router, weights
+        )
+    np.testing.assert_allclose(found, _loop(x, router, weights, k), atol=1e-12)
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
+def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
+    rng = np.random.default_rng(1)
+    x, router = rng.normal(size=(21, 6)), rng.normal(size=(6, 4))
+    weights = _weights(rng, 4, 6, 5)
+    like = rng.normal(size=x.shape)
+
+    def masked(x, router, weights):
+        probs = jax.nn.softmax(x @ router)
+        floor = jnp.sort(probs)[:, -2, None]
+        probs = jnp.where(probs >= floor, probs, 0)
+        probs /= probs.sum(-1, keepdims=True)
+        gate, up, down = weights
+        hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, gate))
+        hidden *= jnp.einsum("td,edf->tef", x, up)
+        return jnp.einsum("te,tef,efd->td", probs, hidden, down)
+
+    def loss(fn):
+        return lambda *args: (fn(*args) * like).sum()
+
+    with jax.enable_x64(True):
+        mixed = functools.partial(_mixed, per_token=2, dispatch=dispatch)
+        found = jax.jit(jax.grad(loss(mixed), (0, 1, 2)))(x, router, weights)
+        wanted = jax.grad(loss(masked), (0, 1, 2))(x, router, weights)
+        assert jax.tree.leaves(found)[0].dtype == np.float64
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, wanted
+        )
+
+
+@functools.cache
+def _params(config):
+    return jax.jit(functools.partial(models.init_params, config))(_KEY)
+
+
+def _loss_and_grad(config, tokens):
+    loss = jax.value_and_grad(models.make_loss_fn(config), has_aux=True)
+    return jax.jit(loss)(_params(config), tokens, _KEY)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"shared_experts": 2, "remat": "full"}, {"moe_every": 2}]
+)
+def test_scanned_and_unscanned_layers_are_one_model(changed):
+    scanned = dataclasses.replace(_MOE, **changed)
+    plain = dataclasses.replace(scanned, scan_layers=False)
+    (loss, aux), grads = _loss_and_grad(scanned, _tokens())
+    (other, other_aux), others = _loss_and_grad(plain, _tokens())
+    np.testing.assert_allclose(loss, other, rtol=1e-6)
+    np.testing.assert_allclose(aux["expert_load"], other_aux["expert_load"], rtol=1e-6)
+
+    every = scanned.moe_every
+    for layer in range(_MOE.num_layers):
+        block = grads["blocks"]
+        if every > 1:
+            block = block[f"layer_{layer % every}"]
+        jax.tree.map(
+            lambda x, y, layer=layer: np.testing.assert_allclose(
+                x[layer // every], y, rtol=1e-4, atol=1e-7
+            ),
+            block,
+            others["blocks"][layer],
+        )
+        assert ("moe" in others["blocks"][layer]) == scanned.has_experts(layer)
+
+
+def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
+    shapes = jax.tree.map(jnp.shape, _params(_DENSE))
+    assert "moe" not in shapes["blocks"]
+    text = jax.make_jaxpr(models.make_loss_fn(_DENSE))(_params(_DENSE), _tokens(), _KEY)
+    other = dataclasses.replace(_DENSE, balance_loss=0.5, experts_per_token=1)
+    same = jax.make_jaxpr(models.make_loss_fn(other))(_params(_DENSE), _tokens(), _KEY)
+    assert str(text) == str(same)
+
+
+def test_the_losses_of_routers_are_what_their_papers_say():
+    config = dataclasses.replace(
+        _MOE, num_layers=1, balance_loss=0.3, scan_layers=False
+    )
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(11, 16)).astype(np.float32)
+    router = rng.normal(size=(16, 4)).astype(np.float32)
+    params = _params(config)
+    params["blocks"][0]["moe"]["router"] = router
+    _, routed = bind(config, params).blocks[0].moe(jnp.asarray(x[None]))
+    logits = x.astype(float) @ router
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    best = np.argsort(-probs, -1)[:, :2]
+    share = np.bincount(best.reshape(-1), minlength=4) / 22
+    np.testing.assert_allclose(routed.balance, 4 * (share * probs.mean(0)).sum(), 1e-5)
+    z = (np.log(np.exp(logits).sum(-1)) ** 2).mean()
+    np.testing.assert_allclose(routed.z, z, rtol=1e-5)
+    entropy = -(probs * np.log(probs)).sum(-1).mean()
+    np.testing.assert_allclose(routed.entropy, entropy, rtol=1e-5)
+    np.testing.assert_allclose(routed.load, 2 * share, rtol=1e-6)
+
+
+def test_router_losses_change_gradients_and_not_the_loss():
+    heavy = dataclasses.replace(_MOE, balance_loss=1.0, router_z_loss=1.0)
+    light = dataclasses.replace(_MOE, balance_loss=0.0, router_z_loss=0.0)
+    (loss, _), grads = _loss_and_grad(heavy, _tokens())
+    (same, _), others = _loss_and_grad(light, _tokens())
+    assert loss == same
+    routers = grads["blocks"]["moe"]["router"], others["blocks"]["moe"]["router"]
+    assert np.abs(routers[0] - routers[1]).max() > 1e-3
+
+
+def test_counts_add_up_the_batches_that_experts_were_given():
+    optimizer = experts.counting(optax.adamw(1e-2, weight_decay=0.5))
+    params, steps = _params(_MOE), 3
+    state = optimizer.init(params)
+    total = np.zeros((2, 4))
+    for seed in range(steps):
+        grad = jax.grad(models.make_loss_fn(_MOE), has_aux=True)
+        grads, aux = jax.jit(grad)(params, _tokens(seed=seed), _KEY)
+        total += aux["expert_load"]
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    counts = params["blocks"]["moe"]["experts"]["tokens"] / TOKEN_UNIT
+    np.testing.assert_allclose(counts, total, rtol=1e-6)
+    np.testing.assert_allclose(counts.sum(-1), 2 * steps, rtol=1e-6)
+    # The optimizer's own state saw no count: its moments there are zero.
+    moments = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if path[-1] == jax.tree_util.DictKey("tokens")
+    ]
+    assert moments
+    assert not any(np.any(x) for x in moments)
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_devices_that_share_a_region_compute_the_same(dispatch, sequence):
+    config = dataclasses.replace(
+        _MOE, shared_experts=1, expert_dispatch=dispatch, balance_loss=0.5
+    )
+    tokens = _tokens()
+    (loss, aux), grads = _loss_and_grad(config, tokens)
+    mesh = make_mesh(1, 2, 2, jax.devices()[: 4 * sequence], sequence=sequence)
+    layout = models.Layout(sequence="sequence" if sequence > 1 else None)
+    divided = models.make_divided_loss_fn(config, layout)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(divided, has_aux=True))
+        (other, other_aux), others = found(_params(config), tokens, _KEY)
+    np.testing.assert_allclose(loss, other, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), aux, other_aux
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-6),
+        grads,
+        others,
+    )
+
+
+def test_only_the_experts_of_a_token_are_counted_as_work():
+    dense = dataclasses.replace(_DENSE, mlp_width=24)
+    same = dataclasses.replace(_MOE, experts_per_token=2, expert_width=12)
+    extra = models.flops_per_token(same, 8) - models.flops_per_token(dense, 8)
+    # A router's matrix, and the counts.
+    assert extra == 6 * 2 * (16 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_experts": 1}, "num_experts=1 must be at least 2, or 0"),
+        ({"num_experts": 0}, "expert_width=12 has no meaning with num_experts=0"),
+        ({"experts_per_token": 5}, "experts_per_token=5 .* at most num_experts=4"),
+        ({"expert_width": 0}, "expert_width=0 is not a size.*= 12"),
+        ({"shared_experts": -1}, "shared_experts=-1 must be at least 0"),
+        ({"moe_every": 3}, r"moe_every=3 does not divide num_layers=2; use one of \[1"),
+        ({"balance_loss": -1.0}, "balance_loss=-1.0 must be at least 0"),
+        ({"lora_rank": 2}, "lora_targets=.* has down, and experts have no adapters"),
+        ({"expert_dispatch": "dense"}, f"use one of .*{DISPATCHES[-1]}"),
+    ],
+)
+def test_mixtures_that_make_no_model_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(_MOE, **changed)
+
+
+def test_a_pipeline_of_experts_is_refused():
+    with pytest.raises(ValueError, match="num_experts=4 is not possible in a pipeline"):
+        models.make_pipelined_loss_fn(_MOE, 2, 2)
+
+
+def test_half_precision_stays_near_the_full_one():
+    tokens = _tokens()
+    half = dataclasses.replace(_MOE, compute_dtype="bfloat16")
+    logits = jax.jit(functools.partial(models.apply, _MOE))(_params(_MOE), tokens)
+    other = jax.jit(functools.partial(models.apply, half))(_params(_MOE), tokens)
+    # Eight bits, and a token may change its second expert.
+    np.testing.assert_allclose(logits, other, atol=0.1)

@@ -1,0 +1,273 @@
+"""Mixtures of experts in a sync: how they are cut, averaged and ranked."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax import methods, models
+from cocodc_jax.core.sync import gap
+from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.expert_mean import ExpertMean
+from cocodc_jax.sync.schedules.adaptive import adaptive
+from cocodc_jax.transforms.layers import TOKEN_UNIT, expert_axis
+
+_MODEL = models.TransformerConfig(
+    vocab_size=16,
+    num_layers=2,
+    width=8,
+    mlp_width=8,
+    num_heads=1,
+    num_kv_heads=1,
+    num_experts=4,
+    expert_width=6,
+    scan_layers=False,
+)
+_KEY = jax.random.key(0)
+
+
+def _model(scan_layers):
+    return dataclasses.replace(_MODEL, scan_layers=scan_layers)
+
+
+@functools.cache
+def _params(scan_layers):
+    return jax.jit(functools.partial(models.init_params, _model(scan_layers)))(_KEY)
+
+
+@pytest.mark.parametrize(("scan_layers", "num_fragments"), [(True, 4), (False, 5)])
+def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_fragments):
+    params = _params(scan_layers)
+    fragments = cut(params, num_fragments, "experts")
+    parts = [fragments.take(params, k) for k in range(num_fragments)]
+    held = [{expert_axis(path) is not None for path in part} for part in parts]
+    num_dense = held.index({True})
+    assert held == [{False}] * num_dense + [{True}] * (num_fragments - num_dense)
+    assert any("router" in path for part in parts[:num_dense] for path in part)
+    # Every number once, and counted in bytes.
+    total = sum(x.size for x in jax.tree.leaves(params))
+    sizes = [sum(x.size for x in part.values()) for part in parts]
+    assert sum(sizes) == total
+    assert fragments.num_bytes == tuple(4 * size for size in sizes)
+    jax.tree.map(np.testing.assert_array_equal, fragments.join(parts), params)
+    changed = params
+    for k, part in enumerate(parts):
+        changed = fragments.put(changed, k, jax.tree.map(jnp.negative, part))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), changed, params)
+    # A region axis before, and a program that checks the cut.
+    lead = jax.tree.map(lambda x: jnp.stack([x, x + 1]), params)
+    for k, part in enumerate(parts):
+        for path, x in fragments.take(lead, k, lead=1).items():
+            np.testing.assert_array_equal(x[1], part[path] + 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cut({"w": jnp.ones(3)}, 2, "experts"), "needs a model with experts"),
+        (lambda: cut(_params(True), 1, "experts"), "num_fragments=1 .* use 2 to"),
+        (lambda: cut(_params(True), 99, "experts"), "and 4 experts; use 2 to 8"),
+        (lambda: methods.get("diloco", expert_weights="x"), "use 'equal' or 'tokens'"),
+        (
+            lambda: methods.get("apart", expert_weights="tokens"),
+            "expert_weights='tokens' has no meaning for method='apart': it takes no",
+        ),
+        (
+            lambda: methods.get("noloco", expert_weights="tokens"),
+            "ExpertMean makes one pseudo-gradient of all",
+        ),
+        (
+            lambda: methods.get("sparseloco", expert_weights="tokens"),
+            "do not have every entry, nor every count",
+        ),
+        (
+            lambda: methods.get("loscar", expert_weights="tokens"),
+            "are no pseudo-gradients",
+        ),
+    ],
+)
+def test_what_knows_no_experts_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def _drawn(num_regions, shape=(2, 3)):
+    """Pseudo-gradients of regions with counts; expert [0, 1] was trained by nobody."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 5, (num_regions, *shape)).astype(float)
+    counts[:, 0, 1] = 0
+    counts[0, 1, 2], counts[1:, 1, 2] = 3, 0
+    weights = rng.normal(size=(num_regions, *shape, 4, 5))
+    other = rng.normal(size=(num_regions, 7))
+    parts = [
+        {
+            "blocks/moe/experts/tokens": jnp.array(-TOKEN_UNIT * c, jnp.float32),
+            "blocks/moe/experts/up": jnp.array(w, jnp.float32),
+            "blocks/moe/router": jnp.array(o, jnp.float32),
+        }
+        for c, w, o in zip(counts, weights, other, strict=True)
+    ]
+    return parts, counts, weights, other
+
+
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_experts_are_weighed_by_their_tokens(by_tokens):
+    parts, counts, weights, other = _drawn(3)
+    of_regions = np.array([0.5, 0.3, 0.2])
+    average = ExpertMean(by_tokens)
+    sent = [average.before(part, None) for part in parts]
+    mean = jax.tree.map(
+        lambda *xs: sum(w * x for w, x in zip(of_regions, xs, strict=True)), *sent
+    )
+    found = average.after(mean, parts[0], None)
+
+    np.testing.assert_allclose(
+        found["blocks/moe/router"], of_regions @ other, rtol=1e-5, atol=1e-6
+    )
+    assert not found["blocks/moe/experts/tokens"].any()
+    share = np.ones_like(counts)
+    if by_tokens:
+        share = counts
+    share = of_regions[:, None, None] * share
+    total = share.sum(0)
+    wanted = np.einsum("mle,mledf->ledf", share, weights)
+    wanted = wanted / np.where(total, total, 1)[..., None, None]
+    np.testing.assert_allclose(
+        found["blocks/moe/experts/up"], wanted, rtol=1e-5, atol=1e-6
+    )
+    if by_tokens:
+        assert not wanted[0, 1].any()  # Nobody trained it.
+        np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
+
+
+def test_a_compressed_message_has_exact_counts():
+    parts, *_ = _drawn(2)
+    method = methods.get("diloco", compress="ef+int4", expert_weights="tokens")
+    message = method.sync.message
+    plain = methods.get("diloco", compress="ef+int4").sync.message
+    path = "blocks/moe/experts/tokens"
+    without = {name: x for name, x in parts[0].items() if name != path}
+    assert message.num_bytes(parts[0], 2) == plain.num_bytes(without, 2) + 4 * 6
+    memory = message.init(parts[0])
+    sent, memory = message.by.encode(message.average.before(parts[0], None), memory)
+    assert path not in memory.residual
+    np.testing.assert_array_equal(message.by.decode(sent)[path], parts[0][path])
+
+
+def _tokens(num_steps):
+    """One token a region: all positions of a region are the same to a router."""
+    tokens = np.full((num_steps, 2, 2, 7), 3)
+    tokens[:, 1] = 8
+    return tokens.astype(np.int32)
+
+
+def _program(method):
+    return cc.RegionProgram(
+        models.make_loss_fn(_MODEL),
+        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)),
+        method,
+        _params(False),
+        2,
+    )
+
+
+def _advanced(program, num_steps):
+    state = program.init(_params(False), _KEY)
+    batches = _tokens(num_steps)
+    while state.step < num_steps:
+        ahead = program.steps_to_event(state) or num_steps
+        chunk = batches[state.step : state.step + min(ahead, num_steps - state.step)]
+        state, _ = program.advance(state, chunk)
+    return state
+
+
+def test_a_run_takes_the_means_of_regions_by_tokens():
+    alone = _advanced(_program(methods.get("apart")), 3).region.params
+    method = methods.get(
+        "diloco",
+        sync_interval=3,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+        expert_weights="tokens",
+    )
+    program = _program(method)
+    state = _advanced(program, 3)
+    for layer in range(2):
+        experts = alone["blocks"][layer]["moe"]["experts"]
+        counts = np.asarray(experts["tokens"], float)
+        assert (counts == 0).any(0).any()  # An expert that a region did not use.
+        np.testing.assert_allclose(counts.sum(1), 2 * 3 * TOKEN_UNIT, rtol=1e-6)
+        old = _params(False)["blocks"][layer]["moe"]["experts"]
+        new = state.region.params["blocks"][layer]["moe"]["experts"]
+        for name in ("gate", "up", "down"):
+            change = np.asarray(experts[name], float) - np.asarray(old[name])
+            total = np.where(counts.sum(0) > 0, counts.sum(0), 1)
+            wanted = np.asarray(old[name]) + np.einsum(
+                "me,mexy->exy", counts / total, change
+            )
+            np.testing.assert_allclose(new[name][0], wanted, atol=1e-6)
+            np.testing.assert_array_equal(new[name][0], new[name][1])
+        assert not np.any(new["tokens"])
+    # Everything is in the message, counts among it.
+    assert state.bytes_sent == 4 * sum(x.size for x in jax.tree.leaves(_params(False)))
+
+
+def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
+    method = methods.get(
+        "streaming_diloco",
+        sync_interval=2,
+        num_fragments=2,
+        delay_steps=0,
+        mixing_alpha=0.25,
+        fragment_strategy="experts",
+    ).for_experts()
+    state = _advanced(_program(method), 2)
+    counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
+    # Merged after one step; two experts a token, before and after.
+    np.testing.assert_allclose(counts.sum(1) / TOKEN_UNIT, 0.25 * 2 + 2, rtol=1e-6)
+
+
+def test_tokens_behind_a_gap_are_counted_over_regions():
+    part = {
+        "blocks/0/moe/experts/tokens": jnp.zeros(2),
+        "blocks/0/moe/experts/up": jnp.zeros((2, 3, 1)),
+    }
+    local = {name: jnp.stack([x, x]) for name, x in part.items()}
+    counts = TOKEN_UNIT * jnp.array([[1.0, 3.0], [5.0, 7.0]])
+    local["blocks/0/moe/experts/tokens"] = counts
+    assert gap("tokens", part, local, 2) == 4.0
+    dense = {"norm": jnp.zeros(3)}
+    assert gap("tokens", dense, {"norm": jnp.zeros((1, 3))}, 2) == -0.5
+
+
+def test_the_load_score_prefers_what_more_tokens_need():
+    schedule = adaptive(16, 4, 0, 8, "load")
+    age = np.array([6, 6, 4, 2])
+    arguments = (np, 10 - age, np.ones(4), np.full(4, 4), np.full(4, 8), 10)
+    # Fragment 0 is dense; of the others the counted tokens stand in for the age.
+    tokens = {"tokens": [-1.0, 1.5, 7.0, 0.1]}
+    found = schedule.scores(*arguments, tokens.__getitem__)
+    np.testing.assert_allclose(found, 1 / 2 * np.array([6, 1.5, 7, 0.1]) / 8)
+    assert schedule.needs == {"tokens", "norm"}
+
+
+def test_a_run_by_load_serves_every_fragment_within_an_interval():
+    method = methods.get(
+        "cocodc",
+        sync_interval=6,
+        num_fragments=3,
+        delay_steps=1,
+        syncs_per_interval=6,
+        transmission_score="load",
+        fragment_strategy="experts",
+        expert_weights="tokens",
+    )
+    program = _program(method)
+    state = _advanced(program, 14)
+    assert min(state.sync.schedule.last_start) >= 14 - 6
+    assert state.region.params["norm"]["scale"].shape == (2, 8)
