@@ -33,7 +33,7 @@ class Monitoring:
     Attributes:
       metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
         machine; process N of region R, of so many processes each, has metrics_port + R
-        * processes + N, with R 0 unless regions are jobs. 0 serves none.
+        * processes + N, with R 0 unless regions are elastic. 0 serves none.
       on_event: shell command that is run on faults, lost and returned regions, loss
         spikes, numbers that are not finite, and the end of the run; it gets the event
         as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
@@ -78,7 +78,7 @@ class Monitoring:
           live: numbers of this process.
           workdir: of the run, for messages.
           regions: of this process.
-          own_region: of this job, if regions are jobs.
+          own_region: of this job, if regions are elastic.
           delay_steps: tau, None if it is not fixed.
 
         Raises:

@@ -108,7 +108,7 @@ def test_a_killed_run_and_one_that_goes_on(tmp_path, capsys):
         pass
 
 
-def test_regions_that_are_jobs_have_a_row_each(tmp_path, capsys):
+def test_elastic_regions_have_a_row_each(tmp_path, capsys):
     for region in (0, 1, 10):
         run = make_run(tmp_path / f"region_{region}", [train(10)], regions=3)
         merges = [
