@@ -46,6 +46,7 @@ _WORKERS = 4  # Threads for what is up to `_FIRST_BYTES` long, and as many for l
 _FAREWELL_S, _SAY_S = 5.0, 60.0
 _STAY_S, _STAY_POLLS = 1.0, 4  # How long the last messages can be read, at least.
 _FIRST_BYTES = 1 << 18
+_CLIENTS = {"gs": "gcsfs", "s3": "s3fs"}
 _NAME = re.compile(r"\.?(\d{1,9})-(\d{1,20})-\d{1,20}-([0-9a-f]{1,200})")
 _MAC_BYTES = hashlib.sha256().digest_size
 _COUNT = struct.Struct("<I")
@@ -62,7 +63,8 @@ def reach(via: str) -> tuple[Any, str]:
       MissingExtraError: if the package for this kind of store is not installed.
       ValueError: if it cannot be reached or made, with what its client says.
     """
-    with extra("s3" if via.startswith("s3") else "gcs" if "://" in via else "elastic"):
+    client = next((x for x in _CLIENTS if via.startswith(f"{x}://")), "")
+    with extra(client.replace("gs", "gcs") or "elastic"):
         import fsspec
 
         try:
@@ -73,8 +75,9 @@ def reach(via: str) -> tuple[Any, str]:
             with contextlib.suppress(FileNotFoundError):
                 store.ls(root, detail=False)
         except ImportError as error:
-            name = error.name or "fsspec"
-            raise ModuleNotFoundError(str(error), name=name) from error
+            if not client:
+                raise ValueError(f"via={via!r} cannot be reached: {error}") from error
+            raise ModuleNotFoundError(str(error), name=_CLIENTS[client]) from error
         except Exception as error:  # Clients of stores raise what they like.
             raise ValueError(f"via={via!r} cannot be reached: {error}") from error
     return store, root.rstrip("/")
