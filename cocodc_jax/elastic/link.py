@@ -81,7 +81,7 @@ class Link:
           watch: is told what messages took, and says who is faulty.
 
         Raises:
-          ImportError, OSError, ValueError: see `open_channel`.
+          ImportError, OSError: see `open_channel`.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot

@@ -56,8 +56,8 @@ class RefusedError(ValueError):
     """An object is not signed with the key, or not as long as it may be."""
 
 
-def reach(via: str) -> tuple[Any, str]:
-    """Return the file system of fsspec and the path in it that a URL names.
+def reach(via: str) -> None:
+    """Check that a store can be listed; makes a folder that is missing.
 
     Raises:
       MissingExtraError: if the package for this kind of store is not installed.
@@ -65,21 +65,26 @@ def reach(via: str) -> tuple[Any, str]:
     """
     client = next((x for x in _CLIENTS if via.startswith(f"{x}://")), "")
     with extra(client.replace("gs", "gcs") or "elastic"):
-        import fsspec
+        import fsspec  # noqa: F401
 
         try:
-            # Names must be listed anew each time.
-            store, root = fsspec.url_to_fs(via, use_listings_cache=False)
+            store, root = _open(via)
             if not is_bucket(via):
                 store.makedirs(root, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 store.ls(root, detail=False)
-        except ImportError as error:
-            if not client:
-                raise ValueError(f"via={via!r} cannot be reached: {error}") from error
-            raise ModuleNotFoundError(str(error), name=_CLIENTS[client]) from error
         except Exception as error:  # Clients of stores raise what they like.
+            if isinstance(error, ImportError) and client:
+                name = _CLIENTS[client]
+                raise ModuleNotFoundError(str(error), name=name) from error
             raise ValueError(f"via={via!r} cannot be reached: {error}") from error
+
+
+def _open(via: str) -> tuple[Any, str]:
+    """Return a file system of fsspec, which lists anew each time, and a path in it."""
+    import fsspec
+
+    store, root = fsspec.url_to_fs(via, use_listings_cache=False)
     return store, root.rstrip("/")
 
 
@@ -87,7 +92,7 @@ class Objects:
     """A `Channel` through a store; see `open_channel`."""
 
     def __init__(self, place: Place, boot: int, max_frame_bytes: int):
-        self._store, self._root = reach(place.via)
+        self._store, self._root = _open(place.via)
         self._puts = is_bucket(place.via)  # A put is atomic; a file is renamed.
         self._poll_s = BUCKET_POLL_S if self._puts else FOLDER_POLL_S
         self._region, self._num, self._boot = place.region, place.num_regions, boot
@@ -101,11 +106,9 @@ class Objects:
         self._small = concurrent.futures.ThreadPoolExecutor(_WORKERS)
         self._large = concurrent.futures.ThreadPoolExecutor(_WORKERS)
         self._writes: set[concurrent.futures.Future] = set()
-        self._seen = set(self._list())
-        for name in self._seen:
-            match = _NAME.fullmatch(name)
-            if match and int(match[1]) == self._region:
-                self._small.submit(self._remove, name)
+        self._seen: set[str] = set()
+        self._has_looked = False
+        self._look()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
@@ -143,11 +146,14 @@ class Objects:
         self._ended.set()
         concurrent.futures.wait(self._writes, _FAREWELL_S)
         time.sleep(max(_STAY_S, _STAY_POLLS * self._poll_s))
-        gone = [self._small.submit(self._remove, name) for _, name in self._written]
+        self._thread.join(_FAREWELL_S)
+        gone = []
+        while self._written:
+            name = self._written.popleft()[1]
+            gone.append(self._small.submit(self._remove, name))
         concurrent.futures.wait(gone, _FAREWELL_S)
         for lane in (self._small, self._large):
             lane.shutdown(wait=False, cancel_futures=True)
-        self._thread.join(_FAREWELL_S)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -175,14 +181,28 @@ class Objects:
 
     def _poll(self) -> None:
         while not self._ended.wait(self._poll_s):
-            with self._reporting(f"listing {self._root}"):
-                names = self._list()
-                self._seen.intersection_update(names)
-                for name in names:
-                    if name not in self._seen:
-                        self._seen.add(name)
-                        if self._is_for_this(name):
-                            self._small.submit(self._take, name)
+            self._look()
+
+    def _look(self) -> None:
+        with self._reporting(f"listing {self._root}"):
+            names = self._list()
+            if not self._has_looked:
+                self._has_looked = True
+                self._pass_over(names)
+            self._seen.intersection_update(names)
+            for name in names:
+                if name not in self._seen:
+                    self._seen.add(name)
+                    if self._is_for_this(name):
+                        self._small.submit(self._take, name)
+
+    def _pass_over(self, names: Sequence[str]) -> None:
+        """Take what is there for read, and remove what earlier lives left."""
+        self._seen.update(names)
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match and int(match[1]) == self._region and int(match[2]) != self._boot:
+                self._small.submit(self._remove, name)
 
     def _is_for_this(self, name: str) -> bool:
         match = _NAME.fullmatch(name)
