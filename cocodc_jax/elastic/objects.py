@@ -95,7 +95,7 @@ class Objects:
         self._store, self._root = _open(place.via)
         self._puts = is_bucket(place.via)  # A put is atomic; a file is renamed.
         self._poll_s = BUCKET_POLL_S if self._puts else FOLDER_POLL_S
-        self._region, self._num, self._boot = place.region, place.num_regions, boot
+        self._region, self._boot = place.region, boot
         self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
         self._keep_s = _KEPT * place.timing.dead_after_s
         self._limit = max(wire.MAX_HEADER_BYTES, max_frame_bytes)
