@@ -226,7 +226,8 @@ def cocodc_paper(
             f"relative_strength={relative_strength} has no meaning with rule='text'; "
             "use rule='code' or compensation_strength"
         )
-    if rule == "code" and compensation_strength != 0.5:
+    is_number = isinstance(compensation_strength, int | float)  # Else traced.
+    if rule == "code" and is_number and compensation_strength != 0.5:
         raise ValueError(
             f"compensation_strength={compensation_strength} has no meaning with "
             "rule='code'; use relative_strength"
