@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.outer import SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length
-from cocodc_jax.transforms.layers import TOKEN_UNIT, is_token_count
 from cocodc_jax.transforms.numerics import vary_like, wide_dtype
 
 PyTree = Any

@@ -131,7 +131,7 @@ def cocodc(
         and rho = lambda it is Streaming DiLoCo's mix with alpha = lambda.
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
-      fragment_strategy: "strided", "sequential" or "balanced".
+      fragment_strategy: "strided", "sequential", "balanced" or "experts".
       max_delay_steps: the longest that "auto" may choose; None is about H.
       network_share: gamma in (0, 1], share of the network that an automatic N may use;
         None is 0.4.

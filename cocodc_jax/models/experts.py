@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax._extras import extra
+from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.layout import (
     Layout,
@@ -46,7 +47,6 @@ from cocodc_jax.models.layout import (
     sum_over,
     summed,
 )
-from cocodc_jax.transforms.layers import TOKEN_UNIT, is_token_count
 
 with extra("train"):
     from flax import nnx
@@ -187,12 +187,17 @@ class Experts(nnx.Module):
         self.down = _drawn(rngs, (number, config.expert_width, width), residual)
         self.tokens = nnx.Param(jnp.zeros(number, jnp.float32))
 
-    def weights(self, dtype: Any, layout: Layout | None):
+    def weights(
+        self, dtype: Any, layout: Layout | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return gate, up and down in `dtype`, gathered over the tokens' axes."""
-        found = ((self.gate, 1), (self.up, 1), (self.down, 2))
-        if layout is None:
-            return tuple(w[...].astype(dtype) for w, _ in found)
-        return tuple(_gathered(w[...], dtype, side, layout) for w, side in found)
+
+        def whole(w: nnx.Param, side: int) -> jax.Array:
+            if layout is None:
+                return w[...].astype(dtype)
+            return _gathered(w[...], dtype, side, layout)
+
+        return whole(self.gate, 1), whole(self.up, 1), whole(self.down, 2)
 
 
 class MixtureOfExperts(nnx.Module):

@@ -264,7 +264,7 @@ def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch)
     assert err == (
         "error: --mixing_alpha=0.5 has no meaning for diloco, which takes "
         "sync_interval, outer_lr, outer_momentum, compress, outer_placement, "
-        "region_weights, exclude_above, robust_mean; leave it out\n"
+        "region_weights, exclude_above, robust_mean, expert_weights; leave it out\n"
     )
 
 

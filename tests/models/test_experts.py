@@ -8,11 +8,11 @@ import optax
 import pytest
 
 from cocodc_jax import models
+from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.transforms.layers import TOKEN_UNIT
 
 _DENSE = TransformerConfig(
     vocab_size=32,

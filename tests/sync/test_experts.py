@@ -12,10 +12,10 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax import methods, models
 from cocodc_jax.core.sync import gap
+from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules.adaptive import adaptive
-from cocodc_jax.transforms.layers import TOKEN_UNIT, expert_axis
 
 _MODEL = models.TransformerConfig(
     vocab_size=16,
