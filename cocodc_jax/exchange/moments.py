@@ -103,7 +103,9 @@ class MomentPrograms:
         every = math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
         found = {sync.moments.due(n): None for n in range(1, every + 1)}
         weights = jax.ShapeDtypeStruct(
-            (self._spec.regions.num,), float, sharding=regional(self._spec.mesh)
+            (self._spec.regions.num,),
+            jnp.result_type(float),
+            sharding=regional(self._spec.mesh),
         )
         return [
             LoweredProgram(

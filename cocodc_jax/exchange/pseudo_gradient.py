@@ -130,7 +130,7 @@ def abstract_sent(
       compressor_state: shapes.
     """
     weights = jax.ShapeDtypeStruct(
-        (spec.regions.num,), float, sharding=regional(spec.mesh)
+        (spec.regions.num,), jnp.result_type(float), sharding=regional(spec.mesh)
     )
     draws = spec.sync.message.average.draws
     start_step = jax.ShapeDtypeStruct((), np.int32) if draws else None

@@ -39,6 +39,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -345,7 +346,9 @@ class Segments:
         del event
         spec = self._spec
         where = regional(spec.mesh)
-        return jax.ShapeDtypeStruct((spec.regions.num,), float, sharding=where)
+        return jax.ShapeDtypeStruct(
+            (spec.regions.num,), jnp.result_type(float), sharding=where
+        )
 
     def _start(
         self, event: Event, sync: SyncState, segment: Segment, weights_of: Callable
