@@ -227,11 +227,6 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
 def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
     """Gather the shares of a buffer inside each region, and unpack it.
 
-    Args:
-      mesh: the inner mesh.
-      buffer: result of `shares_everywhere`.
-      shapes: of one region's message.
-
     Returns:
       Messages of all regions, `[R, ...]`, replicated on every device.
     """
@@ -245,10 +240,6 @@ def _as_it_is(crossed: PyTree) -> PyTree:
 
 def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
     """Make the sum over the shards of the region axis.
-
-    Args:
-      mesh: the inner mesh.
-      rings: number of rings and their orders.
 
     Returns:
       `ring_sum(tree)`: leaves `[D, ...]`, one entry per shard, to their sums `[...]`.

@@ -182,13 +182,7 @@ class RegionalOuterModels:
         return sync, self.on_mesh(sync, event.fragment_id), None
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
-        """Return the mean of the regions' outer parameters, on the mesh.
-
-        Args:
-          sync: the state.
-          region: has the tree that fragments are put into.
-          mean: over regions, of a tree like the parameters.
-        """
+        """Return the mean of the regions' outer parameters, on the mesh."""
         params = region.params
         for k, part in enumerate(sync.outer.params):
             params = self._spec.fragments.put(params, k, part, lead=1)

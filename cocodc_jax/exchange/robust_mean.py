@@ -28,13 +28,7 @@ PyTree = Any
 
 
 def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
-    """Return the shapes of a message as sent: `Measured` if it is filtered.
-
-    Args:
-      spec: of the run.
-      shapes: of one region's message.
-      rank: of the message.
-    """
+    """Return the shapes of a message as sent: `Measured` if it is filtered."""
     if spec.sync.robust is None:
         return shapes
     is_summed = spec.sync.message.compressor(rank) is None

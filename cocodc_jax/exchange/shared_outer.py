@@ -129,12 +129,7 @@ class SharedOuterModel:
         return OuterState(*(tuple(map(lay, range(len(x)), x)) for x in outer))
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes that one region sends for a sync.
-
-        Args:
-          fragment_id: which fragment.
-          rank: of the message, if the schedule sets one.
-        """
+        """Return the bytes that one region sends for a sync."""
         spec, part = self._spec, self._spec.outer_shapes[fragment_id]
         message, num_regions = spec.sync.message, self._exchange.num_regions
         told = num_regions if spec.is_measured else 0
@@ -192,13 +187,7 @@ class SharedOuterModel:
     def list_programs(
         self, fragment_id: int, region: RegionState, sync: SyncState
     ) -> list[LoweredProgram]:
-        """List the programs of the inner mesh that a fragment's sync runs.
-
-        Args:
-          fragment_id: which.
-          region: abstract.
-          sync: abstract.
-        """
+        """List the programs of the inner mesh that a fragment's sync runs."""
         k = fragment_id
         stale = (
             sync.stale_params[k] if sync.stale_params else self.abstract_broadcast(k)
@@ -350,10 +339,6 @@ class SharedOuterModel:
         self, event: Event, sync: SyncState
     ) -> tuple[SyncState, Fragment, jax.Array | None]:
         """Give an outer fragment to the regions that merge it.
-
-        Args:
-          event: the finish.
-          sync: the state after the outer step.
 
         Returns:
           The state after it, the fragment on the mesh, and which regions merge it, bool

@@ -590,9 +590,6 @@ class Executor:
         If messages are a full round late, the progress since the last start is sent and
         applied too, as at the end of a round, since the merge replaces it.
 
-        Args:
-          state: donated.
-
         Returns:
           The state with nothing in flight, and what was dropped: everything, if merges
           need the last batch or a midway copy that does not exist yet.

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import AppliedSync, TrainState
 from cocodc_jax.exchange.base import Times
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.lowered_program import LoweredProgram
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import checks
@@ -146,6 +147,12 @@ class RegionProgram:
             return 0
         of_state = self.model_state.averaged_bytes if self.model_state else 0
         return self.method.per_step.num_bytes(self._first.shapes[0]) + of_state
+
+    @property
+    def elastic(self) -> ElasticExchange:
+        """The exchange of an elastic region."""
+        assert isinstance(self.exchange, ElasticExchange)
+        return self.exchange
 
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
         """Make the initial state; all regions and the outer model are equal.

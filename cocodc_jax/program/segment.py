@@ -102,12 +102,6 @@ def make_segment(
 ) -> Callable:
     """Make the program of a segment with starts, not yet jitted.
 
-    Args:
-      spec: of the run.
-      model: the outer model.
-      steps: the inner steps, of `inner_step.make_steps`.
-      segment: what it contains.
-
     Returns:
       `run(region, batches, participating, starts, outer, told) -> (region, (losses,
       aux), sent, outer, merged)`. `starts` has for each of `before`: what
