@@ -41,6 +41,7 @@ from . import jobs, rules
 from .settings import Settings
 
 PyTree = Any
+Key = tuple[str, float | None]
 KEEP, REPLAY = "keep", "replay"
 
 
@@ -59,8 +60,8 @@ class Recovery(NamedTuple):
     steps: list[int]
     cost: np.ndarray
     along: np.ndarray
-    recovered: dict[tuple[str, float | None], np.ndarray]
-    loss: dict[tuple[str, float | None], np.ndarray]
+    recovered: dict[Key, np.ndarray]
+    loss: dict[Key, np.ndarray]
 
 
 def measure(
@@ -169,8 +170,8 @@ class _Ways:
         late = self.advance(self._keep, late, sync - 1, last - 1)
         kept = self.advance(self._keep, late, last - 1, last)
         aim, apart = self._loss(target), _squared(target.params, kept.params)
-        recovered: dict[tuple[str, float | None], np.ndarray] = {}
-        loss = {**recovered, (KEEP, None): self._loss(kept) - aim}
+        recovered: dict[Key, np.ndarray] = {}
+        loss: dict[Key, np.ndarray] = {(KEEP, None): self._loss(kept) - aim}
         replayed = None
         for name, _, strengths in self._rules:
             trials = self._merges[name]
