@@ -55,7 +55,7 @@ def texts(package):
         for node in ast.walk(tree):
             kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                docstrings.add(node.body[0].value)
+                docstrings |= set(ast.iter_child_nodes(node.body[0]))
                 name = getattr(node, "name", "module")
                 if name[0] != "_":
                     yield f"{place}: {name}", text

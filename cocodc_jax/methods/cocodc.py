@@ -9,10 +9,10 @@ steps between its last two starts, and $a_p$ those since the last:
 $$
 R_p = \frac{\lVert \Delta_p \rVert}{d_p \, I_p} \;\; \text{(pseudo_gradient)}, \qquad
 \frac{\lVert \Delta_p \rVert \, a_p}{\sqrt{d_p} \, I_p} \;\; \text{(aged)}, \qquad
-\sum_m \frac{\overline{|\theta^g_p - \theta^m_p|}}{a_p} \;\; \text{(drift)}
+\sum_m \frac{\lVert \theta^g_p - \theta^m_p \rVert_1}{d_p \, a_p} \;\; \text{(drift)}
 $$
 
-$\Delta_p$ is the fragment's last mean pseudo-gradient, the bar a mean over its entries.
+$\Delta_p$ is the fragment's last mean pseudo-gradient; drift is measured at the slot.
 Other scores are in `schedules.adaptive`.
 With "auto", measured seconds $T_c$ of a step and $T_s$ of a sync give
 $\tau = \lceil T_s / T_c \rceil$ and $N = \max(K, \lfloor \gamma H T_c / T_s \rfloor)$,
