@@ -50,18 +50,6 @@ class Measured(NamedTuple):
     length: Any
 
 
-class Started(NamedTuple):
-    """One region's fragment in flight.
-
-    Attributes:
-      mean: mean pseudo-gradient, equal in all regions.
-      staged: the region's fragment when it was sent.
-    """
-
-    mean: Fragment
-    staged: Fragment
-
-
 def start(
     sync: Sync,
     part: Fragment,
@@ -70,7 +58,7 @@ def start(
     key_data: jax.Array,
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
-) -> tuple[Started, PyTree]:
+) -> tuple[Fragment, PyTree]:
     """Send one region's fragment.
 
     Args:
@@ -83,14 +71,14 @@ def start(
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
 
     Returns:
-      The fragment in flight, and the compressor's state after it.
+      The mean pseudo-gradient, equal in all regions, and the compressor's state after
+      it.
     """
     message, memory = encode(
         sync, None, part, anchor, memory, key_data, sync_key=sync_key
     )
     mean, memory = reduce(message, memory)
-    mean = sync.message.average.after(mean, anchor, sync_key)
-    return Started(mean, part), memory
+    return sync.message.average.after(mean, anchor, sync_key), memory
 
 
 def finish(
@@ -99,7 +87,7 @@ def finish(
     outer: Fragment,
     opt_state: PyTree,
     memory: PyTree,
-    started: Started,
+    mean: Fragment,
     seen: needs.MergeContext,
 ) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
     """Apply a mean: outer step, then merge.
@@ -110,8 +98,9 @@ def finish(
       outer: the outer fragment.
       opt_state: state of the outer optimizer.
       memory: state of the region's compressor.
-      started: result of `start`.
-      seen: context of the merge rule; `local` and `outer` are filled in here.
+      mean: result of `start`.
+      seen: context of the merge rule; `local` and `outer` are filled in here. `kept`
+        has the staged copy if the rule needs it or feeds back what it drops.
 
     Returns:
       The region's fragment, the outer fragment, its optimizer's state, the compressor's
@@ -119,10 +108,12 @@ def finish(
     """
     assert isinstance(sync.outer, SharedOuter)
     if sync.merge.feedback_weight:
-        memory = remember(sync.merge.feedback_weight, part, started.staged, memory)
+        staged = seen.kept[needs.STAGED]
+        assert staged is not None
+        memory = remember(sync.merge.feedback_weight, part, staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(
-        sync.outer.optimizer, outer, opt_state, started.mean, stale
+        sync.outer.optimizer, outer, opt_state, mean, stale
     )
     given = sync.outer.start(outer, opt_state) if sync.outer.start else outer
     merged, metrics = merge(sync, seen._replace(local=part, outer=given))

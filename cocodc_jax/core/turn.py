@@ -21,7 +21,7 @@ from cocodc_jax.sync import moments, needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
-from cocodc_jax.sync.needs import HALFWAY, STAGED, STALE, UserInputs
+from cocodc_jax.sync.needs import HALFWAY, STALE, UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
@@ -317,7 +317,7 @@ class Turn:
             memory = part.memories
             if sync.message.is_numbered:
                 memory = memory._replace(region=jax.lax.axis_index(self.axis_name))
-            (mean, _), memory = core.start(
+            mean, memory = core.start(
                 sync,
                 own,
                 self.given(part),
@@ -349,7 +349,7 @@ class Turn:
                 part.outer,
                 part.opt_states,
                 part.memories,
-                core.Started(flight.means, flight.copies.get(STAGED, {})),
+                flight.means,
                 seen,
             )
         old = self.fragments.take(region.params, k)

@@ -11,25 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.core.pending_mean import arrived
 from cocodc_jax.core.state import (
     InFlight,
     OuterState,
     RegionState,
     SyncState,
 )
-from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.core.sync import outer_parts, outer_step
 from cocodc_jax.exchange.base import Exchange, Times
 from cocodc_jax.exchange.combine import times_bytes
 from cocodc_jax.exchange.compressors import Compressors
 from cocodc_jax.exchange.lowered_program import LoweredProgram
-from cocodc_jax.exchange.outer_placement import (
-    OuterPlace,
-    copies,
-    make_broadcast,
-    make_join,
-    make_steps,
-)
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import (
@@ -50,34 +42,35 @@ class SharedOuterModel:
     """Compiled programs of one outer model.
 
     Attributes:
-      place: placement of its state.
-      where: shardings of its state.
       compressors: states of the regions' compressors.
     """
 
-    def __init__(self, spec: SyncSpec, outer: SharedOuter, exchange: Exchange):
+    def __init__(self, spec: SyncSpec, exchange: Exchange):
         """Wrap every program in one jit."""
+        outer = spec.sync.outer
+        assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
-        self.place = OuterPlace(spec, outer)
-        # Whether the outer step is a program of the inner mesh.
-        self.steps_on_mesh = self.place.on_mesh
+        self._place = spec.place
         self.compressors = Compressors(spec)
         each = range(len(spec.fragments))
-        self._step = make_steps(self.place)
-        if spec.overlap:
-            self._near = [make_broadcast(self.place, k) for k in each]
-        self._copy = jax.jit(copies)
+        self._step = self._make_steps()
+        self._broadcast = [
+            jax.jit(
+                functools.partial(self.broadcast, k),
+                out_shardings=spec.shardings.fragments[k],
+            )
+            for k in each
+        ]
+        self._copy = jax.jit(_copies)
         self._take = jax.jit(_take, donate_argnums=0)
         self._start = jax.jit(outer.start) if outer.start else None
-        self._join = make_join(self.place)
-        shardings = spec.shardings
-        shapes, regional = jax.eval_shape(self._make, spec.params)
-        self.where, _ = self._where(shapes, regional)
-        first = self.where
-        if not self.steps_on_mesh:  # One program, so one channel.
-            lay = functools.partial(shardings.on_host, channel=0)
-            first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
-        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
+        self._join = self._make_join()
+        shapes = self.shapes(spec.sync.schedule.init())
+        self._where = spec.place.lay_sync(shapes)
+        outer = self._where.outer
+        if self._place.has_channels:  # One program, so one channel.
+            outer = self._on_one_channel(shapes.outer)
+        self._new_outer = jax.jit(self._outer_of, out_shardings=outer)
         # By rank of the messages, if the schedule sets one.
         self._new_regional: dict[int, Callable] = {}
 
@@ -88,77 +81,55 @@ class SharedOuterModel:
           params: one region's parameters, on the mesh.
           schedule: the schedule's state; compressor states have its rank.
         """
-        shardings = self._spec.shardings
-        near = params
-        if not self.steps_on_mesh:
-            near = transfer.move(params, shardings.params_on_host())
-        outer = self._new_outer(near)
-        if len(shardings.channels) > 1:
-            outer = transfer.move(outer, self.where)
+        outer = self._new_outer(transfer.move(params, self._place.params()))
+        if self._place.has_channels:
+            outer = transfer.move(outer, self._where.outer)
         rank = schedule.rank
         if rank not in self._new_regional:
-            self._new_regional[rank] = self._make_regional(rank)
+            self._new_regional[rank] = self._make_regional(schedule)
         return SyncState(outer, schedule, *self._new_regional[rank](params))
 
-    def _make_regional(self, rank: int) -> Callable:
-        """Make the function from parameters to initial compressor states."""
-        make = functools.partial(self._make, rank=rank)
-        outer, regional = jax.eval_shape(make, self._spec.params)
-        if not jax.tree.leaves(regional):  # Most compressors have no state.
-            return lambda _: regional
-        _, where = self._where(outer, regional)
-        return jax.jit(lambda x: make(x)[1], out_shardings=where)
+    def _make_regional(self, schedule: Any) -> Callable:
+        """Make the function from parameters to the regions' part of the state."""
+        shapes = self.shapes(schedule)
+        found = shapes.compressors, shapes.stale_params
+        if not jax.tree.leaves(found):  # Most compressors have no state.
+            return lambda _: found
+        where = self._place.lay_sync(shapes)
+        make = functools.partial(self._regional_of, rank=schedule.rank)
+        return jax.jit(make, out_shardings=(where.compressors, where.stale_params))
 
-    def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
+    def _outer_of(self, params: PyTree) -> OuterState:
         parts = outer_parts(self._spec.fragments, params)
-        outer = OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
-        return outer, (self.compressors.init(parts, rank), self._stale_params(parts))
+        return OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
 
-    def _stale_params(self, parts: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
-        if not self._spec.sync.schedule.is_by_region:
-            return ()
-        num_regions = self._spec.regions.num
-        return tuple(for_all_regions(part, num_regions) for part in parts)
+    def _regional_of(self, params: PyTree, rank: int) -> tuple[tuple, tuple]:
+        parts, num = outer_parts(self._spec.fragments, params), self._spec.regions.num
+        stale = parts if self._spec.sync.schedule.is_by_region else ()
+        spread = functools.partial(for_all_regions, num_regions=num)
+        return self.compressors.init(parts, rank), tuple(map(spread, stale))
 
-    def _where(self, outer: OuterState, regional: tuple) -> tuple[OuterState, tuple]:
-        shardings, lay = self._spec.shardings, self.place.lay
-        each = [
-            (lay(k, part), lay(k, state))
-            for k, (part, state) in enumerate(zip(*outer, strict=True))
-        ]
-        where_regional = tuple(
-            tuple(shardings.of_regions(k, x) for k, x in enumerate(entries))
-            for entries in regional
-        )
-        return OuterState(*map(tuple, zip(*each, strict=True))), where_regional
+    def shapes(self, schedule: Any) -> SyncState:
+        """Return shapes of the state of a schedule, without what is in flight."""
 
-    def abstract(self, schedule: Any) -> SyncState:
-        """Return shapes and shardings of the state at which `schedule` was taken."""
-        outer, regional = jax.eval_shape(
-            lambda x: self._make(x, schedule.rank), self._spec.params
-        )
-        where_outer, where_regional = self._where(outer, regional)
-        outer = with_shardings(outer, where_outer)
-        return SyncState(outer, schedule, *with_shardings(regional, where_regional))
+        def make(params):
+            regional = self._regional_of(params, schedule.rank)
+            return SyncState(self._outer_of(params), schedule, *regional)
 
-    def abstract_flight(self, fragment_id: int) -> InFlight:
-        """Return shapes and shardings of a fragment that was just sent."""
-        spec = self._spec
-        part = spec.outer_shapes[fragment_id]
-        part = with_shardings(part, self.place.lay(fragment_id, part))
-        kept: dict[str, Any] = {}
-        if STALE in spec.sync.copies:
-            kept[STALE] = part
-        kept |= self._exchange.abstract_told(fragment_id)
-        return InFlight(self._exchange.abstract_mean(fragment_id, part), kept)
+        return jax.eval_shape(make, self._spec.params)
+
+    def flight_shapes(self, fragment_id: int) -> InFlight:
+        """Return shapes of a fragment that was just sent, without its staged copy."""
+        part = self._spec.outer_shapes[fragment_id]
+        kept = {STALE: part} if STALE in self._spec.sync.copies else {}
+        return InFlight(part, kept | self._exchange.arrives_with())
+
+    def _on_one_channel(self, outer: OuterState) -> OuterState:
+        lay = functools.partial(self._place.lay, channel=0)
+        return OuterState(*(tuple(map(lay, range(len(x)), x)) for x in outer))
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes that one region sends for a sync.
-
-        Args:
-          fragment_id: which fragment.
-          rank: of the message, if the schedule sets one.
-        """
+        """Return the bytes that one region sends for a sync."""
         spec, part = self._spec, self._spec.outer_shapes[fragment_id]
         message, num_regions = spec.sync.message, self._exchange.num_regions
         told = num_regions if spec.is_measured else 0
@@ -216,13 +187,7 @@ class SharedOuterModel:
     def list_programs(
         self, fragment_id: int, region: RegionState, sync: SyncState
     ) -> list[LoweredProgram]:
-        """List the programs of the inner mesh that a fragment's sync runs.
-
-        Args:
-          fragment_id: which.
-          region: abstract.
-          sync: abstract.
-        """
+        """List the programs of the inner mesh that a fragment's sync runs."""
         k = fragment_id
         stale = (
             sync.stale_params[k] if sync.stale_params else self.abstract_broadcast(k)
@@ -230,12 +195,12 @@ class SharedOuterModel:
         region = self._sending(k, region)
         send = self._exchange.list_programs(k, region, stale, sync.compressors[k])
         sent = LoweredProgram(f"send fragment {k}", *send, self.num_bytes(k))
-        if not self.steps_on_mesh:  # The host takes the outer step.
+        if not self._place.on_mesh:  # The host takes the outer step.
             return [sent]
         params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
-        flight = self.abstract_flight(k)
-        mean = flight.mean if self._spec.overlap else params
-        arguments = (params, opt_state, mean, flight.kept.get(STALE))
+        flight = self.flight_shapes(k)
+        mean, kept = with_shardings(flight, self._place.lay_flight(k, flight))
+        arguments = (params, opt_state, mean, kept.get(STALE))
         return [sent, LoweredProgram(f"outer step {k}", self._step[k], arguments)]
 
     def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
@@ -268,54 +233,112 @@ class SharedOuterModel:
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
         """Return the mean, in the placement of the outer step."""
-        if self._spec.overlap:
+        if self._place.on_mesh:
             return flight.mean
         outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
-        return transfer.move(arrived(flight.mean), where)
+        return transfer.move(flight.mean, where)
 
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, in the same placement."""
-        if self.place.memory_kind is None:
+        if not self._place.is_pinned:
             return self._copy(part)
         where = jax.tree.map(lambda x: x.sharding, part)
         return jax.device_put(part, where, may_alias=False)
 
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return an outer fragment as regions receive it, on the mesh."""
-        part = sync.outer.params[fragment_id]
-        if self._spec.overlap:
-            return self._near[fragment_id](*self.given(sync, fragment_id))
+        part, state = sync.outer.entry(fragment_id)
+        if self._place.on_mesh:
+            return self._broadcast[fragment_id](*self.given(part, state))
         if self._start is not None:
-            part = self._start(part, sync.outer.opt_states[fragment_id])
+            part = self._start(part, state)
         return transfer.move(part, self._spec.shardings.fragments[fragment_id])
 
-    def given(self, sync: SyncState, fragment_id: int) -> tuple[Fragment, PyTree]:
-        """Return the arguments of `OuterPlace.broadcast` for a fragment."""
-        outer = sync.outer
-        return self.place.given(
-            outer.params[fragment_id], outer.opt_states[fragment_id]
+    def given(self, params: Fragment, opt_state: PyTree) -> tuple[Fragment, PyTree]:
+        """Return the last two arguments of `broadcast`."""
+        return params, None if self._outer.start is None else opt_state
+
+    def broadcast(
+        self, fragment_id: int, params: Fragment, opt_state: PyTree
+    ) -> Fragment:
+        """Return a fragment as regions receive it, in a program of the mesh.
+
+        Args:
+          fragment_id: which.
+          params: the outer fragment, on the mesh.
+          opt_state: its state; only if regions do not start from `params` themselves.
+        """
+        params = self._place.load(fragment_id, params)
+        if self._outer.start is not None:
+            params = self._outer.start(params, self._place.load(fragment_id, opt_state))
+        where = self._spec.shardings.fragments[fragment_id]
+        return jax.lax.with_sharding_constraint(params, where)
+
+    def step_on_mesh(
+        self,
+        fragment_id: int,
+        params: Fragment,
+        opt_state: PyTree,
+        mean: Fragment,
+        stale_params: Fragment | None,
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        """Take an `outer_step` in a program of the mesh, on loaded state."""
+        place = self._place
+        loaded = (
+            place.load(fragment_id, tree)
+            for tree in (params, opt_state, mean, stale_params)
         )
+        return outer_step(self._outer.optimizer, *loaded)
+
+    def _make_steps(self) -> list[Callable]:
+        """Make the outer step of each fragment; it donates the state."""
+        place, optimizer = self._place, self._outer.optimizer
+        own, shapes = functools.partial(outer_step, optimizer), self._spec.outer_shapes
+        if not place.is_divided:  # One program for all fragments of equal shapes.
+            return [jax.jit(own, donate_argnums=(0, 1))] * len(shapes)
+
+        def on_mesh(k, *arguments):
+            *state, norm = self.step_on_mesh(k, *arguments)
+            return *(place.offload(k, tree) for tree in state), norm
+
+        return [
+            jax.jit(
+                functools.partial(on_mesh, k) if place.on_mesh else own,
+                donate_argnums=(0, 1),
+                # Results keep the placement of the arguments.
+                out_shardings=(
+                    place.lay(k, part),
+                    place.lay(k, jax.eval_shape(optimizer.init, part)),
+                    None,
+                ),
+            )
+            for k, part in enumerate(shapes)
+        ]
+
+    def _make_join(self) -> Callable:
+        """Make `join(outer fragments) -> parameters`, a copy."""
+        place, fragments = self._place, self._spec.fragments
+
+        def join(parts):
+            if place.on_mesh:
+                parts = tuple(map(place.load, range(len(parts)), parts))
+            # A copy: an output that aliases an input would be donated later.
+            return _copies(fragments.join(parts))
+
+        return jax.jit(join, out_shardings=place.params())
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
-        parts, shardings = sync.outer.params, self._spec.shardings
-        if len(shardings.channels) > 1:  # Joined in one program, so on one channel.
-            lay = functools.partial(shardings.on_host, channel=0)
-            parts = transfer.move(parts, tuple(map(lay, range(len(parts)), parts)))
-        whole = self._join(parts)
-        if self._spec.overlap:
-            return whole
-        return transfer.move(whole, shardings.params)
+        parts = sync.outer.params
+        if self._place.has_channels:  # Joined in one program, so on one channel.
+            parts = transfer.move(parts, self._on_one_channel(sync.outer).params)
+        return transfer.move(self._join(parts), self._spec.shardings.params)
 
     def hand_out(
         self, event: Event, sync: SyncState
     ) -> tuple[SyncState, Fragment, jax.Array | None]:
         """Give an outer fragment to the regions that merge it.
-
-        Args:
-          event: the finish.
-          sync: the state after the outer step.
 
         Returns:
           The state after it, the fragment on the mesh, and which regions merge it, bool
@@ -331,6 +354,10 @@ class SharedOuterModel:
         stale_params = replaced(sync.stale_params, k, stale)
         sync = dataclasses.replace(sync, stale_params=stale_params)
         return sync, outer, participating
+
+
+def _copies(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
 def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:

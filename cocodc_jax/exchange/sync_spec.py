@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from cocodc_jax.core.sync import outer_parts
 from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
@@ -29,26 +30,29 @@ class SyncSpec:
       sync: bound to the regions.
       regions: all of them.
       fragments: the cut of the parameters.
-      shardings: of all arrays.
+      place: where the outer state is, and the shardings of all arrays.
       params: shapes of one region's parameters.
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
         see there.
       user_inputs: what only the user knows.
       local: how a device computes its regions.
       model_state: of the model, None if it has none.
-      overlap: whether syncs and inner steps share a program, see `program/segment.py`.
     """
 
     sync: Sync
     regions: Regions
     fragments: Fragments
-    shardings: Shardings
+    place: OuterPlacement
     params: PyTree
     loss_fn: AnyLossFn
     user_inputs: UserInputs
     local: LocalRegions
     model_state: ModelState | None = None
-    overlap: bool = False
+
+    @property
+    def shardings(self) -> Shardings:
+        """Shardings of all arrays but the outer state's."""
+        return self.place.shardings
 
     @property
     def mesh(self) -> Mesh:

@@ -183,7 +183,7 @@ class Transport:
             return is_measured or (num_processes > 1 and why is None)
         return self.exchange == "outer"
 
-    def fuses(self, method: Method, mesh: Mesh, kind: str) -> bool:
+    def overlaps(self, method: Method, mesh: Mesh, kind: str) -> bool:
         """Return whether syncs and inner steps share a program.
 
         Args:
@@ -207,10 +207,10 @@ class Transport:
             not is_cpu(mesh) if self.overlap == "auto" else self.overlap == "yes"
         )
 
-    def exchange_of(self, spec: SyncSpec, kind: str) -> Exchange:
-        """Make the exchange that `resolve` chose."""
+    def exchange_of(self, spec: SyncSpec, kind: str, overlap: bool) -> Exchange:
+        """Make the exchange that `resolve` and `overlaps` chose."""
         if kind == "program":
-            return InProgram(spec)
+            return InProgram(spec, in_one_buffer=overlap)
         if kind == "elastic":
             assert self.place is not None
             return ElasticExchange(spec, self.place)

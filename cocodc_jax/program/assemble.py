@@ -33,8 +33,9 @@ from cocodc_jax.program.region_metrics import RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
 from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import REGION, is_cpu, is_one_cpu, make_mesh
+from cocodc_jax.sharding.mesh import REGION, is_cpu, make_mesh
 from cocodc_jax.sharding.optimizer_memory import memory_kind
+from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.shardings import Shardings, with_shardings
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
@@ -157,7 +158,7 @@ def checked(
         model_state.check(method)
         transport.check_model_state(model_state)
     exchange = transport.resolve(method, jax.process_count())
-    overlap = transport.fuses(method, mesh, exchange)
+    overlap = transport.overlaps(method, mesh, exchange)
     fragments = checked_fragments(method, params, fragments)
     check_feedback(method, fragments, params)
     if user_inputs.outputs is not None:
@@ -193,12 +194,6 @@ def assemble(
 ) -> Parts:
     """Build the parts of a program; compiles nothing.
 
-    Args:
-      given: result of `checked`.
-      param_specs: see `RegionProgram`, as for the next two.
-      local_regions: how a device computes several regions.
-      optimizer_memory: where the inner optimizer's state is kept.
-
     Raises:
       ValueError: see `RegionProgram`.
     """
@@ -218,9 +213,6 @@ def assemble(
         given.params,
         split(specs, given.trained)[0],
         transport.outer_channels,
-        # A CPU has nothing to run concurrently with its steps.
-        is_near=given.exchange == "program" and is_one_cpu(mesh),
-        divides_host=given.exchange == "outer",
         optimizer_memory=memory,
     )
     first = InitState(
@@ -271,17 +263,17 @@ def _syncs(
 ) -> tuple[Exchange | None, Executor | None]:
     if given.method.sync is None:
         return None, None
+    sync, overlap = given.method.sync, given.overlap
     spec = SyncSpec(
-        given.method.sync,
+        sync,
         given.own,
         given.fragments,
-        shardings,
+        OuterPlacement.resolve(sync.outer, shardings, given.exchange, overlap),
         given.params,
         given.loss_fn,
         given.user_inputs,
         local,
         given.model_state,
-        given.overlap,
     )
-    exchange = given.transport.exchange_of(spec, given.exchange)
-    return exchange, Executor(spec, exchange, given.optimizer, inner)
+    exchange = given.transport.exchange_of(spec, given.exchange, overlap)
+    return exchange, Executor(spec, exchange, given.optimizer, inner, overlap)

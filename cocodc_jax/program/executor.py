@@ -24,14 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cocodc_jax.core.pending_mean import PendingMean, landed
 from cocodc_jax.core.state import (
+    UNCOUNTED,
+    VERDICT_OF_ALL,
     AppliedSync,
     InFlight,
+    PendingMean,
     RegionState,
     SyncId,
     SyncState,
     TrainState,
+    landed,
 )
 from cocodc_jax.exchange.base import Exchange, Times
 from cocodc_jax.exchange.lowered_program import LoweredProgram
@@ -53,7 +56,6 @@ from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import is_cpu
 from cocodc_jax.sharding.shardings import with_shardings
 from cocodc_jax.sync import needs
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT, left_out
 from cocodc_jax.sync.schedules.base import (
     FINISH,
@@ -151,6 +153,7 @@ class Executor:
         exchange: Exchange,
         optimizer: optax.GradientTransformation,
         steps: InnerSteps,
+        overlap: bool,
     ):
         """Wrap every program in one jit; compiles nothing."""
         self._spec, self._exchange = spec, exchange
@@ -161,13 +164,13 @@ class Executor:
             shapes = jax.eval_shape(optimizer.init, spec.params)
             self._moments = MomentPrograms(spec, exchange, shapes)
         self._restore = self._segments = None
-        if isinstance(sync.outer, RegionalOuter):
-            self._outer = RegionalOuterModels(spec, sync.outer)
+        if spec.place.is_regional:
+            self._outer = RegionalOuterModels(spec)
         else:
-            self._outer = SharedOuterModel(spec, sync.outer, exchange)
+            self._outer = SharedOuterModel(spec, exchange)
             if sync.robust:
                 self._restore = Restore(spec, self._outer, optimizer)
-            if Segments.can_wait(spec):
+            if overlap and Segments.can_wait(sync):
                 self._segments = Segments(
                     spec,
                     self._outer,
@@ -232,9 +235,11 @@ class Executor:
 
     def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
         """Make the zero message that arrives at a stale schedule's first slot."""
+        shapes = self._outer.flight_shapes(k)
         flight: InFlight = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-            self._outer.abstract_flight(k),
+            lambda x, where: jnp.zeros(x.shape, x.dtype, device=where),
+            shapes,
+            self._spec.place.lay_flight(k, shapes),
         )
         if needs.STAGED in self._spec.sync.copies:
             flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
@@ -259,14 +264,14 @@ class Executor:
         flights, copies = {}, self._spec.sync.copies
         for pending in schedule.in_flight:
             k = pending.fragment_id
-            flight = self._outer.abstract_flight(k)
+            flight = self._outer.flight_shapes(k)
             if needs.STAGED in copies:
                 flight = flight.with_kept(needs.STAGED, self._abstract_copy(k, region))
             if needs.HALFWAY in copies and pending.midway_step is None:
                 flight = flight.with_kept(needs.HALFWAY, self._abstract_copy(k, region))
             flights[pending.sync_id] = flight
-        sync = self._outer.abstract(schedule)
-        return dataclasses.replace(sync, in_flight=flights)
+        sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
+        return with_shardings(sync, self._spec.place.lay_sync(sync))
 
     def _abstract_copy(self, k: int, region: RegionState) -> PyTree:
         shapes = jax.eval_shape(self._copy[k], region.params)
@@ -430,11 +435,11 @@ class Executor:
         done = run.merged.get(event.sync_id)
         if done is None:
             self._settle(run)  # Before a merge changes what is sent.
-        flight = run.take(event.sync_id)
+        flight = landed(run.take(event.sync_id))
         if done is None:
             self._remember_dropped(run, k, flight)
             receive = functools.partial(self._outer.receive, k, flight, run.sync)
-            if self._outer.steps_on_mesh:
+            if self._spec.place.on_mesh:
                 run.sync, norm = self._guard.run(receive, lambda out: out[1])
             else:
                 run.sync, norm = receive()
@@ -445,7 +450,7 @@ class Executor:
         if event.start_step > 0:  # Not the zero message of a stale schedule.
             num_bytes = self.sent_bytes(event)
             self._note(run, k, flight, norm)
-        verdict = flight.kept.get(VERDICT, landed(flight.mean).verdict)
+        verdict = flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL))
         run.applied.append(
             AppliedSync(
                 k, event.start_step, run.step, num_bytes, norm, metrics, verdict
@@ -464,10 +469,10 @@ class Executor:
     def _restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that a mean left out; waits for the verdict."""
         verdict = flight.kept.get(VERDICT)
-        if verdict is None and (verdict := landed(flight.mean).verdict) is not None:
+        if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
             is_new = event.start_step >= self._restored_step
-            verdict = self._exchange.own_verdict(np.asarray(verdict)) * is_new
+            verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
         if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
             return flight
         self._restored_step = run.step
@@ -478,8 +483,7 @@ class Executor:
     def _merge(self, run: _Run, event: Event, flight: InFlight) -> dict:
         k, rule = event.fragment_id, self._spec.sync.merge.needs
         run.sync, outer, participating = self._outer.hand_out(event, run.sync)
-        own = landed(flight.mean).uncounted
-        if own is not None:
+        if (own := flight.kept.get(UNCOUNTED)) is not None:
             # Apply the region's own update if it missed the mean: the region keeps its
             # work and sends it with the next message.
             outer = self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
@@ -585,9 +589,6 @@ class Executor:
 
         If messages are a full round late, the progress since the last start is sent and
         applied too, as at the end of a round, since the merge replaces it.
-
-        Args:
-          state: donated.
 
         Returns:
           The state with nothing in flight, and what was dropped: everything, if merges

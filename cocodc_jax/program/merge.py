@@ -26,7 +26,6 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.model_state import at_state
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
@@ -54,7 +53,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
     fixed_delay = None if is_told else sync.schedule.delay_steps
-    is_regional = isinstance(sync.outer, RegionalOuter)
+    is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
         learning_rate, delay_steps, start_step, frozen = told
@@ -140,11 +139,6 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
 
     Of the parameters: the leaves that contain some of the fragment, or all if the rule
     needs the loss of the full model.
-
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
-      region: arrays, or anything with one leaf per array.
     """
     rule, params = spec.sync.merge.needs, region.params
     wants_batch = needs.wants_batch(rule)
@@ -201,10 +195,6 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     """Make `gap(params [R, ...], outer fragments) -> [K]`, see `core.sync.gap`.
 
     It costs a reduction of K scalars over regions.
-
-    Args:
-      spec: of the run.
-      name: of the need.
     """
     fragments, num_regions = spec.fragments, spec.regions.num
 
@@ -240,10 +230,6 @@ def region_drift(params: PyTree) -> jax.Array:
 
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
     """Make the function that feeds back what a fragment's merge drops, not yet jitted.
-
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
 
     Returns:
       `remember(params, staged, state) -> state`: `params` of the regions before the

@@ -44,16 +44,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState
-from cocodc_jax.core.sync import outer_step
 from cocodc_jax.exchange.crossings import make_crossing
 from cocodc_jax.exchange.lowered_program import LoweredProgram, first_starts
-from cocodc_jax.exchange.outer_placement import OuterPlace
 from cocodc_jax.exchange.pseudo_gradient import start_step_of
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.program.merge import make_merge, make_remember, merge_arguments
 from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
+from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
 
@@ -97,27 +96,27 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
     return Segment(leaving, event.fragment_id), event
 
 
-def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callable:
+def make_segment(
+    spec: SyncSpec, model: SharedOuterModel, steps: Callable, segment: Segment
+) -> Callable:
     """Make the program of a segment with starts, not yet jitted.
-
-    Args:
-      place: of the outer state.
-      steps: the inner steps, of `inner_step.make_steps`.
-      segment: what it contains.
 
     Returns:
       `run(region, batches, participating, starts, outer, told) -> (region, (losses,
       aux), sent, outer, merged)`. `starts` has for each of `before`: what
-      `OuterPlace.broadcast` takes (None for `after`, whose `outer` it is), the
+      `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
       compressor states, the weights `[R]` and the start step. `sent` has the fragments
       in flight (without `after`) and the compressor states. `outer` is the outer
       fragment and optimizer state of `after`; `told` the frozen parameters, and the
       learning rate and start step of its merge; `merged` a `Merged`. The last two
       results are None without `after`.
     """
-    spec = place.spec
-    crossings = [make_crossing(spec, k, rank) for k, rank in segment.before]
-    finish = None if segment.after is None else make_finish(place, segment.after)
+    crossings = [
+        make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
+    ]
+    finish = None
+    if segment.after is not None:
+        finish = make_finish(spec, model, segment.after)
     is_seen = needs.wants_mean(spec.sync.schedule.needs)
 
     def run(region, batches, participating, starts, outer, told):
@@ -125,7 +124,7 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
         for (k, _), crossing, (given, memory, weights, start_step) in zip(
             segment.before, crossings, starts, strict=True
         ):
-            near = place.broadcast(k, *(outer if given is None else given))
+            near = model.broadcast(k, *(outer if given is None else given))
             left.append(
                 crossing.leave(
                     region.params, near, memory, weights, region.key, start_step
@@ -156,14 +155,13 @@ def make_segment(place: OuterPlace, steps: Callable, segment: Segment) -> Callab
     return run
 
 
-def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
+def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
     """Make outer step and merge of a fragment as one program of the mesh.
 
     Returns:
       `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
       merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
     """
-    spec = place.spec
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     remember = None
     if spec.sync.merge.feedback_weight:
@@ -172,18 +170,15 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
     def finish(region: RegionState, outer, memory, flight: InFlight, batch, told):
         if remember is not None:
             memory = remember(region.params, flight.kept[STAGED], memory)
-        params, opt_state, mean = (
-            place.load(fragment_id, tree) for tree in (*outer, flight.mean)
-        )
-        params, opt_state, norm = outer_step(
-            place.outer.optimizer, params, opt_state, mean, None
+        params, opt_state, norm = model.step_on_mesh(
+            fragment_id, outer[0], outer[1], flight.mean, None
         )
         frozen, rate, start_step = told
         arguments = merge_arguments(
             rule,
             region,
             flight.kept,
-            place.broadcast(fragment_id, params, opt_state),
+            model.broadcast(fragment_id, params, opt_state),
             batch,
             rate,
             participating=None,
@@ -192,8 +187,8 @@ def make_finish(place: OuterPlace, fragment_id: int) -> Callable:
             frozen=frozen,
         )
         merged, metrics = merge(*arguments)
-        outer = tuple(place.offload(fragment_id, tree) for tree in (params, opt_state))
-        return merged, outer, memory, (norm, metrics)
+        outer = (spec.place.offload(fragment_id, x) for x in (params, opt_state))
+        return merged, tuple(outer), memory, (norm, metrics)
 
     return finish
 
@@ -233,10 +228,9 @@ class Segments:
         self._programs: dict[Segment, Callable] = {}
 
     @staticmethod
-    def can_wait(spec: SyncSpec) -> bool:
+    def can_wait(sync: Sync) -> bool:
         """Return whether starts may wait for the segment that follows them."""
-        sync = spec.sync
-        return spec.overlap and not (
+        return not (
             sync.schedule.is_by_region
             or sync.schedule.init().in_flight
             or sync.moments
@@ -352,7 +346,7 @@ class Segments:
     ) -> tuple:
         k = event.fragment_id
         return (
-            None if k == segment.after else self._outer.given(sync, k),
+            None if k == segment.after else self._outer.given(*sync.outer.entry(k)),
             sync.compressors[k],
             weights_of(event),
             start_step_of(self._spec, event),
@@ -375,7 +369,7 @@ class Segments:
         is_seen = needs.wants_mean(spec.sync.schedule.needs)
         sent = []
         for k, _ in segment.before:
-            flight = jax.tree.map(lambda x: x.sharding, self._outer.abstract_flight(k))
+            flight = spec.place.lay_flight(k, self._outer.flight_shapes(k))
             if k == segment.after:
                 flight = flight if is_seen else flight._replace(mean=None)
             elif STAGED in spec.sync.copies:
@@ -383,10 +377,11 @@ class Segments:
             sent.append((flight, shardings.of_regions(k, sync.compressors[k])))
         outer = merged = None
         if segment.after is not None:
-            outer = self._outer.where.entry(segment.after)
+            k = segment.after
+            outer = tuple(spec.place.lay(k, x) for x in sync.outer.entry(k))
             merged = NamedSharding(spec.mesh, P()), shardings.region.key
         return jax.jit(
-            make_segment(self._outer.place, self._steps.run, segment),
+            make_segment(spec, self._outer, self._steps.run, segment),
             donate_argnums=(0, 4),
             out_shardings=(
                 self._steps.region,

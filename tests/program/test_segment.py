@@ -127,8 +127,8 @@ def test_windows_are_few_and_traced_once(tiny, monkeypatch):
     """
     made, make_segment = [], segment.make_segment
 
-    def counted(place, steps, key):
-        function = make_segment(place, steps, key)
+    def counted(spec, model, steps, key):
+        function = make_segment(spec, model, steps, key)
 
         def traced(*arguments):
             made.append((*key, arguments[1]["x"].shape[0]))

@@ -26,6 +26,7 @@ from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.program import inner_step as step
 from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed
@@ -92,8 +93,9 @@ def make_setting(mesh, sync):
     shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, specs)
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
+    place = OuterPlacement("mesh", "mesh", shardings)
     return SyncSpec(
-        sync, regions, fragments, shardings, shapes, loss_fn, UserInputs(), local
+        sync, regions, fragments, place, shapes, loss_fn, UserInputs(), local
     )
 
 
