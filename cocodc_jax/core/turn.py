@@ -163,13 +163,19 @@ class Turn:
             inner=inner if self.sync.moments else region.inner
         )
 
-    def _read(self, region: Region) -> Region:
-        """Leave out the updates, if the merge does not need the full model's loss.
+    def _read(self, region: Region, k: int | None = None) -> Region:
+        """Return what of a region is read, by fragment k if given.
 
-        A second carry would be copied at every step.
+        Updates are carried beside it: a second carry would be copied at every step.
         """
-        is_read = needs.wants_batch(self.sync.merge.needs)
-        return region if is_read else region._replace(updates=())
+        rule, params = self.sync.merge.needs, region.params
+        if needs.wants_batch(rule):
+            return region
+        return region._replace(
+            params=params if k is None else self.fragments.only(params, k),
+            updates=(),
+            inner=region.inner if needs.wants_state(rule) else (),
+        )
 
     def _events(self, value: tuple, region: Region) -> tuple[PyTree, PyTree, Any]:
         updates, inner, state = value
@@ -188,7 +194,7 @@ class Turn:
             for k, part in enumerate(parts):
                 part = part._replace(updates=self.fragments.only(region.updates, k))
                 act = functools.partial(do, k)
-                parts[k] = _if(which[k], act, part, self._read(region))
+                parts[k] = _if(which[k], act, part, self._read(region, k))
                 updates = self.fragments.over(region.updates, parts[k].updates)
                 region = region._replace(updates=updates)
 
