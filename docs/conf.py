@@ -47,11 +47,12 @@ html_css_files = ["tables.css"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "force"
-nb_execution_timeout = 300
+nb_execution_timeout = 1800  # Also on a busy machine.
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_markdown_format = "gfm"
 
+smartquotes_action = "q"  # Two hyphens begin a flag.
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -96,8 +96,11 @@ def _text(text):
                 part = f":math:`{part[1:-1]}`"
             parts[i] = part + ("\\ " if is_plural else "")
             continue
-        # Emphasis stays: *word*.
-        part = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])|([*|])", _escape, part)
+        # Emphasis stays: *word* and **some words**. A letter with a dot is no list.
+        part = re.sub(
+            r"((?<![\w*])\*\w+\*(?![\w*])|\*\*[^*\s][^*]*\*\*)|[*|]", _escape, part
+        )
+        part = re.sub(r"(^|: )([A-Za-z])\.(?=\s|$)", r"\1\2\\.", part, flags=re.M)
         part = re.sub(r"(?<=\w)_(?=[\s,.;:)]|$)", r"\\_", part)
         parts[i] = re.sub(
             r"arXiv (\d{4}\.\d{4,5})",

@@ -47,7 +47,7 @@ def write_methods(folder):
         by_module.setdefault(factory.__module__, []).append(name)
     for module, names in by_module.items():
         title = module.rpartition(".")[2] if len(names) > 1 else names[0]
-        sure = "contrib" in module.split(".")
+        is_from_memory = "contrib" in module.split(".")
         page = [
             f"# {title}",
             "",
@@ -59,7 +59,7 @@ def write_methods(folder):
                     ":::",
                     "",
                 ]
-                if sure
+                if is_from_memory
                 else []
             ),
             "```{eval-rst}",
@@ -128,8 +128,7 @@ def _page(title, names, seen):
                 elsewhere.append(f":py:obj:`{name} <{seen[thing]}>`")
                 continue
             seen[thing] = f"{package}.{name}"
-            lines += [f".. auto{kind}:: {package}.{name}"]
-            lines += ["   :members:", ""] if kind == "class" else [""]
+            lines += _entry(kind, seen[thing], title)
         else:
             lines += [f".. py:data:: {package}.{name}", ""]
     for thing in submodules:
@@ -140,11 +139,19 @@ def _page(title, names, seen):
             if name[0] != "_" and is_here and callable(value) and value not in seen:
                 kind = "class" if inspect.isclass(value) else "function"
                 seen[value] = f"{thing.__name__}.{name}"
-                lines += [f".. auto{kind}:: {thing.__name__}.{name}"]
-                lines += ["   :members:", ""] if kind == "class" else [""]
+                lines += _entry(kind, seen[value], title)
     if elsewhere:
         lines += [f"Also here: {', '.join(elsewhere)}.", ""]
     return "\n".join([*lines, "```", ""])
+
+
+def _entry(kind, path, title):
+    """Return the directive of a name, after the other ids that source pages link to."""
+    name = path.rpartition(".")[2]
+    others = sorted({f"cocodc_jax.{name}", f"{title}.{name}"} - {path})
+    ids = "".join(f'<span id="{x}"></span>' for x in others)
+    lines = [".. raw:: html", "", f"   {ids}", "", f".. auto{kind}:: {path}"]
+    return [*lines, "   :members:" if kind == "class" else "", ""]
 
 
 def write_programs(folder):

@@ -12,6 +12,7 @@ from cocodc_jax.report.units import format_bytes
 
 RESULTS = pathlib.Path(cocodc_jax.__file__).parents[1] / "experiments" / "results"
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
+MACHINE = "two cores of a shared x86 machine"
 # Flags that tell the cells of a sweep apart, in the symbols of the glossary.
 SYMBOLS = {
     "num_fragments": "K",
@@ -83,7 +84,15 @@ def cells(name, keep=lambda cell: True, hide=()):
         for row in [heads, *rows]:
             del row[-1]
     note = f"The reference is `{reference['cell']}`, {reference['column']}."
-    return table(heads, rows, note)
+    return table(heads, rows, f"{note} {_seeds(kept)}; {MACHINE}.")
+
+
+def _seeds(cells):
+    """Say how many seeds the cells have."""
+    found = {len(c["seeds"]) for cell in cells for c in cell["columns"].values()}
+    least, most = min(found), max(found)
+    count = f"{most}" if least == most else f"{least} to {most}"
+    return "One seed" if most == 1 else f"{count} seeds, means with 95 % intervals"
 
 
 def _last(cell):

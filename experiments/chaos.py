@@ -240,7 +240,10 @@ def main(argv: Sequence[str]) -> int:
         else:
             check_kills(own.kills, own.regions)
         flags.parse([argv[0], *train_flags])
-        flags.check_not_given(("regions", "workdir"), nowhere=("log_every",))
+        of_sockets = ("via",) if own.scenario else ()  # The lab has no folder.
+        flags.check_not_given(
+            ("regions", "workdir"), nowhere=("log_every", *of_sockets)
+        )
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config, _ = read_flags()

@@ -4,8 +4,8 @@
     python -m experiments.status HOST:PORT HOST:PORT
 
 WORKDIR is the folder of a run, or one with a folder for each region or run, as elastic
-regions, compare and sweeps write it. A row is a process; whether it runs still says the
-lock on its folder. HOST:PORT is where a process of `experiments.train
+regions, compare and sweeps write it. A row is a process. The lock on its folder says
+whether it still runs. HOST:PORT is where a process of `experiments.train
 --metrics_port=PORT` answers. Columns that no row has a value for are left out.
 """
 
@@ -29,10 +29,10 @@ from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run.attendance import SYNCS_FILE
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.fault_watch import FAULTS_FILE
-from cocodc_jax.run.help import options, render
+from cocodc_jax.run.help import render
 from cocodc_jax.run.lock import owner_of
 from cocodc_jax.run.messages import one_line
-from cocodc_jax.run.resume import CHECKPOINTS
+from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
 from cocodc_jax.run.session import SUMMARY_FILE
 from cocodc_jax.train.checkpoint import steps_in
 
@@ -54,28 +54,30 @@ def of_folder(folder: pathlib.Path, now: float) -> tuple[list[Row], list[str]]:
     Raises:
       ValueError: naming the folder, if it holds no run, or a file is damaged.
     """
-    runs = [folder] if (folder / "config.json").exists() else _inside(folder, "*")
-    runs = [run for run in runs if (run / "config.json").exists()]
+    runs = [folder]
+    if not (folder / CONFIG_FILE).exists():
+        paths = (folder.glob(f"{depth}/{CONFIG_FILE}") for depth in ("*", "*/*"))
+        runs = _sorted(path.parent for each in paths for path in each)
     if not runs:
         raise ValueError(f"{str(folder)!r} holds no run; name the folder of one")
     rows, lines = [], []
     for run in runs:
         config = _config(run)
-        for own in (run, *_inside(run, "process_*")):
-            name = own.name if own == run else f"{run.name} {own.name}"
+        for own in (run, *_sorted(x for x in run.glob("process_*") if x.is_dir())):
+            name = own.name if run == folder else str(own.relative_to(folder))
             faults = _faults(own)
             lines += [f"{name}: {line}" for line in faults]
             rows.append({"run": name} | _row(own, run, config, len(faults), now))
     return rows, lines
 
 
-def _inside(folder: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    found = [path for path in folder.glob(pattern) if path.is_dir()]
-    return sorted(found, key=lambda path: [len(path.name), path.name])
+def _sorted(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    """Sort by parent, then with region_2 before region_10."""
+    return sorted(paths, key=lambda path: (path.parent, len(path.name), path.name))
 
 
 def _config(run: pathlib.Path) -> dict[str, Any]:
-    config = read_table(run / "config.json")
+    config = read_table(run / CONFIG_FILE)
     try:
         return {
             "steps": int(config["run"]["steps"]),
@@ -83,9 +85,7 @@ def _config(run: pathlib.Path) -> dict[str, Any]:
             "method": str(config["method"]["method"]),
         }
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{run / 'config.json'} is damaged: it names no run"
-        ) from error
+        raise ValueError(f"{run / CONFIG_FILE} is damaged: it names no run") from error
 
 
 def _row(
@@ -295,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         targets = values(argv)[1:]
         if values.help:
-            print(render(commands.shown(__doc__), {"Flags": options(values)}))
+            print(render(commands.shown(__doc__), {}))
             return 0
         if not targets:
             raise ValueError("name the folder of a run, or HOST:PORT of its metrics")

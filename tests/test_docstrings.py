@@ -23,6 +23,7 @@ SPEC.loader.exec_module(docstrings)
         ("Of $x_i$,\n$a\n b$.", "Of :math:`x_i`,\n:math:`a\n b`."),
         ("As:\n\n$$\na * b\n$$\n\nA", "As:\n\n\n.. math::\n\n    a * b\n\n\nA"),
         ("For $5 and $HOME.", "For $5 and $HOME."),
+        ("**Of two**, a*b: K.\nK.", "**Of two**, a\\*b: K\\.\nK\\."),
         ("Defaults: 1.", "\n**Defaults:** 1."),
         (
             "See arXiv 2311.08105.",

@@ -14,6 +14,8 @@ import sys
 
 import pytest
 
+from cocodc_jax.methods import METHODS
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md"]
 LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
@@ -25,6 +27,13 @@ def blocks_of(name):
 
 
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
+PAST = ("docs/changelog.md", "docs/results/archive")  # What was then.
+LISTED = ["git", "ls-files", "cocodc_jax/*.py", "experiments/*.py", "pyproject.toml"]
+FILES = subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
+CODE = "\n".join((ROOT / file).read_text() for file in FILES)
+WORDS = re.sub(r'"\s*(?:\n\s*)?f?r?"', "", CODE)  # With long strings in one piece.
+TROUBLE = (ROOT / "docs/guides/troubleshooting.md").read_text()
+MESSAGES = [x for x in re.findall(r"^\| `([^`]+)`", TROUBLE, re.M) if " " in x]
 LIBRARY = "README.md:0"
 LOSS, LINEN, EQUINOX, PROCESSES = (f"docs/start/own_loss.md:{i}" for i in range(4))
 OWN, TRANSFORM, GALLERY, LOOP = (f"docs/start/own_loop.md:{i}" for i in range(4))
@@ -108,6 +117,35 @@ def test_what_everybody_opens_is_short(name, longest):
 def test_links_lead_somewhere(name):  # Those of docs are checked by their build.
     links = re.findall(r"\]\((?!http)([^)#\s]+)", (ROOT / name).read_text())
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+@pytest.mark.parametrize("name", [p for p in PAGES if not p.startswith(PAST)])
+def test_what_a_page_names_exists(name):
+    """Files, by their paths in the repository or a package, and classes."""
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+    quoted = set(re.findall(r"`([^`\n]+)`", text))
+    paths = [
+        x for x in quoted if re.fullmatch(r"[a-z][\w./-]*/[\w.-]+\.(py|toml|md)", x)
+    ]
+    packages = [ROOT, ROOT / "cocodc_jax", ROOT / "experiments"]
+    assert not [x for x in paths if not any((p / x).exists() for p in packages)]
+    classes = {x for x in quoted if re.fullmatch(r"([A-Z][a-z]+){2,}", x)}
+    assert not {x for x in classes if x not in CODE}
+
+
+def test_pages_that_code_names_exist():
+    cited = set(re.findall(r"\b(?:docs/[\w/]+|[A-Z_]{6,})\.md\b", CODE))
+    pages = {
+        f"docs/methods/{method}.md" for method in METHODS
+    }  # The build writes them.
+    assert {"docs/results/bytes.md", "README.md"} <= cited
+    assert not [x for x in cited - pages if not (ROOT / x).exists()]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_that_are_explained_are_of_the_code(message):
+    for part in re.split(r"\.\.\.", message):
+        assert part.strip(" '\"():[]`=") in WORDS, part
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -163,15 +163,15 @@ def lines(
             yield f"{record['name']}: the run compiles it with {option}={value}"
         if record["name"] == INNER_STEPS and (held := record.get("host_bytes")):
             yield (
-                f"{record['name']}: {size(held)} of the optimizer's state lie with the "
-                f"host; a step takes them in and puts them back, {size(2 * held)} in "
-                "all, which the least time leaves out"
+                f"{record['name']}: {size(held)} of the optimizer's state are in host "
+                f"memory; a step loads and stores them, {size(2 * held)} in all, which "
+                "the least time leaves out"
             )
         if record["name"] == INNER_STEPS and (kept := record.get("host_temp_bytes")):
             yield (
-                f"{record['name']}: {size(kept)} of temporaries lie with the host: "
-                f"what remat={config.model.remat} keeps, which a step puts there and "
-                "takes in; the least time leaves that out"
+                f"{record['name']}: {size(kept)} of temporaries are in host memory: "
+                f"what remat={config.model.remat} keeps; a step stores and loads them, "
+                "which the least time leaves out"
             )
         for row in record.get("collectives", ()):
             yield (

@@ -54,12 +54,24 @@ def _flops_of(each: Any) -> float:
         left, out = each.invars[0].aval.shape, each.outvars[0].aval.shape
         size = math.prod(left[axis] for axis in contracted)
         return 2.0 * math.prod(out) * size
+    if name == "ragged_dot_general":
+        return _ragged_flops(each)
     if name in _KERNELS:
         return _kernel_flops(each)
     inside = [_sum(jaxpr) for jaxpr in _bodies(params)]
     if name == "cond":
         return max(inside)
     return sum(inside) * _times(name, params)
+
+
+def _ragged_flops(each: Any) -> float:
+    """Count a product of groups: each row is multiplied by one group's matrix."""
+    numbers = each.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    left, right, *_ = (x.aval.shape for x in each.invars)
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = [size for axis, size in enumerate(right) if axis not in others]
+    return 2.0 * math.prod(left) * math.prod(free)
 
 
 def _times(name: str, params: dict[str, Any]) -> int:

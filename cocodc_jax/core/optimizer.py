@@ -151,7 +151,7 @@ def synchronized(
             message_bytes=counts.astype(jnp.float32),
             norm=nothing,
             correction_ratio=nothing,
-            **dict.fromkeys(_OF_FRAGMENTS, ()),
+            **dict.fromkeys(("times", *turn.OF_FRAGMENTS), ()),
         )
         if sync is not None:
             if sync.moments and not moments.take(state.inner, ()):
@@ -216,9 +216,7 @@ def synchronized(
             )
         due = turn.Turn(bound.sync, found, user_inputs, axis_name, num, value_fn, batch)
         region = turn.Region(step, params, updates, kept)
-        updates, state = due.events(region, state._replace(inner=()))
-        kept = state.inner if bound.sync.moments else kept
-        return updates, state._replace(inner=kept)
+        return due.events(region, state._replace(inner=()))
 
     both: Any = init, update
     return optax.GradientTransformationExtraArgs(*both)
@@ -259,11 +257,6 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
         "correction_ratio": jnp.asarray(state.correction_ratio),
         "fragments_in_flight": flying,
     }
-
-
-_OF_FRAGMENTS = (
-    "times", "outer", "opt_states", "memories", "means", "copies", "stale",
-)  # fmt: skip
 
 
 def _num_counts(method: Method) -> int:

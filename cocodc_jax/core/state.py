@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 
-from cocodc_jax.core.pending_mean import arrived
 from cocodc_jax.sync.needs import Fragment
 from cocodc_jax.sync.schedules.base import Event, replaced
 
@@ -70,8 +70,9 @@ class InFlight(NamedTuple):
       mean: mean pseudo-gradient that will arrive; `[R, ...]` if regions are averaged in
         groups, a `PendingMean` if it comes from other regions.
       kept: values kept until the mean arrives, by name: copies of the fragment
-        (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and "times",
-        which arrive with the mean.
+        (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and what
+        arrives with the mean: "times", "verdict" (`sync.robust`), `VERDICT_OF_ALL`, and
+        `UNCOUNTED`.
     """
 
     mean: PyTree
@@ -80,6 +81,48 @@ class InFlight(NamedTuple):
     def with_kept(self, name: str, value: PyTree) -> InFlight:
         """Return a copy that also keeps `value` under `name`."""
         return self._replace(kept={**self.kept, name: value})
+
+
+# Of elastic regions, where each knows its own row of a verdict: int32 `[M]`.
+VERDICT_OF_ALL = "verdict_of_all"
+# A region's own decoded message, if the mean left it out and the region keeps its work.
+UNCOUNTED = "uncounted"
+
+
+class PendingMean:
+    """A mean that arrives from other regions on a thread, a single leaf of a pytree.
+
+    Observers use `is_ready` and `block_until_ready`, as of an array; others `landed`.
+    """
+
+    def __init__(self, future: Future[InFlight]):
+        """Wrap a future without waiting for it."""
+        self._future = future
+
+    def is_ready(self) -> bool:
+        """Return whether the mean has arrived, without waiting."""
+        return self._future.done()
+
+    def block_until_ready(self) -> PendingMean:
+        """Wait for the mean.
+
+        Raises:
+          Exception: the one that the exchange raised.
+        """
+        jax.block_until_ready(self._future.result().mean)
+        return self
+
+    def result(self) -> InFlight:
+        """Wait for the mean and what arrives with it."""
+        return self._future.result()
+
+
+def landed(flight: InFlight) -> InFlight:
+    """Return a fragment with its mean as arrays; waits if other regions send it."""
+    if not isinstance(flight.mean, PendingMean):
+        return flight
+    mean, kept = flight.mean.result()
+    return InFlight(mean, flight.kept | kept)
 
 
 class AppliedSync(NamedTuple):
@@ -148,7 +191,7 @@ class SyncState:
             "stale_params": self.stale_params,
             # Dict keys must be strings.
             "in_flight": {
-                f"{k}_{s}": flight._replace(mean=arrived(flight.mean))
+                f"{k}_{s}": flight._replace(mean=landed(flight).mean)
                 for (k, s), flight in self.in_flight.items()
             },
         }

@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.outer import SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length
-from cocodc_jax.transforms.layers import TOKEN_UNIT, is_token_count
 from cocodc_jax.transforms.numerics import vary_like, wide_dtype
 
 PyTree = Any
@@ -51,18 +51,6 @@ class Measured(NamedTuple):
     length: Any
 
 
-class Started(NamedTuple):
-    """One region's fragment in flight.
-
-    Attributes:
-      mean: mean pseudo-gradient, equal in all regions.
-      staged: the region's fragment when it was sent.
-    """
-
-    mean: Fragment
-    staged: Fragment
-
-
 def start(
     sync: Sync,
     part: Fragment,
@@ -71,7 +59,7 @@ def start(
     key_data: jax.Array,
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
-) -> tuple[Started, PyTree]:
+) -> tuple[Fragment, PyTree]:
     """Send one region's fragment.
 
     Args:
@@ -84,14 +72,14 @@ def start(
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
 
     Returns:
-      The fragment in flight, and the compressor's state after it.
+      The mean pseudo-gradient, equal in all regions, and the compressor's state after
+      it.
     """
     message, memory = encode(
         sync, None, part, anchor, memory, key_data, sync_key=sync_key
     )
     mean, memory = reduce(message, memory)
-    mean = sync.message.average.after(mean, anchor, sync_key)
-    return Started(mean, part), memory
+    return sync.message.average.after(mean, anchor, sync_key), memory
 
 
 def finish(
@@ -100,7 +88,7 @@ def finish(
     outer: Fragment,
     opt_state: PyTree,
     memory: PyTree,
-    started: Started,
+    mean: Fragment,
     seen: needs.MergeContext,
 ) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
     """Apply a mean: outer step, then merge.
@@ -111,8 +99,9 @@ def finish(
       outer: the outer fragment.
       opt_state: state of the outer optimizer.
       memory: state of the region's compressor.
-      started: result of `start`.
-      seen: context of the merge rule; `local` and `outer` are filled in here.
+      mean: result of `start`.
+      seen: context of the merge rule; `local` and `outer` are filled in here. `kept`
+        has the staged copy if the rule needs it or feeds back what it drops.
 
     Returns:
       The region's fragment, the outer fragment, its optimizer's state, the compressor's
@@ -120,10 +109,12 @@ def finish(
     """
     assert isinstance(sync.outer, SharedOuter)
     if sync.merge.has_feedback:
-        memory = remember(sync.merge.feedback_weight, part, started.staged, memory)
+        staged = seen.kept[needs.STAGED]
+        assert staged is not None
+        memory = remember(sync.merge.feedback_weight, part, staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(
-        sync.outer.optimizer, outer, opt_state, started.mean, stale
+        sync.outer.optimizer, outer, opt_state, mean, stale
     )
     given = sync.outer.start(outer, opt_state) if sync.outer.start else outer
     merged, metrics = merge(sync, seen._replace(local=part, outer=given))

@@ -21,7 +21,7 @@ from cocodc_jax.sync import moments, needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
-from cocodc_jax.sync.needs import HALFWAY, STAGED, STALE, UserInputs
+from cocodc_jax.sync.needs import HALFWAY, STALE, UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
@@ -31,41 +31,39 @@ from cocodc_jax.transforms.numerics import vary_like, wide_dtype, widen
 
 PyTree = Any
 
-
-class Flight(NamedTuple):
-    """A fragment's values in flight, or the last ones; `()` is none.
-
-    Attributes:
-      means: mean pseudo-gradient that arrives, or a regional outer model's input.
-      copies: copies of the region's fragment, by name.
-      stale: outer fragment that it was measured from.
-    """
-
-    means: Any = ()
-    copies: Any = ()
-    stale: Any = ()
+# Fields of the state that have one entry per fragment; the last three are in flight.
+OF_FRAGMENTS = ("outer", "opt_states", "memories", "means", "copies", "stale")
 
 
 class Part(NamedTuple):
-    """Carry of a fragment's loops.
+    """Carry of a fragment's loops: its entries of the state, and what a merge reports.
 
-    Attributes:
-      updates: leaves that contain part of the fragment.
-      outer: outer parameters.
-      opt_states: state of the outer optimizer.
-      memories: state of the region's compressor.
-      flight: values in flight.
-      norm: norm of the mean that was applied now, else 0.
-      correction_ratio: from its merge.
+    `updates` are the leaves that contain part of the fragment, `norm` that of the mean
+    that is applied now, else 0.
     """
 
-    updates: PyTree
     outer: Fragment
     opt_states: PyTree
     memories: PyTree
-    flight: Flight
-    norm: jax.Array
-    correction_ratio: jax.Array
+    means: Any = ()
+    copies: Any = ()
+    stale: Any = ()
+    updates: PyTree = ()
+    norm: Any = 0.0
+    correction_ratio: Any = 0.0
+
+    def with_flight_of(self, other: Part) -> Part:
+        """Take what is in flight from another."""
+        return self._replace(means=other.means, copies=other.copies, stale=other.stale)
+
+
+class Region(NamedTuple):
+    """What events read of a region: after its inner step, parameters before it."""
+
+    step: jax.Array
+    params: PyTree
+    updates: PyTree
+    inner: PyTree
 
 
 def region_key(step: jax.Array, axis_name: Any) -> jax.Array:
@@ -96,27 +94,24 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
 
     With a delay it has placeholders for what is in flight: zero messages.
     """
-    parts, copies = [], sorted(sync.copies & set(needs.REGIONAL_COPIES))
+    parts, names = [], sorted(sync.copies & set(needs.REGIONAL_COPIES))
     for k, own in enumerate(core.outer_parts(fragments, params)):
-        mean, memory, flight = own, (), Flight()
+        mean = own
         if isinstance(sync.outer, RegionalOuter):
-            opt_state = sync.outer.init(own, _compressor(sync))
-            message = _message_shape(sync, own, opt_state)
+            part = Part(own, sync.outer.init(own, _compressor(sync)), ())
+            message = _message_shape(sync, own, part.opt_states)
             mean = jax.eval_shape(_compressor(sync).decode, message)
         else:
-            opt_state = sync.outer.optimizer.init(own)
-            memory = sync.message.init(own)
+            part = Part(own, sync.outer.optimizer.init(own), sync.message.init(own))
         if sync.schedule.delay_steps:
-            part = jax.tree.map(jnp.asarray, fragments.take(params, k))
-            flight = Flight(
-                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), mean),
-                dict.fromkeys(copies, part),
-                own if STALE in sync.copies else (),
+            local = jax.tree.map(jnp.asarray, fragments.take(params, k))
+            part = part._replace(
+                means=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), mean),
+                copies=dict.fromkeys(names, local),
+                stale=own if STALE in sync.copies else (),
             )
-        parts.append((own, opt_state, memory, *flight))
-    names = ("outer", "opt_states", "memories", *Flight._fields)
-    columns = dict(zip(names, map(tuple, zip(*parts, strict=True)), strict=True))
-    return columns | {"times": traced.first_times(_slotted(sync))}
+        parts.append(part)
+    return _columns(parts) | {"times": traced.first_times(_slotted(sync))}
 
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
@@ -134,34 +129,13 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
     return found
 
 
-class Region(NamedTuple):
-    """What events read of a region besides a fragment's part.
-
-    Attributes:
-      step: int32 scalar, after the inner step.
-      params: before the inner step.
-      updates: of the inner step and of earlier events.
-      inner: state of the inner optimizer after the inner step.
-    """
-
-    step: jax.Array
-    params: PyTree
-    updates: PyTree
-    inner: PyTree
-
-
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The events of one region's update; see `synchronized`.
+    """The events of one region's update, by a sync bound to M regions.
 
-    Attributes:
-      sync: synchronization of the method, bound to the regions.
-      fragments: cut of the parameters.
-      user_inputs: the user's inputs.
-      axis_name: name of the region axis.
-      num_regions: M.
-      value_fn: loss of the last batch as a function of the parameters, or None.
-      batch: the last batch, or None.
+    `value_fn` is the loss of the last batch as a function of the parameters, `batch`
+    that batch; None where no merge needs them.
+
     """
 
     sync: Sync
@@ -178,84 +152,84 @@ class Turn:
         return _slotted(self.sync)
 
     def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
-        """Apply the events that are due.
+        """Apply the events that are due to the updates and a `SynchronizedState`.
 
-        Args:
-          region: after its inner step.
-          state: a `SynchronizedState`.
-
-        Returns:
-          The updates and the state after them.
+        Its `inner` is empty before and the region's after.
         """
         is_due = traced.is_due(self.schedule, state.times, region.step)
         own = region.updates, region.inner if self.sync.moments else (), state
-        if not self._wants_whole:  # A second carry would be copied at every step.
-            region = region._replace(updates=())
-        (updates, inner, state) = _if(is_due, self._events, own, region)
-        return updates, state._replace(inner=inner) if self.sync.moments else state
+        updates, inner, state = _if(is_due, self._events, own, self._read(region))
+        return updates, state._replace(
+            inner=inner if self.sync.moments else region.inner
+        )
 
-    @property
-    def _wants_whole(self) -> bool:
-        """Whether the merge needs the loss of the full model."""
-        return needs.wants_batch(self.sync.merge.needs)
+    def _read(self, region: Region, k: int | None = None) -> Region:
+        """Return what of a region is read, by fragment k if given.
+
+        Updates are carried beside it: a second carry would be copied at every step.
+        """
+        rule, params = self.sync.merge.needs, region.params
+        if needs.wants_batch(rule):
+            return region
+        return region._replace(
+            params=params if k is None else self.fragments.only(params, k),
+            updates=(),
+            inner=region.inner if needs.wants_state(rule) else (),
+        )
 
     def _events(self, value: tuple, region: Region) -> tuple[PyTree, PyTree, Any]:
         updates, inner, state = value
-        region = region._replace(updates=updates)
-        sync, step, times = self.sync, region.step, state.times
-        schedule, none = self.schedule, jnp.zeros((), jnp.float32)
-        nothing = vary_like((none, none), (state.norm, state.correction_ratio))
-        flights = map(Flight, state.means, state.copies, state.stale)
-        columns = (state.outer, state.opt_states, state.memories, flights)
-        parts = [Part((), *own, *nothing) for own in zip(*columns, strict=True)]
+        region, step, times = region._replace(updates=updates), region.step, state.times
+        schedule, tau = self.schedule, self.schedule.delay_steps
+        none = jnp.zeros((), jnp.float32)
+        norm, ratio = vary_like((none, none), (state.norm, state.correction_ratio))
+        columns = (getattr(state, name) for name in OF_FRAGMENTS)
+        parts = [
+            Part(*own, norm=norm, correction_ratio=ratio)
+            for own in zip(*columns, strict=True)
+        ]
 
-        def once(which: jax.Array, do: Callable, region: Region) -> Region:
+        def once(which: jax.Array, do: Callable) -> None:
+            nonlocal region
             for k, part in enumerate(parts):
-                only = self.fragments.only(region.updates, k)
-                act, part = functools.partial(do, k), part._replace(updates=only)
-                seen = region if self._wants_whole else region._replace(updates=())
-                parts[k] = _if(which[k], act, part, seen)
+                part = part._replace(updates=self.fragments.only(region.updates, k))
+                act = functools.partial(do, k)
+                parts[k] = _if(which[k], act, part, self._read(region, k))
                 updates = self.fragments.over(region.updates, parts[k].updates)
                 region = region._replace(updates=updates)
-            return region
 
-        def norms():
+        def norms() -> jax.Array:
             norms = jnp.stack([part.norm for part in parts])
             return reduce.same_in_all(norms, self.axis_name)
 
-        if self.schedule.looks_midway:
-            once(traced.midway(self.schedule, times, step), self.look, region)
-        if not schedule.delay_steps or isinstance(schedule, OneStepStale):
+        if schedule.looks_midway:
+            once(traced.midway(schedule, times, step), self.look)
+        if not tau or isinstance(schedule, OneStepStale):
             begun = done = self.leaving(times, region, parts)
-            region = once(done, self.both, region)
-            times = traced.started(times, begun, step, schedule.delay_steps)
+            once(done, self.both)
+            times = traced.started(times, begun, step, tau)
             times = traced.applied(times, done, step, norms())
         else:
             done = traced.arriving(times, step)
-            region = once(done, self.finish, region)
+            once(done, self.finish)
             times = traced.applied(times, done, step, norms())
             begun = self.leaving(times, region, parts)
-            once(begun, self.start, region)
-            times = traced.started(times, begun, step, schedule.delay_steps)
+            once(begun, self.start)
+            times = traced.started(times, begun, step, tau)
         inner, of_moments = self.average_moments(inner, step, begun)
         ratio = jnp.stack([part.correction_ratio for part in parts]).sum()
         sent = jnp.concatenate([begun, *of_moments])
-        _, *columns, flights, _, _ = zip(*parts, strict=True)
-        names = ("outer", "opt_states", "memories", *Flight._fields)
-        columns = zip(names, (*columns, *zip(*flights, strict=True)), strict=True)
         state = state._replace(
             times=times,
             counts=state.counts + sent.astype(jnp.int32),
             norm=jnp.where(done.any(), norms().sum(), state.norm),
             correction_ratio=jnp.where(done.any(), ratio, state.correction_ratio),
-            **dict(columns),
+            **_columns(parts),
         )
-        return region.updates, inner if sync.moments else (), state
+        return region.updates, inner, state
 
     def leaving(self, times: traced.Times, region: Region, parts: list[Part]):
         """Return which fragments start, bool `[K]`; measure what the schedule needs."""
-        none = jnp.zeros(len(parts), jnp.float32)
-        is_slot = traced.is_slot(self.schedule, region.step)
 
         def gaps(name: str, _, region: Region, parts: list[Part]) -> jax.Array:
             each = []
@@ -267,6 +241,8 @@ class Turn:
             return total.astype(jnp.float32)
 
         def observe(name: str) -> jax.Array:
+            none = jnp.zeros(len(parts), jnp.float32)
+            is_slot = traced.is_slot(self.schedule, region.step)
             return _if(is_slot, functools.partial(gaps, name), none, region, parts)
 
         sizes = self.fragments.num_params
@@ -288,17 +264,17 @@ class Turn:
 
     def look(self, k: int, part: Part, region: Region) -> Part:
         """Copy a fragment halfway through its delay."""
-        copies = part.flight.copies | {HALFWAY: self.local(k, part, region)}
-        return part._replace(flight=part.flight._replace(copies=copies))
+        copies = part.copies | {HALFWAY: self.local(k, part, region)}
+        return part._replace(copies=copies)
 
     def both(self, k: int, part: Part, region: Region) -> Part:
         """Start a fragment, and finish the one that arrives in the same step."""
         new = self.start(k, part, region)
         if not self.schedule.delay_steps:  # The same, and nothing is on its way.
-            return self.finish(k, new, region)._replace(flight=part.flight)
+            return self.finish(k, new, region).with_flight_of(part)
         # Started a round ago; both see the region before either is applied.
-        done = self.finish(k, new._replace(flight=part.flight), region)
-        return done._replace(flight=new.flight)
+        done = self.finish(k, new.with_flight_of(part), region)
+        return done.with_flight_of(new)
 
     def start(self, k: int, part: Part, region: Region) -> Part:
         """Send a fragment; see `core.sync.start`."""
@@ -319,46 +295,40 @@ class Turn:
             memory = part.memories
             if sync.message.is_numbered:
                 memory = memory._replace(region=jax.lax.axis_index(self.axis_name))
-            (mean, _), memory = core.start(
-                sync,
-                own,
-                self.given(part),
-                memory,
-                data,
-                reduce.weighted_mean(sync.message, self.axis_name, weights),
-                key if sync.message.average.draws else None,
+            draw = key if sync.message.average.draws else None
+            mean_of = reduce.weighted_mean(sync.message, self.axis_name, weights)
+            mean, memory = core.start(
+                sync, own, self.given(part), memory, data, mean_of, draw
             )
             part = part._replace(memories=memory)
         copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)
         stale = part.outer if STALE in sync.copies else ()
-        return part._replace(flight=Flight(mean, copies, stale))
+        return part._replace(means=mean, copies=copies, stale=stale)
 
     def finish(self, k: int, part: Part, region: Region) -> Part:
         """Apply the mean in flight; see `core.sync.finish`."""
-        sync, own, flight = self.sync, self.local(k, part, region), part.flight
+        sync, own, memory = self.sync, self.local(k, part, region), part.memories
         seen = self.seen(k, part, region)
         if isinstance(sync.outer, RegionalOuter):
             outer, opt_state, norm = regional.receive(
-                sync.outer, part.outer, part.opt_states, flight.means, self.num_regions
+                sync.outer, part.outer, part.opt_states, part.means, self.num_regions
             )
             norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis_name))
             merged, metrics = core.merge(sync, seen._replace(local=own, outer=outer))
-            memory = part.memories
         else:
             merged, outer, opt_state, memory, norm, metrics = core.finish(
-                sync,
-                own,
-                part.outer,
-                part.opt_states,
-                part.memories,
-                core.Started(flight.means, flight.copies.get(STAGED, {})),
-                seen,
+                sync, own, part.outer, part.opt_states, memory, part.means, seen
             )
         old = self.fragments.take(region.params, k)
         change = jax.tree.map(lambda new, x: widen(new) - widen(x), merged, old)
-        updates = self.fragments.put(part.updates, k, change)
-        ratio = metrics.get("correction_ratio", part.correction_ratio)
-        return Part(updates, outer, opt_state, memory, flight, norm, ratio)
+        return part._replace(
+            outer=outer,
+            opt_states=opt_state,
+            memories=memory,
+            updates=self.fragments.put(part.updates, k, change),
+            norm=norm,
+            correction_ratio=metrics.get("correction_ratio", part.correction_ratio),
+        )
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
         """Return what a merge may ask for, but for what `core.finish` fills in."""
@@ -378,11 +348,10 @@ class Turn:
             assert self.value_fn is not None
             return self.value_fn(params), {}
 
-        flight = part.flight
         return needs.MergeContext(
             local={},
             outer={},
-            kept=flight.copies | ({STALE: flight.stale} if flight.stale else {}),
+            kept=part.copies | ({STALE: part.stale} if part.stale else {}),
             delay_steps=tau,
             regional={name: self.fragments.take(x, k) for name, x in own.items()},
             learning_rate=None if rate is None else jnp.asarray(rate, float),
@@ -397,11 +366,7 @@ class Turn:
     def average_moments(
         self, inner: PyTree, step: jax.Array, begun: jax.Array
     ) -> tuple[PyTree, list[jax.Array]]:
-        """Average the inner optimizer's moments with a sync, if due.
-
-        Returns:
-          The inner state after it, and whether each kind of moments was sent.
-        """
+        """Average Adam's moments with a sync, if due; return also which were sent."""
         if self.sync.moments is None:
             return inner, []
         number, sent = step // self.schedule.sync_interval, []
@@ -429,6 +394,11 @@ def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyT
         return vary_like(do(*given), value)
 
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, value)
+
+
+def _columns(parts: list[Part]) -> dict[str, tuple]:
+    each = zip(*(part[: len(OF_FRAGMENTS)] for part in parts), strict=True)
+    return dict(zip(OF_FRAGMENTS, map(tuple, each), strict=True))
 
 
 def _slotted(sync: Sync) -> Slotted:

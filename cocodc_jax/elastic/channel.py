@@ -42,7 +42,6 @@ def open_channel(place: Place, boot: int, max_frame_bytes: int) -> Channel:
     Raises:
       ImportError: if a package is missing.
       OSError: if the address cannot be listened at.
-      ValueError: if the store cannot be reached.
     """
     if place.via:
         from cocodc_jax.elastic.objects import Objects

@@ -80,7 +80,7 @@ class Link:
           watch: receives message times, and names what is faulty.
 
         Raises:
-          ImportError, OSError, ValueError: see `open_channel`.
+          ImportError, OSError: see `open_channel`.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot

@@ -46,6 +46,7 @@ _WORKERS = 4  # Threads for what is up to `_FIRST_BYTES` long, and as many for l
 _FAREWELL_S, _SAY_S = 5.0, 60.0
 _STAY_S, _STAY_POLLS = 1.0, 4  # How long the last messages can be read, at least.
 _FIRST_BYTES = 1 << 18
+_CLIENTS = {"gs": "gcsfs", "s3": "s3fs"}
 _NAME = re.compile(r"\.?(\d{1,9})-(\d{1,20})-\d{1,20}-([0-9a-f]{1,200})")
 _MAC_BYTES = hashlib.sha256().digest_size
 _COUNT = struct.Struct("<I")
@@ -55,28 +56,35 @@ class RefusedError(ValueError):
     """An object is not signed with the key, or not as long as it may be."""
 
 
-def reach(via: str) -> tuple[Any, str]:
-    """Return the file system of fsspec and the path in it that a URL names.
+def reach(via: str) -> None:
+    """Check that a store can be listed; makes a folder that is missing.
 
     Raises:
       MissingExtraError: if the package for this kind of store is not installed.
       ValueError: if it cannot be reached or made, with what its client says.
     """
-    with extra("s3" if via.startswith("s3") else "gcs" if "://" in via else "elastic"):
-        import fsspec
+    client = next((x for x in _CLIENTS if via.startswith(f"{x}://")), "")
+    with extra(client.replace("gs", "gcs") or "elastic"):
+        import fsspec  # noqa: F401
 
         try:
-            # Names must be listed anew each time.
-            store, root = fsspec.url_to_fs(via, use_listings_cache=False)
+            store, root = _open(via)
             if not is_bucket(via):
                 store.makedirs(root, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 store.ls(root, detail=False)
-        except ImportError as error:
-            name = error.name or "fsspec"
-            raise ModuleNotFoundError(str(error), name=name) from error
         except Exception as error:  # Clients of stores raise what they like.
+            if isinstance(error, ImportError) and client:
+                name = _CLIENTS[client]
+                raise ModuleNotFoundError(str(error), name=name) from error
             raise ValueError(f"via={via!r} cannot be reached: {error}") from error
+
+
+def _open(via: str) -> tuple[Any, str]:
+    """Return a file system of fsspec, which lists anew each time, and a path in it."""
+    import fsspec
+
+    store, root = fsspec.url_to_fs(via, use_listings_cache=False)
     return store, root.rstrip("/")
 
 
@@ -84,10 +92,10 @@ class Objects:
     """A `Channel` through a store; see `open_channel`."""
 
     def __init__(self, place: Place, boot: int, max_frame_bytes: int):
-        self._store, self._root = reach(place.via)
+        self._store, self._root = _open(place.via)
         self._puts = is_bucket(place.via)  # A put is atomic; a file is renamed.
         self._poll_s = BUCKET_POLL_S if self._puts else FOLDER_POLL_S
-        self._region, self._num, self._boot = place.region, place.num_regions, boot
+        self._region, self._boot = place.region, boot
         self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
         self._keep_s = _KEPT * place.timing.dead_after_s
         self._limit = max(wire.MAX_HEADER_BYTES, max_frame_bytes)
@@ -98,11 +106,9 @@ class Objects:
         self._small = concurrent.futures.ThreadPoolExecutor(_WORKERS)
         self._large = concurrent.futures.ThreadPoolExecutor(_WORKERS)
         self._writes: set[concurrent.futures.Future] = set()
-        self._seen = set(self._list())
-        for name in self._seen:
-            match = _NAME.fullmatch(name)
-            if match and int(match[1]) == self._region:
-                self._small.submit(self._remove, name)
+        self._seen: set[str] = set()
+        self._has_looked = False
+        self._look()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
@@ -140,11 +146,14 @@ class Objects:
         self._ended.set()
         concurrent.futures.wait(self._writes, _FAREWELL_S)
         time.sleep(max(_STAY_S, _STAY_POLLS * self._poll_s))
-        gone = [self._small.submit(self._remove, name) for _, name in self._written]
+        self._thread.join(_FAREWELL_S)
+        gone = []
+        while self._written:
+            name = self._written.popleft()[1]
+            gone.append(self._small.submit(self._remove, name))
         concurrent.futures.wait(gone, _FAREWELL_S)
         for lane in (self._small, self._large):
             lane.shutdown(wait=False, cancel_futures=True)
-        self._thread.join(_FAREWELL_S)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -172,14 +181,28 @@ class Objects:
 
     def _poll(self) -> None:
         while not self._ended.wait(self._poll_s):
-            with self._reporting(f"listing {self._root}"):
-                names = self._list()
-                self._seen.intersection_update(names)
-                for name in names:
-                    if name not in self._seen:
-                        self._seen.add(name)
-                        if self._is_for_this(name):
-                            self._small.submit(self._take, name)
+            self._look()
+
+    def _look(self) -> None:
+        with self._reporting(f"listing {self._root}"):
+            names = self._list()
+            if not self._has_looked:
+                self._has_looked = True
+                self._pass_over(names)
+            self._seen.intersection_update(names)
+            for name in names:
+                if name not in self._seen:
+                    self._seen.add(name)
+                    if self._is_for_this(name):
+                        self._small.submit(self._take, name)
+
+    def _pass_over(self, names: Sequence[str]) -> None:
+        """Take what is there for read, and remove what earlier lives left."""
+        self._seen.update(names)
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match and int(match[1]) == self._region and int(match[2]) != self._boot:
+                self._small.submit(self._remove, name)
 
     def _is_for_this(self, name: str) -> bool:
         match = _NAME.fullmatch(name)

@@ -15,13 +15,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from cocodc_jax.core.state import RegionState
 from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.base import Exchange, Sent, Times
 from cocodc_jax.exchange.combine import make_buffer, sent_shapes
 from cocodc_jax.exchange.pseudo_gradient import (
     abstract_sent,
@@ -29,17 +27,12 @@ from cocodc_jax.exchange.pseudo_gradient import (
     make_restore,
     start_step_of,
 )
-from cocodc_jax.exchange.robust_mean import (
-    abstract_verdict,
-    make_robust_combine,
-    with_length,
-)
+from cocodc_jax.exchange.robust_mean import make_robust_combine, with_length
 from cocodc_jax.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
-from cocodc_jax.sharding.shardings import with_shardings
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.schedules.base import Event
 
@@ -49,32 +42,19 @@ PyTree = Any
 class OnOuterMesh(Exchange):
     """Compiled programs that encode fragments and average them between hosts."""
 
-    @property
-    def num_regions(self) -> int:
-        """Number of regions."""
-        return self._spec.regions.num
-
     def __init__(self, spec: SyncSpec, all_reduce: str, is_alone: bool = False):
         """Compile nothing."""
-        self._spec = spec
+        super().__init__(spec)
         self.all_reduce = all_reduce
         self._is_alone = is_alone
         self._num_times = spec.regions.num if spec.is_measured else 0
         self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
 
     def send(
-        self,
-        event: Event,
-        weights: tuple[float, ...],
-        times: Times,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
-    ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
+        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
+    ) -> Sent:
         """Send a fragment; see `Exchange.send`."""
-        staged, buffer, state, arriving = self.encoded(
-            event, weights, times, region, stale_params, compressor_state
-        )
+        staged, buffer, state, arriving = self.encoded(event, weights, times, *arrays)
         channel = self._spec.shardings.channel(event.fragment_id)
         rows = transfer.gather_rows(buffer, channel.rows)
         mean, measured, told = arriving(rows, weights)
@@ -82,13 +62,7 @@ class OnOuterMesh(Exchange):
         return staged, mean, told, state
 
     def encoded(
-        self,
-        event: Event,
-        weights: tuple[float, ...],
-        times: Times,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
+        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
     ) -> tuple[Fragment | None, jax.Array, PyTree, Callable]:
         """Encode a fragment without sending it; arguments as for `send`.
 
@@ -97,6 +71,7 @@ class OnOuterMesh(Exchange):
           it; and a function from all regions' rows and weights on the outer device to
           `(mean, times, verdicts)`.
         """
+        region, stale_params, compressor_state = arrays
         k, rank = event.fragment_id, event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
@@ -117,27 +92,20 @@ class OnOuterMesh(Exchange):
 
         return staged, buffer, state, self._arriving(combine, host, start_step)
 
-    def list_programs(
-        self,
-        fragment_id: int,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
-    ) -> tuple[Callable, tuple]:
+    def list_programs(self, fragment_id: int, *arrays: Any) -> tuple[Callable, tuple]:
         """Return the program that encodes a fragment; see `Exchange.list_programs`.
 
         The one that communicates runs on the host's CPU.
         """
         spec = self._spec
-        encode, _ = self._make(fragment_id, 0, compressor_state)
+        encode, _ = self._make(fragment_id, 0, arrays[-1])
         told = None
         if self._num_times:
             where = cast(Sharding, spec.shardings.region.key)
             told = jax.ShapeDtypeStruct(
                 (self._num_times, 2), np.float32, sharding=where
             )
-        arguments = abstract_sent(spec, region, stale_params, compressor_state)
-        return encode, (*arguments, told)
+        return encode, (*abstract_sent(spec, *arrays), told)
 
     def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
         """Return the function that averages a sync, and the shape of the rows sent."""
@@ -230,19 +198,3 @@ class OnOuterMesh(Exchange):
         shape = (self._num_times, 2)
         rows = np.broadcast_to(np.asarray(times, np.float32), shape)
         return jax.make_array_from_callback(shape, where, rows.__getitem__)
-
-    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
-        return with_shardings(part, self._spec.place.lay(fragment_id, part))
-
-    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and shardings of side information of a mean, by name.
-
-        The verdicts of all regions for a robust mean; "times" for a measured schedule.
-        """
-        host = self._spec.shardings.channel(fragment_id).host
-        told = abstract_verdict(self._spec, host)
-        if self._num_times:
-            shape = (self._num_times, 2)
-            told["times"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=host)
-        return told

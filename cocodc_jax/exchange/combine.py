@@ -108,13 +108,7 @@ def times_bytes(compressor: Compressor | None, num_times: int) -> int:
 def sent_shapes(
     is_encoded: bool, shapes: PyTree, num_times: int
 ) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
-    """Return the shapes of all that one region sends.
-
-    Args:
-      is_encoded: whether its message is.
-      shapes: of the message.
-      num_times: as for `make_combine`.
-    """
+    """Return the shapes of all that one region sends."""
     if not num_times:
         return shapes, None
     if is_encoded:

@@ -27,12 +27,7 @@ class Compressors:
         self._resize: dict[tuple[int, int], Callable] = {}
 
     def init(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
-        """Return the initial states of the regions' compressors.
-
-        Args:
-          parts: the fragments.
-          rank: of the message, if the schedule sets one.
-        """
+        """Return the initial states of the regions' compressors."""
         spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
         message = self._spec.sync.message
         return tuple(
@@ -40,13 +35,7 @@ class Compressors:
         )
 
     def where(self, fragment_id: int, part: Fragment, rank: int = 0) -> PyTree:
-        """Return the shardings of a fragment's compressor states.
-
-        Args:
-          fragment_id: which fragment.
-          part: its shapes.
-          rank: of the message, as for `init`.
-        """
+        """Return the shardings of a fragment's compressor states."""
         (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), part)
         return self._spec.shardings.of_regions(fragment_id, kept)
 

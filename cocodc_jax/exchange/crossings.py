@@ -86,23 +86,39 @@ def make_crossing(
     return Crossing(make(spec, fragment_id, rank), arrive)
 
 
-def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by an all-reduce; its `crossed` is `(mean, told)`."""
+def make_filtered(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make the half that all sums share: the messages of a shard, filtered.
+
+    Returns:
+      `filtered(...) -> (staged, state, messages, weights, verdicts)`, with arguments as
+      for `Crossing.leave`.
+    """
     outgoing = make_messages(spec, fragment_id, rank)
 
-    def summed(params, stale_params, state, weights, keys, start_step):
-        staged, sent, state = outgoing(
-            params, stale_params, state, weights, keys, start_step
-        )
-        delta, weights, told = filter_block(spec, sent, weights)
+    def filtered(params, stale_params, state, weights, *rest):
+        staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
+        return staged, state, *filter_block(spec, sent, weights)
+
+    return filtered
+
+
+def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by an all-reduce; its `crossed` is `(mean, told)`."""
+    filtered = make_filtered(spec, fragment_id, rank)
+
+    def summed(*arguments):
+        staged, state, delta, weights, told = filtered(*arguments)
         mean = psum_over_regions(sum_of_block(delta, weights))
         return staged, (mean, told), state
 
+    return over_regions(spec, summed, P())
+
+
+def over_regions(spec: SyncSpec, leave: Callable, of_crossed: Any) -> Callable:
+    """Map a `Crossing.leave` over the shards of regions."""
+    out_specs = P(REGION), of_crossed, P(REGION)
     return region_shard_map(
-        summed,
-        spec.mesh,
-        in_specs=in_specs(spec),
-        out_specs=(P(REGION), P(), P(REGION)),
+        leave, spec.mesh, in_specs=in_specs(spec), out_specs=out_specs
     )
 
 
@@ -110,18 +126,11 @@ def make_decoded(
     spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool
 ) -> Crossing:
     """Make the `Crossing` of messages that are all-gathered and decoded everywhere."""
-    encoded = region_shard_map(
-        make_messages(spec, fragment_id, rank),
-        spec.mesh,
-        in_specs=in_specs(spec),
-        out_specs=P(REGION),
-    )
+    encoded = over_regions(spec, make_messages(spec, fragment_id, rank), P(REGION))
     restore = make_restore(spec, fragment_id)
 
-    def leave(params, stale_params, state, weights, keys, start_step):
-        staged, message, state = encoded(
-            params, stale_params, state, weights, keys, start_step
-        )
+    def leave(params, stale_params, state, weights, *rest):
+        staged, message, state = encoded(params, stale_params, state, weights, *rest)
         # The weights too: otherwise decoding each message waits for its weight.
         return staged, cross((message, weights)), state
 
@@ -144,27 +153,19 @@ def make_decoded(
 
 def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
     """Make `Crossing.leave` by several rings at once, like `make_summed`."""
-    outgoing = make_messages(spec, fragment_id, rank)
+    filtered = make_filtered(spec, fragment_id, rank)
     assert isinstance(spec.sync.message, ByRings)
     sum_by_rings = make_ring_sum(spec.mesh, spec.sync.message)
 
-    def partial(params, stale_params, state, weights, keys, start_step):
-        staged, sent, state = outgoing(
-            params, stale_params, state, weights, keys, start_step
-        )
-        delta, weights, told = filter_block(spec, sent, weights)
+    def partial(*arguments):
+        staged, state, delta, weights, told = filtered(*arguments)
         own = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
-        return staged, own, state, told
+        return staged, (own, told), state
 
-    mapped = region_shard_map(
-        partial,
-        spec.mesh,
-        in_specs=in_specs(spec),
-        out_specs=(P(REGION), P(REGION), P(REGION), P()),
-    )
+    mapped = over_regions(spec, partial, (P(REGION), P()))
 
     def ringed(*arguments):
-        staged, own, state, told = mapped(*arguments)
+        staged, (own, told), state = mapped(*arguments)
         return staged, (sum_by_rings(own), told), state
 
     return ringed
@@ -172,13 +173,10 @@ def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
 
 def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
     """Make `Crossing.leave` by sums of low-rank factors, see `core.reduce.factored`."""
-    outgoing = make_messages(spec, fragment_id, rank)
+    filtered = make_filtered(spec, fragment_id, rank)
 
-    def factored(params, stale_params, state, weights, keys, start_step):
-        staged, sent, old = outgoing(
-            params, stale_params, state, weights, keys, start_step
-        )
-        delta, weights, told = filter_block(spec, sent, weights)
+    def factored(*arguments):
+        staged, old, delta, weights, told = filtered(*arguments)
 
         def summed(each):
             return psum_over_regions(sum_of_block(each, weights))
@@ -188,12 +186,7 @@ def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
         )
         return staged, (mean, told), new
 
-    return region_shard_map(
-        factored,
-        spec.mesh,
-        in_specs=in_specs(spec),
-        out_specs=(P(REGION), P(), P(REGION)),
-    )
+    return over_regions(spec, factored, P())
 
 
 def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
@@ -234,11 +227,6 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
 def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
     """Gather the shares of a buffer inside each region, and unpack it.
 
-    Args:
-      mesh: the inner mesh.
-      buffer: result of `shares_everywhere`.
-      shapes: of one region's message.
-
     Returns:
       Messages of all regions, `[R, ...]`, replicated on every device.
     """
@@ -252,10 +240,6 @@ def _as_it_is(crossed: PyTree) -> PyTree:
 
 def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
     """Make the sum over the shards of the region axis.
-
-    Args:
-      mesh: the inner mesh.
-      rings: number of rings and their orders.
 
     Returns:
       `ring_sum(tree)`: leaves `[D, ...]`, one entry per shard, to their sums `[...]`.

@@ -23,13 +23,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from cocodc_jax.core.pending_mean import MeanResult, PendingMean
-from cocodc_jax.core.state import RegionState
+from cocodc_jax.core.state import (
+    UNCOUNTED,
+    VERDICT_OF_ALL,
+    InFlight,
+    PendingMean,
+)
 from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision, SyncId
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.base import Exchange, Sent, Times
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
@@ -53,7 +57,8 @@ class ElasticExchange(Exchange):
 
     def __init__(self, spec: SyncSpec, place: Place):
         """Compile nothing."""
-        self._spec, self._place = spec, place
+        super().__init__(spec)
+        self._place = place
         self.goes_on = place.late_mean == "merge"
         self._programs = OnOuterMesh(spec, "direct", is_alone=True)
         self.link: Link | Speaker | Listener | None = None
@@ -74,17 +79,11 @@ class ElasticExchange(Exchange):
         return verdict[self.region, None]
 
     def send(
-        self,
-        event: Event,
-        weights: tuple[float, ...],
-        times: Times,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
-    ) -> tuple[Fragment | None, PendingMean, dict[str, jax.Array], PyTree]:
+        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
+    ) -> Sent:
         """Send a fragment; see `Exchange.send`."""
         staged, buffer, state, arriving = self._programs.encoded(
-            event, weights, times, region, stale_params, compressor_state
+            event, weights, times, *arrays
         )
         sync, link = event.sync_id, self.link
 
@@ -97,17 +96,9 @@ class ElasticExchange(Exchange):
         mean = self._in_thread(sync, decide, arriving, buffer)
         return staged, mean, {}, state
 
-    def list_programs(
-        self,
-        fragment_id: int,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
-    ) -> tuple[Callable, tuple]:
+    def list_programs(self, fragment_id: int, *arrays: Any) -> tuple[Callable, tuple]:
         """Return the program that encodes a fragment; see `Exchange.list_programs`."""
-        return self._programs.list_programs(
-            fragment_id, region, stale_params, compressor_state
-        )
+        return self._programs.list_programs(fragment_id, *arrays)
 
     def _in_thread(
         self, sync: SyncId, decide: Callable, arriving: Callable, like: Any
@@ -137,7 +128,7 @@ class ElasticExchange(Exchange):
         rows: Mapping[int, bytes],
         arriving: Callable,
         like: Any,
-    ) -> MeanResult:
+    ) -> InFlight:
         """Average the messages that were decided on."""
         # Of each process; equal in all processes of a region.
         here, host = self._programs.places(sync[0])
@@ -150,11 +141,11 @@ class ElasticExchange(Exchange):
             return transfer.declare((mean, told), host)
 
         mean, told = mean_of(rows)
-        uncounted = None
+        kept = {VERDICT_OF_ALL: told[VERDICT]} if told else {}
         keeps = self._place.late_message == "keep"
         if keeps and own is not None and rows.get(self.region) != own:
-            uncounted, _ = mean_of({self.region: own})
-        return MeanResult(mean, uncounted, told.get(VERDICT))
+            kept[UNCOUNTED], _ = mean_of({self.region: own})
+        return InFlight(mean, kept)
 
     def awaited(self, sync: SyncId, rank: int = 0) -> PendingMean:
         """Wait for the mean of a sync that this region sent no message for."""
@@ -173,13 +164,8 @@ class ElasticExchange(Exchange):
             for shapes in map(sync.message.encoded, self._spec.outer_shapes)
         )
 
-    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
-        return self._programs.abstract_mean(fragment_id, part)
-
-    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return `{}`: side information arrives with the mean, as `MeanResult`."""
-        del fragment_id
+    def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return `{}`: all that arrives with a mean is in its `PendingMean`."""
         return {}
 
 

@@ -15,16 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.base import Exchange, Times
+from cocodc_jax.exchange.base import Exchange, Sent, Times
 from cocodc_jax.exchange.crossings import make_crossing
 from cocodc_jax.exchange.pseudo_gradient import abstract_sent, start_step_of
-from cocodc_jax.exchange.robust_mean import abstract_verdict
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import regional
-from cocodc_jax.sharding.shardings import with_shardings
-from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.schedules.base import Event
 
@@ -36,27 +32,18 @@ class InProgram(Exchange):
 
     shares_mesh = True
 
-    @property
-    def num_regions(self) -> int:
-        """Number of regions."""
-        return self._spec.regions.num
-
     def __init__(self, spec: SyncSpec, in_one_buffer: bool):
         """Compile nothing; for `in_one_buffer` see `make_crossing`."""
-        self._spec, self._in_one_buffer = spec, in_one_buffer
+        super().__init__(spec)
+        self._in_one_buffer = in_one_buffer
         self._programs: dict[tuple[int, int], Callable] = {}
 
     def send(
-        self,
-        event: Event,
-        weights: tuple[float, ...],
-        times: Times,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
-    ) -> tuple[Fragment | None, Fragment, dict[str, jax.Array], PyTree]:
+        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
+    ) -> Sent:
         """Send a fragment; see `Exchange.send`."""
         del times  # Only the outer mesh sends times.
+        region, stale_params, compressor_state = arrays
         k, rank = event.fragment_id, event.rank
         if (k, rank) not in self._programs:
             self._programs[k, rank] = self._make(k, rank, compressor_state)
@@ -70,18 +57,10 @@ class InProgram(Exchange):
         )
         return staged, mean, told, state
 
-    def list_programs(
-        self,
-        fragment_id: int,
-        region: RegionState,
-        stale_params: Fragment,
-        compressor_state: PyTree,
-    ) -> tuple[Callable, tuple]:
+    def list_programs(self, fragment_id: int, *arrays: Any) -> tuple[Callable, tuple]:
         """Return the program that sends a fragment; see `Exchange.list_programs`."""
-        program = self._make(fragment_id, 0, compressor_state)
-        return program, abstract_sent(
-            self._spec, region, stale_params, compressor_state
-        )
+        program = self._make(fragment_id, 0, arrays[-1])
+        return program, abstract_sent(self._spec, *arrays)
 
     def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
         shardings = self._spec.shardings
@@ -108,15 +87,3 @@ class InProgram(Exchange):
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def _placed(self, weights: tuple[float, ...]) -> jax.Array:
         return transfer.put(np.array(weights, float), regional(self._spec.mesh))
-
-    def abstract_mean(self, fragment_id: int, part: Fragment) -> Fragment:
-        """Return a mean in flight as shapes and shardings; `part`: outer fragment."""
-        return with_shardings(part, self._spec.shardings.fragments[fragment_id])
-
-    def abstract_told(self, fragment_id: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and shardings of side information of a mean, by name.
-
-        The verdicts of all regions for a robust mean; times need the outer mesh.
-        """
-        del fragment_id
-        return abstract_verdict(self._spec, NamedSharding(self._spec.mesh, P()))

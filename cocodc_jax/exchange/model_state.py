@@ -72,9 +72,6 @@ def _mean_of_counted(
 def make_average(spec: SyncSpec) -> Callable | None:
     """Make `average(model_state, params) -> (model_state, one)` of the regions.
 
-    Args:
-      spec: of the run.
-
     Returns:
       A function that donates its first argument, or None if there is nothing to
       average. `params` are the regions', to check for a robust mean, else None. `one`

@@ -46,6 +46,7 @@ class MomentPrograms:
     def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
         """Compile nothing."""
         self._spec, self._exchange, self._shapes = spec, exchange, opt_state
+        self._inside = exchange.shares_mesh
         if not moments.take(opt_state, ()):
             raise ValueError(
                 "sync_moments finds no moments in the inner optimizer's state, which "
@@ -82,28 +83,25 @@ class MomentPrograms:
           of it is.
         """
         if due not in self._programs:
-            inside = self._exchange.shares_mesh
-            make = self._make_inside if inside else self._make_outside
+            make = self._make_inside if self._inside else self._make_outside
             self._programs[due] = make(due)
         host = np.array(weights, float)
-        if self._exchange.shares_mesh:
+        if self._inside:
             host = transfer.put(host, regional(self._spec.mesh))
         return self._programs[due](opt_state, host)
 
     def list_programs(self, opt_state: PyTree) -> list[LoweredProgram]:
-        """List the programs of the inner mesh; those between hosts are not included.
-
-        Args:
-          opt_state: shapes and shardings of the regions'.
-        """
+        """List the programs of the inner mesh; those between hosts are not included."""
         sync = self._spec.sync
         assert sync.moments is not None
-        if not self._exchange.shares_mesh:
+        if not self._inside:
             return []
         every = math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
         found = {sync.moments.due(n): None for n in range(1, every + 1)}
         weights = jax.ShapeDtypeStruct(
-            (self._spec.regions.num,), float, sharding=regional(self._spec.mesh)
+            (self._spec.regions.num,),
+            jnp.result_type(float),
+            sharding=regional(self._spec.mesh),
         )
         return [
             LoweredProgram(

@@ -30,11 +30,6 @@ PyTree = Any
 def make_messages(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
     """Make the encoding of a fragment on a shard, for `region_shard_map`.
 
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
-      rank: of the message, if the schedule sets one.
-
     Returns:
       `outgoing(params, stale_params, state, weights, keys, start_step) -> (staged,
       message, state)` over the regions of a shard. `staged` is the current fragment if
@@ -121,16 +116,9 @@ def start_step_of(spec: SyncSpec, event: Event) -> np.int32 | None:
 def abstract_sent(
     spec: SyncSpec, region: Any, stale_params: PyTree, compressor_state: PyTree
 ) -> tuple:
-    """Return the arguments of `make_messages`'s function as shapes and shardings.
-
-    Args:
-      spec: of the run.
-      region: a `RegionState` of shapes.
-      stale_params: shapes.
-      compressor_state: shapes.
-    """
+    """Return the arguments of `make_messages`'s function as shapes and shardings."""
     weights = jax.ShapeDtypeStruct(
-        (spec.regions.num,), float, sharding=regional(spec.mesh)
+        (spec.regions.num,), jnp.result_type(float), sharding=regional(spec.mesh)
     )
     draws = spec.sync.message.average.draws
     start_step = jax.ShapeDtypeStruct((), np.int32) if draws else None

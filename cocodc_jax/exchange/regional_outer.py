@@ -56,7 +56,7 @@ class RegionalOuterModels:
         )
         self._send = [jax.jit(make_send(k)) for k in range(len(spec.fragments))]
         self._step = jax.jit(make_regional_step(spec, outer), donate_argnums=(0, 1))
-        where = self._where(jax.eval_shape(self._make, spec.params))
+        where = spec.place.lay_sync(self.shapes(None)).outer
         self._new_outer = jax.jit(self._make, out_shardings=where)
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
@@ -71,45 +71,22 @@ class RegionalOuterModels:
             tuple(spread(self._outer.init(part, self._compressor)) for part in parts),
         )
 
-    def _where(self, outer: OuterState) -> OuterState:
-        each = [
-            tuple(self._spec.shardings.of_regions(k, tree) for tree in pair)
-            for k, pair in enumerate(zip(*outer, strict=True))
-        ]
-        return OuterState(*map(tuple, zip(*each, strict=True)))
+    def shapes(self, schedule: Any) -> SyncState:
+        """Return shapes of the state of a schedule, without what is in flight."""
+        return SyncState(jax.eval_shape(self._make, self._spec.params), schedule)
 
-    def abstract(self, schedule: Any) -> SyncState:
-        """Return shapes and shardings of the state at which `schedule` was taken."""
-        shapes = jax.eval_shape(self._make, self._spec.params)
-        return SyncState(with_shardings(shapes, self._where(shapes)), schedule)
+    def flight_shapes(self, fragment_id: int) -> InFlight:
+        """Return shapes of a fragment that was just sent, without its staged copy."""
+        num_regions, outer = self._spec.regions.num, self.shapes(None).outer
 
-    def abstract_flight(self, fragment_id: int) -> InFlight:
-        """Return shapes and shardings of a fragment that was just sent."""
-        spec, outer = self._spec, self.abstract(None).outer
-        num_regions = spec.regions.num
-        regions = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(
-                (num_regions, *x.shape), x.dtype, sharding=where
-            ),
-            spec.params,
-            spec.shardings.region.params,
-        )
-        matching = jax.ShapeDtypeStruct((), jnp.int32)
-        keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
-        _, arrived, _ = jax.eval_shape(
-            self._send[fragment_id],
-            regions,
-            outer.params[fragment_id],
-            outer.opt_states[fragment_id],
-            keys,
-            matching,
-        )
-        lay = (
-            spec.shardings.of_all
-            if self._outer.group == "all"
-            else spec.shardings.of_regions
-        )
-        return InFlight(with_shardings(arrived, lay(fragment_id, arrived)), {})
+        def send(params, part, state):
+            regions = for_all_regions(params, num_regions)
+            keys = jnp.zeros((num_regions, 2), jnp.uint32)
+            send = self._send[fragment_id]
+            return send(regions, part, state, keys, jnp.zeros((), jnp.int32))[1]
+
+        own = outer.entry(fragment_id)
+        return InFlight(jax.eval_shape(send, self._spec.params, *own), {})
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; no schedule sets a rank here."""
@@ -165,7 +142,8 @@ class RegionalOuterModels:
         own = (outer.params[k], outer.opt_states[k])
         matching = jax.ShapeDtypeStruct((), np.int32)
         sent = (region.params, *own, region.key, matching)
-        arrived = self.abstract_flight(k).mean
+        flight = self.flight_shapes(k)
+        arrived = with_shardings(flight, self._spec.place.lay_flight(k, flight)).mean
         return [
             LoweredProgram(
                 f"send fragment {k}", self._send[k], sent, self.num_bytes(k)
@@ -175,7 +153,8 @@ class RegionalOuterModels:
 
     def abstract_broadcast(self, fragment_id: int) -> Fragment:
         """Return shapes and shardings of the result of `on_mesh`."""
-        return self.abstract(None).outer.params[fragment_id]
+        part = self.shapes(None).outer.params[fragment_id]
+        return with_shardings(part, self._spec.place.lay(fragment_id, part))
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
@@ -203,13 +182,7 @@ class RegionalOuterModels:
         return sync, self.on_mesh(sync, event.fragment_id), None
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
-        """Return the mean of the regions' outer parameters, on the mesh.
-
-        Args:
-          sync: the state.
-          region: has the tree that fragments are put into.
-          mean: over regions, of a tree like the parameters.
-        """
+        """Return the mean of the regions' outer parameters, on the mesh."""
         params = region.params
         for k, part in enumerate(sync.outer.params):
             params = self._spec.fragments.put(params, k, part, lead=1)

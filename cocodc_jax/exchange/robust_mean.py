@@ -27,24 +27,8 @@ from cocodc_jax.sync.robust import VERDICT, without
 PyTree = Any
 
 
-def abstract_verdict(
-    spec: SyncSpec, sharding: Sharding
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape and sharding of the verdicts by name, `{}` if there is no filter."""
-    if spec.sync.robust is None:
-        return {}
-    shape = (spec.regions.num,)
-    return {VERDICT: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)}
-
-
 def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
-    """Return the shapes of a message as sent: `Measured` if it is filtered.
-
-    Args:
-      spec: of the run.
-      shapes: of one region's message.
-      rank: of the message.
-    """
+    """Return the shapes of a message as sent: `Measured` if it is filtered."""
     if spec.sync.robust is None:
         return shapes
     is_summed = spec.sync.message.compressor(rank) is None

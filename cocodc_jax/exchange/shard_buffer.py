@@ -136,11 +136,7 @@ class ShardBuffer:
         return len({piece.dtype for piece in self.pieces}) > 1
 
     def column(self, leaf: int) -> int:
-        """Return the column of a scalar of the message.
-
-        Args:
-          leaf: its index in the tree.
-        """
+        """Return the column of a scalar of the message."""
         return self.pieces[leaf].start
 
     def unpack(self, buffer: jax.Array, everywhere: Sharding) -> PyTree:

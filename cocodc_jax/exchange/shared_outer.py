@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.core.pending_mean import arrived
 from cocodc_jax.core.state import (
     InFlight,
     OuterState,
@@ -43,7 +42,6 @@ class SharedOuterModel:
     """Compiled programs of one outer model.
 
     Attributes:
-      where: shardings of its state.
       compressors: states of the regions' compressors.
     """
 
@@ -67,13 +65,12 @@ class SharedOuterModel:
         self._take = jax.jit(_take, donate_argnums=0)
         self._start = jax.jit(outer.start) if outer.start else None
         self._join = self._make_join()
-        shapes, regional = jax.eval_shape(self._make, spec.params)
-        self.where, _ = self._where(shapes, regional)
-        first = self.where
+        shapes = self.shapes(spec.sync.schedule.init())
+        self._where = spec.place.lay_sync(shapes)
+        outer = self._where.outer
         if self._place.has_channels:  # One program, so one channel.
-            lay = functools.partial(self._place.lay, channel=0)
-            first = OuterState(*(tuple(map(lay, range(len(x)), x)) for x in shapes))
-        self._new_outer = jax.jit(lambda x: self._make(x)[0], out_shardings=first)
+            outer = self._on_one_channel(shapes.outer)
+        self._new_outer = jax.jit(self._outer_of, out_shardings=outer)
         # By rank of the messages, if the schedule sets one.
         self._new_regional: dict[int, Callable] = {}
 
@@ -86,71 +83,53 @@ class SharedOuterModel:
         """
         outer = self._new_outer(transfer.move(params, self._place.params()))
         if self._place.has_channels:
-            outer = transfer.move(outer, self.where)
+            outer = transfer.move(outer, self._where.outer)
         rank = schedule.rank
         if rank not in self._new_regional:
-            self._new_regional[rank] = self._make_regional(rank)
+            self._new_regional[rank] = self._make_regional(schedule)
         return SyncState(outer, schedule, *self._new_regional[rank](params))
 
-    def _make_regional(self, rank: int) -> Callable:
-        """Make the function from parameters to initial compressor states."""
-        make = functools.partial(self._make, rank=rank)
-        outer, regional = jax.eval_shape(make, self._spec.params)
-        if not jax.tree.leaves(regional):  # Most compressors have no state.
-            return lambda _: regional
-        _, where = self._where(outer, regional)
-        return jax.jit(lambda x: make(x)[1], out_shardings=where)
+    def _make_regional(self, schedule: Any) -> Callable:
+        """Make the function from parameters to the regions' part of the state."""
+        shapes = self.shapes(schedule)
+        found = shapes.compressors, shapes.stale_params
+        if not jax.tree.leaves(found):  # Most compressors have no state.
+            return lambda _: found
+        where = self._place.lay_sync(shapes)
+        make = functools.partial(self._regional_of, rank=schedule.rank)
+        return jax.jit(make, out_shardings=(where.compressors, where.stale_params))
 
-    def _make(self, params: PyTree, rank: int = 0) -> tuple[OuterState, tuple]:
+    def _outer_of(self, params: PyTree) -> OuterState:
         parts = outer_parts(self._spec.fragments, params)
-        outer = OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
-        return outer, (self.compressors.init(parts, rank), self._stale_params(parts))
+        return OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
 
-    def _stale_params(self, parts: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
-        if not self._spec.sync.schedule.is_by_region:
-            return ()
-        num_regions = self._spec.regions.num
-        return tuple(for_all_regions(part, num_regions) for part in parts)
+    def _regional_of(self, params: PyTree, rank: int) -> tuple[tuple, tuple]:
+        parts, num = outer_parts(self._spec.fragments, params), self._spec.regions.num
+        stale = parts if self._spec.sync.schedule.is_by_region else ()
+        spread = functools.partial(for_all_regions, num_regions=num)
+        return self.compressors.init(parts, rank), tuple(map(spread, stale))
 
-    def _where(self, outer: OuterState, regional: tuple) -> tuple[OuterState, tuple]:
-        shardings, lay = self._spec.shardings, self._place.lay
-        each = [
-            (lay(k, part), lay(k, state))
-            for k, (part, state) in enumerate(zip(*outer, strict=True))
-        ]
-        where_regional = tuple(
-            tuple(shardings.of_regions(k, x) for k, x in enumerate(entries))
-            for entries in regional
-        )
-        return OuterState(*map(tuple, zip(*each, strict=True))), where_regional
+    def shapes(self, schedule: Any) -> SyncState:
+        """Return shapes of the state of a schedule, without what is in flight."""
 
-    def abstract(self, schedule: Any) -> SyncState:
-        """Return shapes and shardings of the state at which `schedule` was taken."""
-        outer, regional = jax.eval_shape(
-            lambda x: self._make(x, schedule.rank), self._spec.params
-        )
-        where_outer, where_regional = self._where(outer, regional)
-        outer = with_shardings(outer, where_outer)
-        return SyncState(outer, schedule, *with_shardings(regional, where_regional))
+        def make(params):
+            regional = self._regional_of(params, schedule.rank)
+            return SyncState(self._outer_of(params), schedule, *regional)
 
-    def abstract_flight(self, fragment_id: int) -> InFlight:
-        """Return shapes and shardings of a fragment that was just sent."""
-        spec = self._spec
-        part = spec.outer_shapes[fragment_id]
-        part = with_shardings(part, self._place.lay(fragment_id, part))
-        kept: dict[str, Any] = {}
-        if STALE in spec.sync.copies:
-            kept[STALE] = part
-        kept |= self._exchange.abstract_told(fragment_id)
-        return InFlight(self._exchange.abstract_mean(fragment_id, part), kept)
+        return jax.eval_shape(make, self._spec.params)
+
+    def flight_shapes(self, fragment_id: int) -> InFlight:
+        """Return shapes of a fragment that was just sent, without its staged copy."""
+        part = self._spec.outer_shapes[fragment_id]
+        kept = {STALE: part} if STALE in self._spec.sync.copies else {}
+        return InFlight(part, kept | self._exchange.arrives_with())
+
+    def _on_one_channel(self, outer: OuterState) -> OuterState:
+        lay = functools.partial(self._place.lay, channel=0)
+        return OuterState(*(tuple(map(lay, range(len(x)), x)) for x in outer))
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes that one region sends for a sync.
-
-        Args:
-          fragment_id: which fragment.
-          rank: of the message, if the schedule sets one.
-        """
+        """Return the bytes that one region sends for a sync."""
         spec, part = self._spec, self._spec.outer_shapes[fragment_id]
         message, num_regions = spec.sync.message, self._exchange.num_regions
         told = num_regions if spec.is_measured else 0
@@ -208,13 +187,7 @@ class SharedOuterModel:
     def list_programs(
         self, fragment_id: int, region: RegionState, sync: SyncState
     ) -> list[LoweredProgram]:
-        """List the programs of the inner mesh that a fragment's sync runs.
-
-        Args:
-          fragment_id: which.
-          region: abstract.
-          sync: abstract.
-        """
+        """List the programs of the inner mesh that a fragment's sync runs."""
         k = fragment_id
         stale = (
             sync.stale_params[k] if sync.stale_params else self.abstract_broadcast(k)
@@ -225,8 +198,9 @@ class SharedOuterModel:
         if not self._place.on_mesh:  # The host takes the outer step.
             return [sent]
         params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
-        flight = self.abstract_flight(k)
-        arguments = (params, opt_state, flight.mean, flight.kept.get(STALE))
+        flight = self.flight_shapes(k)
+        mean, kept = with_shardings(flight, self._place.lay_flight(k, flight))
+        arguments = (params, opt_state, mean, kept.get(STALE))
         return [sent, LoweredProgram(f"outer step {k}", self._step[k], arguments)]
 
     def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
@@ -263,7 +237,7 @@ class SharedOuterModel:
             return flight.mean
         outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
-        return transfer.move(arrived(flight.mean), where)
+        return transfer.move(flight.mean, where)
 
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, in the same placement."""
@@ -358,18 +332,13 @@ class SharedOuterModel:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
         parts = sync.outer.params
         if self._place.has_channels:  # Joined in one program, so on one channel.
-            lay = functools.partial(self._place.lay, channel=0)
-            parts = transfer.move(parts, tuple(map(lay, range(len(parts)), parts)))
+            parts = transfer.move(parts, self._on_one_channel(sync.outer).params)
         return transfer.move(self._join(parts), self._spec.shardings.params)
 
     def hand_out(
         self, event: Event, sync: SyncState
     ) -> tuple[SyncState, Fragment, jax.Array | None]:
         """Give an outer fragment to the regions that merge it.
-
-        Args:
-          event: the finish.
-          sync: the state after the outer step.
 
         Returns:
           The state after it, the fragment on the mesh, and which regions merge it, bool

@@ -207,7 +207,7 @@ class Transport:
             not is_cpu(mesh) if self.overlap == "auto" else self.overlap == "yes"
         )
 
-    def exchange_of(self, spec: SyncSpec, kind: str, overlap: bool) -> Exchange:
+    def exchange_of(self, spec: SyncSpec, kind: str, overlap: bool = False) -> Exchange:
         """Make the exchange that `resolve` and `overlaps` chose."""
         if kind == "program":
             return InProgram(spec, in_one_buffer=overlap)

@@ -9,32 +9,32 @@ merge, what a region does with the result (`sync.merge`). Every method is an ins
 =================  ==================  ================  ===================  ==========
 method             schedule            message           outer optimizer      merge
 =================  ==================  ================  ===================  ==========
-diloco             whole, every H      as is             Nesterov 0.7, 0.9    replace
-snoo               whole, every H      none: one region  Nesterov 0.7, 0.9    replace
-muloco             whole, every H      2 bits, fed back  Nesterov 0.9, 0.8    replace
-sparseloco         whole, every H      top of chunks,    plain 1.0, over      replace
+diloco             full, every H       as is             Nesterov 0.7, 0.9    replace
+snoo               full, every H       none: one region  Nesterov 0.7, 0.9    replace
+muloco             full, every H       2 bits, fed back  Nesterov 0.9, 0.8    replace
+sparseloco         full, every H       top of chunks,    plain 1.0, over      replace
                                        2 bits, fed back  those who sent
-qsparse            whole, every H      top tenth, int4,  plain 1.0            replace
+qsparse            full, every H       top tenth, int4,  plain 1.0            replace
                                        fed back
-multi_ring         whole, every H      as is, by rings   plain 1.0            replace
-masked_core        whole, every H      low rank, and     plain 1.0            replace
+multi_ring         full, every H       as is, by rings   plain 1.0            replace
+masked_core        full, every H       low rank, and     plain 1.0            replace
                                        entries of a
                                        region's own
-des_loc            whole, every H      as is; moments    plain 1.0            replace
+des_loc            full, every H       as is; moments    plain 1.0            replace
                                        more rarely
 mt_dao             the same, around an inner optimizer with a slow momentum
-noloco             whole, every H      also parameters,  heavy ball and pull  replace
+noloco             full, every H       also parameters,  heavy ball and pull  replace
                                        to one partner    0.7, 0.5; regional
-diloco_demo        whole, every H      top of momentum   decoupled momentum   replace
+diloco_demo        full, every H       top of momentum   decoupled momentum   replace
                                                          0.7, 0.9; regional
-lt_admm            whole, every H      what changed,     ADMM's dual; bends   keep
+lt_admm            full, every H       what changed,     ADMM's dual; bends   keep
                                        8 bits, to two    the inner steps;
                                        neighbours        regional
 streaming_diloco   staggered K, tau    as is             Nesterov 0.4, 0.9    mix 0.5
 decoupled_diloco   the same, from a    lengths and       Nesterov 0.4, 0.9    mix 0.5
                    quorum              directions,
                                        weighed
-loscar             whole, every H,     a random share    plain 1.0            replay of
+loscar             full, every H,      a random share    plain 1.0            replay of
                    tau                 of it                                  that share
 cocodc             adaptive N, tau     as is             Nesterov 0.4, 0.9    isotropic
 cocodc_paper       adaptive N, tau     as is             Nesterov 0.4, 0.9    g g D / H

@@ -9,10 +9,10 @@ steps between its last two starts, and $a_p$ those since the last:
 $$
 R_p = \frac{\lVert \Delta_p \rVert}{d_p \, I_p} \;\; \text{(pseudo_gradient)}, \qquad
 \frac{\lVert \Delta_p \rVert \, a_p}{\sqrt{d_p} \, I_p} \;\; \text{(aged)}, \qquad
-\sum_m \frac{\overline{|\theta^g_p - \theta^m_p|}}{a_p} \;\; \text{(drift)}
+\sum_m \frac{\lVert \theta^g_p - \theta^m_p \rVert_1}{d_p \, a_p} \;\; \text{(drift)}
 $$
 
-$\Delta_p$ is the fragment's last mean pseudo-gradient, the bar a mean over its entries.
+$\Delta_p$ is the fragment's last mean pseudo-gradient; drift is measured at the slot.
 Other scores are in `schedules.adaptive`.
 With "auto", measured seconds $T_c$ of a step and $T_s$ of a sync give
 $\tau = \lceil T_s / T_c \rceil$ and $N = \max(K, \lfloor \gamma H T_c / T_s \rfloor)$,
@@ -131,7 +131,7 @@ def cocodc(
         and rho = lambda it is Streaming DiLoCo's mix with alpha = lambda.
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
-      fragment_strategy: "strided", "sequential" or "balanced".
+      fragment_strategy: "strided", "sequential", "balanced" or "experts".
       max_delay_steps: the longest that "auto" may choose; None is about H.
       network_share: gamma in (0, 1], share of the network that an automatic N may use;
         None is 0.4.
@@ -226,7 +226,8 @@ def cocodc_paper(
             f"relative_strength={relative_strength} has no meaning with rule='text'; "
             "use rule='code' or compensation_strength"
         )
-    if rule == "code" and compensation_strength != 0.5:
+    is_number = isinstance(compensation_strength, int | float)  # Else traced.
+    if rule == "code" and is_number and compensation_strength != 0.5:
         raise ValueError(
             f"compensation_strength={compensation_strength} has no meaning with "
             "rule='code'; use relative_strength"

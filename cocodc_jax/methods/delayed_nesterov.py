@@ -71,7 +71,7 @@ def delayed_nesterov(
     Args:
       sync_interval: H, inner steps of the fastest region between two of its arrivals.
       outer_lr: eta, learning rate of the outer step.
-      outer_momentum: b, in [0, 1).
+      outer_momentum: mu, in [0, 1).
       arrivals_per_momentum: N, arrivals between two changes of the delayed momentum,
         usually the number of regions.
       momentum_spread: share c of the delayed momentum that the other arrivals apply.

@@ -74,7 +74,7 @@ def demo(momentum_decay: float = 0.999, compress: str = "dct:32") -> Method:
 
 
 def decoupled_momentum(decay: float, compressor: Compressor) -> PerStep:
-    """Make d <- b d + g; q = C(d); d <- d - q; the sign of the mean of all q.
+    """Build e <- beta e + g; q = C(e); e <- e - q; the sign of the mean of all q.
 
     Of a cosine coefficient that several regions sent, the mean is over those (see
     `transforms.decoupled`). The learning rate is left out of d, as a sign has no size:
@@ -84,7 +84,7 @@ def decoupled_momentum(decay: float, compressor: Compressor) -> PerStep:
     Source: DeMo, arXiv 2411.19870.
 
     Args:
-      decay: b, in [0, 1).
+      decay: beta, in [0, 1).
       compressor: C, what is taken out of the momentum.
     """
     check_unit_interval("momentum_decay", decay)

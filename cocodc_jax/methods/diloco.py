@@ -48,7 +48,7 @@ from cocodc_jax.sync.schedules.fixed import staggered
 def diloco(
     sync_interval: int = 500, outer_lr: float = 0.7, outer_momentum: float = 0.9
 ) -> Method:
-    """Build DiLoCo (arXiv 2311.08105): the whole model, blocking, every H steps.
+    """Build DiLoCo (arXiv 2311.08105): the full model, blocking, every H steps.
 
     Args:
       sync_interval: H, inner steps between two syncs of a fragment.

@@ -74,7 +74,7 @@ def diloco_demo(
     Args:
       sync_interval: H, inner steps between syncs, 128 to 500.
       outer_lr: eta, learning rate of the outer step.
-      outer_momentum: b, decay of the momentum, 0.9 or 0.95.
+      outer_momentum: beta, decay of the momentum, 0.9 or 0.95.
       compress: what is taken out of the momentum; without error feedback, which the
         method is.
     """
@@ -104,8 +104,8 @@ class DecoupledState(NamedTuple):
 def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
     """Share only what stands out of the momentum.
 
-        g = theta_old - theta;   d <- b d + g;   q = C(d);   r = d - q
-        Q = mean q;   d <- r + Q;   theta <- theta_old - eta (g + b d)
+        Delta = theta^g - theta;  e <- beta e + Delta;  q = C(e);  e <- e - q
+        e <- e + mean q;  theta^g <- theta^g - eta (Delta + beta e)
 
     Regions are never made equal.
 
@@ -113,7 +113,7 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
 
     Args:
       learning_rate: eta.
-      momentum: b, in [0, 1).
+      momentum: beta, in [0, 1).
     """
     check_rate("outer_lr", learning_rate)
     check_unit_interval("outer_momentum", momentum)

@@ -1,4 +1,4 @@
-r"""`lt_admm` (arXiv 2501.13516, 2508.15509): local training inside ADMM, no server.
+r"""`lt_admm` (arXiv 2501.13516, arXiv 2508.15509): local training in ADMM, no server.
 
 Regions form a graph, a ring or the complete one. To minimize the sum of the regions'
 losses subject to equal parameters along its edges, ADMM with a penalty r keeps a vector
@@ -37,7 +37,8 @@ to zero over the regions, whatever C does. It begins at rest, with $z^{mn} = r \
 so all h are equal, and the gradients sum to zero over the regions. With a minus, as the
 line is sometimes written, regions are driven away from that point: a test has both.
 
-In code: r is `admm_penalty`; `send`, `receive` and `correct` of `admm`; `merge.keep`.
+In code: r is `admm_penalty` (the papers' rho); `send`, `receive` and `correct` of
+`admm`; `merge.keep`.
 
 Source: Ren, Bastianello, Johansson, Parisini: LT-ADMM, arXiv 2501.13516; LT-ADMM-CC,
 arXiv 2508.15509, whose compressed messages are from memory. Sign and first z are those
@@ -87,9 +88,9 @@ def lt_admm(
 
     Args:
       sync_interval: H, inner steps between exchanges.
-      admm_penalty: rho, how stiffly neighbours are tied together, in units of a
+      admm_penalty: r, how stiffly neighbors are tied together, in units of a
         gradient per parameter.
-      graph: who are neighbours: ring, or complete for all of them.
+      graph: which regions are neighbors: ring, or complete for all.
       compress: how the change since the last message is sent; without error
         feedback, which the method has.
     """
@@ -109,9 +110,9 @@ class AdmmState(NamedTuple):
 
     Attributes:
       compressor: the compressor's.
-      told: q, what the message on its way decodes to.
-      neighbours: m, mean of what the neighbours have sent.
-      dual: l, half the sum over the edges of z_ij - z_ji.
+      told: q, what the message in flight decodes to.
+      neighbours: mean of the neighbors' h.
+      dual: l, half the sum over the edges of the difference of both z.
     """
 
     compressor: PyTree
@@ -126,7 +127,7 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
     Source: LT-ADMM, arXiv 2501.13516; see above.
 
     Args:
-      penalty: rho, positive.
+      penalty: r, positive.
       graph: a key of `GRAPHS`.
 
     Raises:

@@ -76,9 +76,9 @@ def noloco(
 
     Args:
       sync_interval: H, inner steps between syncs.
-      outer_lr: beta, weight of the pair's mean pseudo-gradient.
+      outer_lr: eta, weight of the pair's mean pseudo-gradient.
       outer_momentum: mu, in [0, 1).
-      pair_pull: gamma, how strongly the two of a pair are drawn together, above 0 and
+      pair_pull: c, how strongly the two of a pair are drawn together, above 0 and
         below 2 (1 - mu^2), where regions stay together; None is `outer_lr`.
       pair_seed: seed of the draw of pairs, the same on every region.
 
@@ -115,19 +115,15 @@ class PairState(NamedTuple):
 def noisy_pairs(
     learning_rate: float, momentum: float, pull: float, seed: int
 ) -> RegionalOuter:
-    """Step by a pair's mean in place of everyone's.
-
-    Each of the two sends its slow weights phi and its pseudo-gradient g = phi - theta:
-
-        v <- mu v + beta mean_pair(g) + gamma (phi - mean_pair(phi));   phi <- phi - v
+    """Step by a pair's mean in place of everyone's, see the module.
 
     Source: NoLoCo, arXiv 2506.10911.
 
     Args:
-      learning_rate: beta.
+      learning_rate: eta.
       momentum: mu, in [0, 1).
-      pull: gamma, how strongly the two are drawn together.
-      seed: of the pairs.
+      pull: c, how strongly the two are drawn together.
+      seed: seed of the pairs.
     """
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 

@@ -65,7 +65,7 @@ def sparseloco(
 ) -> Method:
     """Build SparseLoCo (arXiv 2508.15706): 2-bit values of the top of each chunk.
 
-    e <- b e + Delta; q = 2-bit of the top-k of each 64 x 64 chunk of e;
+    e <- beta e + Delta; q = 2-bit of the top-k of each 64 x 64 chunk of e;
     e <- e - q; theta <- theta - eta mean q, entry by entry over those that sent it. No
     outer momentum: the error feedback is one.
 

@@ -81,7 +81,7 @@ def streaming_diloco(
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: how units are dealt to fragments, "strided", "sequential" or
-        "balanced", or tensors, "balanced_tensors".
+        "balanced", or tensors, "balanced_tensors", or a mixture of experts, "experts".
       max_delay_steps: the longest delay that "auto" may choose; None is H.
       phase_steps: steps by which starts come before the multiples of H / K; with tau,
         or its rest by H / K, merges fall on them.

@@ -30,6 +30,7 @@ Qwen3 (from memory).
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax._extras import extra
+from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.layout import (
     Layout,
@@ -46,13 +48,19 @@ from cocodc_jax.models.layout import (
     sum_over,
     summed,
 )
-from cocodc_jax.transforms.layers import TOKEN_UNIT, is_token_count
 
 with extra("train"):
     from flax import nnx
 
+try:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+except ImportError:  # Of experimental modules none stays for ever.
+    tgmm = None
+
 # Rows of a block of one expert's tokens: at most, and at least.
 _MOST_ROWS, _LEAST_ROWS = 128, 8
+# Sides of a tile of the TPU's kernel; not tuned.
+_MOST_TILE = 512
 
 
 class Routed(NamedTuple):
@@ -116,9 +124,10 @@ def mix(
       ids_TK: int, the experts of each.
       weights_TK: of the experts.
       weights: gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype.
-      dispatch: "ragged" multiplies groups by `jax.lax.ragged_dot`, which XLA has as an
-        operation on TPUs; elsewhere it multiplies all tokens by all experts. "blocks"
-        pads groups to blocks of equal length, each multiplied by its expert's weights.
+      dispatch: "ragged" multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs,
+        with Megablox's for the gradient of weights; elsewhere it multiplies all tokens
+        by all experts. It has no second derivatives. "blocks" pads groups to blocks of
+        equal length, each multiplied by its expert's weights.
     """
     gate_EDF, up_EDF, down_EFD = weights
     (num_tokens, width), per_token = x_TD.shape, ids_TK.shape[1]
@@ -127,7 +136,7 @@ def mix(
     sizes_E = jnp.bincount(flat_N, length=gate_EDF.shape[0])
     if dispatch == "ragged":
         rows_ND = x_TD[order_N // per_token]
-        multiply = functools.partial(jax.lax.ragged_dot, group_sizes=sizes_E)
+        multiply = functools.partial(_times_ragged, sizes_E=sizes_E)
         place_N = jnp.argsort(order_N)
     else:
         size = _rows_of_a_block(flat_N.size, len(sizes_E))
@@ -143,6 +152,50 @@ def mix(
     hidden_NF = jax.nn.silu(multiply(rows_ND, gate_EDF)) * multiply(rows_ND, up_EDF)
     out_NKD = multiply(hidden_NF, down_EFD)[place_N].reshape(-1, per_token, width)
     return (out_NKD * weights_TK[..., None].astype(x_TD.dtype)).sum(axis=1)
+
+
+@jax.custom_vjp
+def _times_ragged(rows_NK: jax.Array, w_EKF: jax.Array, sizes_E: jax.Array):
+    """Multiply groups of rows; JAX's own gradient of weights is dense on TPUs."""
+    return jax.lax.ragged_dot(rows_NK, w_EKF, sizes_E)
+
+
+def _ragged_backward(kept, grad_NF):
+    rows_NK, w_EKF, sizes_E = kept
+    grad_NK = jax.lax.ragged_dot(grad_NF, w_EKF.swapaxes(1, 2), sizes_E)
+    grad_EKF = _sum_by_group(rows_NK, grad_NF, sizes_E)
+    return grad_NK.astype(rows_NK.dtype), grad_EKF.astype(w_EKF.dtype), None
+
+
+_times_ragged.defvjp(lambda *args: (_times_ragged(*args), args), _ragged_backward)
+
+
+def _sum_by_group(rows_NK: jax.Array, grad_NF: jax.Array, sizes_E: jax.Array):
+    """Return the product rows^T grad of each group, `[E, K, F]`, summed in float32."""
+    dtype = jnp.promote_types(rows_NK.dtype, jnp.float32)
+    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+    def plain(rows_NK, grad_NF, sizes_E):
+        return jax.lax.ragged_dot_general(
+            rows_NK, grad_NF, sizes_E, numbers, preferred_element_type=dtype
+        )
+
+    def kernel(rows_NK, grad_NF, sizes_E):
+        assert tgmm is not None
+        return tgmm(
+            rows_NK.T,
+            grad_NF,
+            sizes_E,
+            preferred_element_type=dtype,
+            tiling=(tile, _MOST_TILE, _MOST_TILE),
+        )
+
+    tile = math.gcd(len(rows_NK), _MOST_TILE)
+    if tgmm is None or tile < _LEAST_ROWS:
+        return plain(rows_NK, grad_NF, sizes_E)
+    return jax.lax.platform_dependent(
+        rows_NK, grad_NF, sizes_E, tpu=kernel, default=plain
+    )
 
 
 def _rows_of_a_block(num_rows: int, num_experts: int) -> int:
@@ -187,12 +240,17 @@ class Experts(nnx.Module):
         self.down = _drawn(rngs, (number, config.expert_width, width), residual)
         self.tokens = nnx.Param(jnp.zeros(number, jnp.float32))
 
-    def weights(self, dtype: Any, layout: Layout | None):
+    def weights(
+        self, dtype: Any, layout: Layout | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return gate, up and down in `dtype`, gathered over the tokens' axes."""
-        found = ((self.gate, 1), (self.up, 1), (self.down, 2))
-        if layout is None:
-            return tuple(w[...].astype(dtype) for w, _ in found)
-        return tuple(_gathered(w[...], dtype, side, layout) for w, side in found)
+
+        def whole(w: nnx.Param, side: int) -> jax.Array:
+            if layout is None:
+                return w[...].astype(dtype)
+            return _gathered(w[...], dtype, side, layout)
+
+        return whole(self.gate, 1), whole(self.up, 1), whole(self.down, 2)
 
 
 class MixtureOfExperts(nnx.Module):

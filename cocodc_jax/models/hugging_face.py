@@ -47,6 +47,7 @@ import jax
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16, which most files are in.)
 import numpy as np
 
+from cocodc_jax.expert_leaves import EXPERTS, TOKENS
 from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.llama_config import (
     ADAPTER_CONFIG_FILE,
@@ -60,7 +61,6 @@ from cocodc_jax.models.llama_config import (
 )
 from cocodc_jax.models.lora import merged, only_adapters
 from cocodc_jax.models.transformer import Params, init_params
-from cocodc_jax.transforms.layers import EXPERTS, TOKENS
 
 TENSORS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from cocodc_jax.expert_leaves import EXPERTS
 from cocodc_jax.models.config import LORA, TransformerConfig
-from cocodc_jax.transforms.layers import EXPERTS
 
 # Which side of each matrix each axis divides, by the parameter's own name.
 _READS_WIDTH = ("query", "key", "value", "gate", "up", "head")

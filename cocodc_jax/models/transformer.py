@@ -214,7 +214,9 @@ def make_outputs(
       int32 `[B, L + 1]`. Their composition is `make_loss_fn`'s loss, unchunked, in
       plain operations whatever the configuration says: products need forward mode.
     """
-    config = dataclasses.replace(config, attention="plain", backward="plain")
+    config = dataclasses.replace(
+        config, attention="plain", backward="plain", expert_dispatch="blocks"
+    )
 
     def model(params: Params, tokens: jax.Array) -> jax.Array:
         if layout is not None:

@@ -194,12 +194,6 @@ def assemble(
 ) -> Parts:
     """Build the parts of a program; compiles nothing.
 
-    Args:
-      given: result of `checked`.
-      param_specs: see `RegionProgram`, as for the next two.
-      local_regions: how a device computes several regions.
-      optimizer_memory: where the inner optimizer's state is kept.
-
     Raises:
       ValueError: see `RegionProgram`.
     """

@@ -26,12 +26,6 @@ PyTree = Any
 def check_kind(argument: str, value: Any, kind: type, made_by: str) -> None:
     """Refuse an argument of the wrong type, such as a name or an uncalled function.
 
-    Args:
-      argument: its name.
-      value: its value.
-      kind: type that it must have.
-      made_by: how to make one, for the message.
-
     Raises:
       ValueError: naming the argument and its value.
     """
@@ -76,10 +70,6 @@ def check_mesh(mesh: Mesh, num_regions: int) -> None:
 def check_second_moment(user_inputs: UserInputs, opt_state: PyTree) -> None:
     """Refuse an optimizer without a second moment of the parameters.
 
-    Args:
-      user_inputs: with the function that finds it.
-      opt_state: shapes of the regions' states.
-
     Raises:
       ValueError: the one of that function.
     """
@@ -91,10 +81,6 @@ def check_second_moment(user_inputs: UserInputs, opt_state: PyTree) -> None:
 
 def check_like(params: PyTree, shapes: PyTree) -> None:
     """Refuse parameters of another structure, shape or dtype than the program's.
-
-    Args:
-      params: to check.
-      shapes: that the program was made for.
 
     Raises:
       ValueError: naming the first leaf that differs.
@@ -120,10 +106,6 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
 
 def check_key(key: jax.Array, impl: str) -> None:
     """Refuse a value that is not a PRNG key of the program's implementation.
-
-    Args:
-      key: to check.
-      impl: JAX's default when the program was made.
 
     Raises:
       ValueError: naming both.

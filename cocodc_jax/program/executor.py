@@ -24,14 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cocodc_jax.core.pending_mean import PendingMean, landed
 from cocodc_jax.core.state import (
+    UNCOUNTED,
+    VERDICT_OF_ALL,
     AppliedSync,
     InFlight,
+    PendingMean,
     RegionState,
     SyncId,
     SyncState,
     TrainState,
+    landed,
 )
 from cocodc_jax.exchange.base import Exchange, Times
 from cocodc_jax.exchange.lowered_program import LoweredProgram
@@ -232,9 +235,11 @@ class Executor:
 
     def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
         """Make the zero message that arrives at a stale schedule's first slot."""
+        shapes = self._outer.flight_shapes(k)
         flight: InFlight = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-            self._outer.abstract_flight(k),
+            lambda x, where: jnp.zeros(x.shape, x.dtype, device=where),
+            shapes,
+            self._spec.place.lay_flight(k, shapes),
         )
         if needs.STAGED in self._spec.sync.copies:
             flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
@@ -259,14 +264,14 @@ class Executor:
         flights, copies = {}, self._spec.sync.copies
         for pending in schedule.in_flight:
             k = pending.fragment_id
-            flight = self._outer.abstract_flight(k)
+            flight = self._outer.flight_shapes(k)
             if needs.STAGED in copies:
                 flight = flight.with_kept(needs.STAGED, self._abstract_copy(k, region))
             if needs.HALFWAY in copies and pending.midway_step is None:
                 flight = flight.with_kept(needs.HALFWAY, self._abstract_copy(k, region))
             flights[pending.sync_id] = flight
-        sync = self._outer.abstract(schedule)
-        return dataclasses.replace(sync, in_flight=flights)
+        sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
+        return with_shardings(sync, self._spec.place.lay_sync(sync))
 
     def _abstract_copy(self, k: int, region: RegionState) -> PyTree:
         shapes = jax.eval_shape(self._copy[k], region.params)
@@ -430,7 +435,7 @@ class Executor:
         done = run.merged.get(event.sync_id)
         if done is None:
             self._settle(run)  # Before a merge changes what is sent.
-        flight = run.take(event.sync_id)
+        flight = landed(run.take(event.sync_id))
         if done is None:
             self._remember_dropped(run, k, flight)
             receive = functools.partial(self._outer.receive, k, flight, run.sync)
@@ -445,7 +450,7 @@ class Executor:
         if event.start_step > 0:  # Not the zero message of a stale schedule.
             num_bytes = self.sent_bytes(event)
             self._note(run, k, flight, norm)
-        verdict = flight.kept.get(VERDICT, landed(flight.mean).verdict)
+        verdict = flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL))
         run.applied.append(
             AppliedSync(
                 k, event.start_step, run.step, num_bytes, norm, metrics, verdict
@@ -464,10 +469,10 @@ class Executor:
     def _restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that a mean left out; waits for the verdict."""
         verdict = flight.kept.get(VERDICT)
-        if verdict is None and (verdict := landed(flight.mean).verdict) is not None:
+        if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
             is_new = event.start_step >= self._restored_step
-            verdict = self._exchange.own_verdict(np.asarray(verdict)) * is_new
+            verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
         if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
             return flight
         self._restored_step = run.step
@@ -478,8 +483,7 @@ class Executor:
     def _merge(self, run: _Run, event: Event, flight: InFlight) -> dict:
         k, rule = event.fragment_id, self._spec.sync.merge.needs
         run.sync, outer, participating = self._outer.hand_out(event, run.sync)
-        own = landed(flight.mean).uncounted
-        if own is not None:
+        if (own := flight.kept.get(UNCOUNTED)) is not None:
             # Apply the region's own update if it missed the mean: the region keeps its
             # work and sends it with the next message.
             outer = self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
@@ -585,9 +589,6 @@ class Executor:
 
         If messages are a full round late, the progress since the last start is sent and
         applied too, as at the end of a round, since the merge replaces it.
-
-        Args:
-          state: donated.
 
         Returns:
           The state with nothing in flight, and what was dropped: everything, if merges

@@ -28,13 +28,7 @@ _SCHEDULED = (
 
 
 def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
-    """Describe how two trees of arrays differ; None if they have the same shapes.
-
-    Args:
-      old: arrays or shapes.
-      new: arrays or shapes.
-      lead: number of leading axes that may differ.
-    """
+    """Describe how two trees of arrays differ; None if they have the same shapes."""
     there, here = (
         {path: f"{x.dtype}{list(x.shape[lead:])}" for path, x in named_leaves(tree)}
         for tree in (old, new)

@@ -67,11 +67,6 @@ def find_trained(
 
     Warns if `trainable` is None and the optimizer never updates some leaves.
 
-    Args:
-      trainable: see `RegionProgram`.
-      params: arrays or shapes.
-      optimizer: the inner optimizer.
-
     Raises:
       ValueError: if its structure differs from the parameters', if it trains nothing,
         or if a predicate or the optimizer freezes nothing.
@@ -187,12 +182,7 @@ def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
 
 
 def without_masks(second_moment: Callable, params: PyTree) -> Callable:
-    """Hide the masks of frozen leaves from the user's `second_moment` function.
-
-    Args:
-      second_moment: of `UserInputs`.
-      params: trained parameters.
-    """
+    """Hide the masks of frozen leaves from the user's `second_moment` function."""
     treedef = jax.tree.structure(params)
 
     def is_masked(x: Any) -> bool:

@@ -73,12 +73,7 @@ def padded_length(num_steps: int, length_bucket: int = LENGTH_BUCKET) -> int:
 
 
 def takes(xs: PyTree, length_bucket: int = LENGTH_BUCKET) -> bool:
-    """Return whether inputs `[num_steps, ...]` are small enough to pad.
-
-    Args:
-      xs: arrays, or their shapes and dtypes.
-      length_bucket: pad to a multiple of it.
-    """
+    """Return whether inputs `[num_steps, ...]` are small enough to pad."""
     leaves = jax.tree.leaves(xs)
     num_steps = leaves[0].shape[0]
     size = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)

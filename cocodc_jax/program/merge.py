@@ -139,11 +139,6 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
 
     Of the parameters: the leaves that contain some of the fragment, or all if the rule
     needs the loss of the full model.
-
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
-      region: arrays, or anything with one leaf per array.
     """
     rule, params = spec.sync.merge.needs, region.params
     wants_batch = needs.wants_batch(rule)
@@ -200,10 +195,6 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     """Make `gap(params [R, ...], outer fragments) -> [K]`, see `core.sync.gap`.
 
     It costs a reduction of K scalars over regions.
-
-    Args:
-      spec: of the run.
-      name: of the need.
     """
     fragments, num_regions = spec.fragments, spec.regions.num
 
@@ -239,10 +230,6 @@ def region_drift(params: PyTree) -> jax.Array:
 
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
     """Make the function that feeds back what a fragment's merge drops, not yet jitted.
-
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
 
     Returns:
       `remember(params, staged, state) -> state`: `params` of the regions before the

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import AppliedSync, TrainState
 from cocodc_jax.exchange.base import Times
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.lowered_program import LoweredProgram
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import checks
@@ -147,6 +148,12 @@ class RegionProgram:
         of_state = self.model_state.averaged_bytes if self.model_state else 0
         return self.method.per_step.num_bytes(self._first.shapes[0]) + of_state
 
+    @property
+    def elastic(self) -> ElasticExchange:
+        """The exchange of an elastic region."""
+        assert isinstance(self.exchange, ElasticExchange)
+        return self.exchange
+
     def init(self, params: PyTree, key: jax.Array) -> TrainState:
         """Make the initial state; all regions and the outer model are equal.
 
@@ -248,14 +255,6 @@ class RegionProgram:
         if self.method.sync is None or state.sync is None:
             return None
         return self.method.sync.schedule.next_step(state.sync.schedule) - state.step
-
-    def put_batches(self, batches: PyTree) -> PyTree:
-        """Place host batches `[T, R, B, ...]` on the mesh, B over the data axis.
-
-        With several processes, each passes the full rows of its own regions, including
-        regions that it shares with other processes.
-        """
-        return self._batches.put(batches)
 
     def advance(
         self,

@@ -106,13 +106,6 @@ def make_restore(
 ) -> Callable:
     """Make the program that restores some of the regions.
 
-    Args:
-      spec: of the run.
-      model: the outer model.
-      optimizer: the inner optimizer.
-      which: fragments that have copies in flight.
-      rank: of the messages, if the schedule sets one.
-
     Returns:
       `restore(region, compressors, stale_params, copies, outer, bad) -> (region,
       compressors, stale_params, copies)`: `outer` are the fragments that regions

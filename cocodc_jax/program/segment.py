@@ -39,6 +39,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,12 +101,6 @@ def make_segment(
     spec: SyncSpec, model: SharedOuterModel, steps: Callable, segment: Segment
 ) -> Callable:
     """Make the program of a segment with starts, not yet jitted.
-
-    Args:
-      spec: of the run.
-      model: the outer model.
-      steps: the inner steps, of `inner_step.make_steps`.
-      segment: what it contains.
 
     Returns:
       `run(region, batches, participating, starts, outer, told) -> (region, (losses,
@@ -345,7 +340,9 @@ class Segments:
         del event
         spec = self._spec
         where = regional(spec.mesh)
-        return jax.ShapeDtypeStruct((spec.regions.num,), float, sharding=where)
+        return jax.ShapeDtypeStruct(
+            (spec.regions.num,), jnp.result_type(float), sharding=where
+        )
 
     def _start(
         self, event: Event, sync: SyncState, segment: Segment, weights_of: Callable
@@ -375,7 +372,7 @@ class Segments:
         is_seen = needs.wants_mean(spec.sync.schedule.needs)
         sent = []
         for k, _ in segment.before:
-            flight = jax.tree.map(lambda x: x.sharding, self._outer.abstract_flight(k))
+            flight = spec.place.lay_flight(k, self._outer.flight_shapes(k))
             if k == segment.after:
                 flight = flight if is_seen else flight._replace(mean=None)
             elif STAGED in spec.sync.copies:
@@ -383,7 +380,8 @@ class Segments:
             sent.append((flight, shardings.of_regions(k, sync.compressors[k])))
         outer = merged = None
         if segment.after is not None:
-            outer = self._outer.where.entry(segment.after)
+            k = segment.after
+            outer = tuple(spec.place.lay(k, x) for x in sync.outer.entry(k))
             merged = NamedSharding(spec.mesh, P()), shardings.region.key
         return jax.jit(
             make_segment(spec, self._outer, self._steps.run, segment),

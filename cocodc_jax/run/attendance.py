@@ -19,7 +19,6 @@ import numpy as np
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
@@ -43,8 +42,7 @@ class Attendance:
         digests: bool,
     ):
         """Open the region's own folder for writing."""
-        assert isinstance(program.exchange, ElasticExchange)
-        self._program, self._exchange, self._link = program, program.exchange, link
+        self._program, self._exchange, self._link = program, program.elastic, link
         self._folder, self._digests = folder, digests
         self._view, self.step = link.view, 0
         self._shared: Any = None

@@ -101,7 +101,7 @@ class TrainConfig:
         sections: dict[str, dict[str, Any]] = {}
         for name, value in leaves.items():
             if name not in LEAVES:
-                raise ValueError(f"{name!r} is no field of a run's configuration")
+                raise ValueError(f"{name!r} is not a field of a run's configuration")
             sections.setdefault(LEAVES[name].section, {})[name] = value
         if "seed" in leaves:
             sections.setdefault("data", {})["seed"] = leaves["seed"]

@@ -79,7 +79,6 @@ RARE = (
 DEVELOPER = (
     "step_seconds", "outer_digests", "local_regions", "overlap", "all_reduce",
     "outer_channels", "backward", "loss_chunk_tokens", "curvature_units",
-    "expert_dispatch",
 )  # fmt: skip
 
 

@@ -17,6 +17,12 @@ from cocodc_jax.run.utilization import mfu
 from cocodc_jax.train.hooks import Clock
 
 GAUGE, COUNTER = "gauge", "counter"
+# Kinds of `network.faults.Finding` that are counted from 0: the rate of a counter that
+# appears with its first fault would miss that one.
+_FAULTS = (
+    "gone", "link", "network", "partition", "receiver", "region", "sender", "silent",
+    "slow",
+)  # fmt: skip
 _TURNS = 256  # That the time of an undisturbed step is the median of.
 
 
@@ -89,14 +95,14 @@ class LiveMetrics:
     """The numbers behind `METRICS` of one process.
 
     Attributes:
-      members: returns how many regions take part.
+      members: returns how many regions take part, None if that is not known.
     """
 
     def __init__(
         self,
         planned_steps: int,
         tokens_at: Callable[[int], int],
-        num_regions: int,
+        num_regions: int | None,
         peak_tokens_per_second: float | None = None,
         now: Callable[[], float] = time.time,
     ):
@@ -105,17 +111,17 @@ class LiveMetrics:
         Args:
           planned_steps: inner steps of the run.
           tokens_at: tokens that all regions have trained on by a step.
-          num_regions: that train in this job.
+          num_regions: that take part for all of the run; None if they may change.
           peak_tokens_per_second: at an MFU of 1, if known.
           now: Unix time.
         """
-        self.members: Callable[[], int] = lambda: num_regions
+        self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()
         self._gauges: dict[str, float | None] = {"cocodc_planned_steps": planned_steps}
         self._syncs: dict[str, int] = dict.fromkeys(("applied", "late", "missed"), 0)
         self._faults: dict[tuple[str, str], float] = {}
-        self._named: dict[str, int] = {}
+        self._named: dict[str, int] = dict.fromkeys(_FAULTS, 0)
         self._spikes, self._stall_s = 0, 0.0
         self._step, self._began_s = 0, now()
         self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
@@ -136,8 +142,10 @@ class LiveMetrics:
         """Take in the loop's clock."""
         tokens = self._tokens_at(clock.step) - self._tokens_at(self._step)
         with self._lock:
-            seconds = tokens / clock.tokens_per_second - (clock.stall_s - self._stall_s)
-            self._step_s.append(max(seconds, 0.0) / max(clock.step - self._step, 1))
+            if tokens and clock.step > self._step:
+                seconds = tokens / clock.tokens_per_second
+                seconds -= clock.stall_s - self._stall_s
+                self._step_s.append(max(seconds, 0.0) / (clock.step - self._step))
             self._step, self._stall_s = clock.step, clock.stall_s
             self._gauges |= {
                 "cocodc_step": clock.step,

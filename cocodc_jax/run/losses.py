@@ -145,7 +145,8 @@ def with_kernels(
     )
     dispatch = model.expert_dispatch
     if dispatch == "auto":
-        dispatch = "ragged" if device.platform == "tpu" else "blocks"
+        has_kernel = device.platform == "tpu" and not needs_forward_mode
+        dispatch = "ragged" if has_kernel else "blocks"
     return models.attention.choose(
         dataclasses.replace(model, backward=backward, expert_dispatch=dispatch),
         device.platform,

@@ -21,10 +21,9 @@ _FEW = 3  # methods that are named in the help of a flag
 _OF_ALL: dict[str, tuple[type, str, Kind]] = {
     "compress": (
         str,
-        "compressor of what a region sends, such as fp4, int8, topk:0.01, "
-        "lowrank:32+int4, or ef+topk:0.01 with error feedback; float32 is sent where "
-        "a method has none of its own, also by streaming_diloco, which as published "
-        "sends fp4",
+        "compressor of a region's messages, such as fp4, int8, topk:0.01, "
+        "lowrank:32+int4, or ef+topk:0.01 with error feedback; default: the method's "
+        "own, else float32 (streaming_diloco as published sends fp4)",
         Kind.COMPUTED,
     ),
     "outer_placement": (
@@ -35,7 +34,8 @@ _OF_ALL: dict[str, tuple[type, str, Kind]] = {
     ),
     "region_weights": (
         str,
-        "equal, or tokens to weigh regions by what they trained on",
+        "weights of regions in a mean: equal, or tokens, the tokens that each trained "
+        "on",
         Kind.COMPUTED,
     ),
     "expert_weights": (
@@ -46,16 +46,16 @@ _OF_ALL: dict[str, tuple[type, str, Kind]] = {
     ),
     "exclude_above": (
         float,
-        "leaves a region out of a mean whose parameters or message are not finite or "
-        "whose message is longer than so many times the median over the regions, and "
-        "restores it from the outer parameters; inf is only what is not finite",
+        "leaves a region out of a mean, and restores it from the outer parameters, if "
+        "its parameters or message are not finite, or if its message is longer than "
+        "this multiple of the median over regions; inf checks for finite values only",
         Kind.COMPUTED,
     ),
     "robust_mean": (
         str,
-        "clip cuts messages to the median length over the regions (sparse ones tensor "
-        "by tensor), trim:0.25 drops the "
-        "quarter of the values at either end, entry by entry",
+        "clip cuts messages to the median length over regions (sparse ones tensor by "
+        "tensor); trim:0.25 drops the largest and the smallest quarter of the values, "
+        "entry by entry",
         Kind.COMPUTED,
     ),
 }
@@ -96,8 +96,8 @@ def method_leaves(
             continue
         if name not in notes:
             raise ValueError(
-                f"argument {name!r} of method {min(of_methods)!r} is not explained; "
-                "tell of it in the Args of its docstring"
+                f"argument {name!r} of method {min(of_methods)!r} is not documented; "
+                "add it to the Args of its docstring"
             )
         text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
         leaves[name] = Leaf(section, leaf_type(*hints[name]), text)

@@ -33,7 +33,7 @@ class Monitoring:
     Attributes:
       metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
         machine; process N of region R, of so many processes each, has metrics_port + R
-        * processes + N, with R 0 unless regions are jobs. 0 serves none.
+        * processes + N, with R 0 unless regions are elastic. 0 serves none.
       on_event: shell command that is run on faults, lost and returned regions, loss
         spikes, numbers that are not finite, and the end of the run; it gets the event
         as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
@@ -78,7 +78,7 @@ class Monitoring:
           live: numbers of this process.
           workdir: of the run, for messages.
           regions: of this process.
-          own_region: of this job, if regions are jobs.
+          own_region: of this job, if regions are elastic.
           delay_steps: tau, None if it is not fixed.
 
         Raises:
@@ -98,9 +98,11 @@ class Monitoring:
             monitor = Monitor(live, notify, own_region, delay_steps)
             try:
                 yield monitor
+            except NonFiniteLossError as error:
+                monitor.notify("non_finite", str(error), error.step, error.region)
+                raise
             except Exception as error:
-                bad = isinstance(error, NonFiniteLossError)
-                monitor.notify("non_finite" if bad else "failed", str(error))
+                monitor.notify("failed", str(error))
                 raise
 
 
@@ -152,10 +154,17 @@ class Monitor:
 
         return dataclasses.replace(hooks, record=record, clock=clock, snapshot=snapshot)
 
-    def notify(self, name: str, message: str, region: int | None = None) -> None:
-        """Pass on an event at the current step."""
-        region = self._own if region is None else region
-        self._notify(Event(name, message, self._step, region))
+    def notify(
+        self,
+        name: str,
+        message: str,
+        step: int | None = None,
+        region: int | None = None,
+    ) -> None:
+        """Pass on an event, by default of the current step and of this job's region."""
+        step = self._step if step is None else step
+        region = region if self._own is None else self._own
+        self._notify(Event(name, message, step, region))
 
     def ended(self, step: int, planned_steps: int, eval_loss: float | None) -> None:
         """Note that the loop ended, at its last step or because it was asked to."""
@@ -173,6 +182,7 @@ class Monitor:
         names = ("region_lost", "region_returned")
         if finding.kind != "gone":
             names = ("fault", "fault_ended")
+            message = message if is_on else f"no longer: {message}"
         elif not is_on:
             message = f"region {where} takes part again"
         region = finding.where[0] if len(finding.where) == 1 else None
@@ -189,10 +199,9 @@ class Monitor:
             self.live.evaluated(record["eval_loss"])
         elif kind == "spike":
             self.live.spiked()
-            region = record["region"] if self._own is None else self._own
             loss = "not finite" if record["loss"] is None else f"{record['loss']:.4g}"
             text = f"loss {loss}, usually {record['usual']:.4g}"
-            self._notify(Event("loss_spike", text, record["step"], region))
+            self.notify("loss_spike", text, record["step"], record["region"])
         elif kind == "sync":
             self.live.synced("applied")
             age = record["apply_step"] - record["start_step"]

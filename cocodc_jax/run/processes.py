@@ -199,8 +199,8 @@ def check_shares(
     if num_regions % num_processes and num_processes % num_regions:
         raise ValueError(
             f"num_processes={num_processes} must divide regions={num_regions}, so that "
-            "each process holds whole regions, or be a multiple of it, so that each "
-            "region is as many processes"
+            "each process has full regions, or be a multiple of it, so that each "
+            "region has equally many processes"
         )
     members = max(num_processes // num_regions, 1)
     if devices_per_region % members:
@@ -246,8 +246,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, jax.errors.JaxRuntimeError) and _NETWORK.search(str(error)):
         print(
             f"error: another process has ended, or cannot be reached: "
-            f"{_first_line(error)}; see what it says. The same command, given to all, "
-            "goes on from the last checkpoint",
+            f"{_first_line(error)}; see its output. The same command in all processes "
+            "resumes from the last checkpoint",
             file=sys.stderr,
         )
     else:

@@ -221,8 +221,8 @@ def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
     """
     if jax.process_index() == 0:
         print(
-            f"warning: {error}; the run goes back to it, or else to its beginning, and "
-            "on with the data that come next",
+            f"warning: {error}; the run returns to it, or else to its start, and "
+            "continues with the next data",
             file=sys.stderr,
         )
     return {**error.spikes[0]._asdict(), "to_step": saved.latest_step or 0}

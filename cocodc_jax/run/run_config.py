@@ -187,12 +187,12 @@ class RunConfig:
     def _check_pace(self) -> None:
         if not 0 <= self.step_seconds < math.inf:
             raise ValueError(
-                f"step_seconds={self.step_seconds} must be a time, or 0 for as fast as "
+                f"step_seconds={self.step_seconds} must be at least 0; 0 is as fast as "
                 "it goes"
             )
         if self.step_seconds and self.devices_per_region > 1:
             raise ValueError(
-                f"step_seconds={self.step_seconds} goes with one device a region; "
+                f"step_seconds={self.step_seconds} needs one device per region; "
                 "leave out stages, data_axis, sequence_axis and model_axis"
             )
         if self.step_seconds and self.local_regions == "batched":
@@ -204,8 +204,8 @@ class RunConfig:
     def _check_stage_compress(self) -> None:
         if self.stage_compress and self.stages == 1:
             raise ValueError(
-                f"stage_compress={self.stage_compress!r} is of what stages send one "
-                "another, and stages=1; use more of them, or leave it out"
+                f"stage_compress={self.stage_compress!r} compresses messages between "
+                "stages, and stages=1; use more of them, or leave it out"
             )
         self.stage_codec  # noqa: B018
 

@@ -257,7 +257,7 @@ class Session:
         live = LiveMetrics(
             self.config.run.steps,
             self.tokens_at,
-            self.config.run.regions,
+            None if self.place else self.config.run.regions,
             self.peak_tokens_per_second,
         )
         return self.monitoring.watching(

@@ -29,7 +29,6 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.kinds import Kind
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.attendance import Attendance, last_merge
@@ -90,7 +89,6 @@ def taking_part(
       ResumeError: if it would restart, without all others, a run that it was in, or if
         its own checkpoint is ahead of the others'.
     """
-    assert isinstance(program.exchange, ElasticExchange)
     own, _, position = begun
     began_s = time.monotonic()
     largest = joining.max_frame_bytes(program)
@@ -117,8 +115,8 @@ def taking_part(
         copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
         if copy is None:
             _begins(place, link.view, own.step, max(gather(last_merge(folder))))
-        program.exchange.in_mean.clear()
-        program.exchange.link = link
+        program.elastic.in_mean.clear()
+        program.elastic.link = link
         if copy is not None:
             begun = (
                 _go_on(program, copy, own.step, stream, make_params, carried),
@@ -142,7 +140,7 @@ def taking_part(
         try:
             yield begun, attendance
         finally:
-            program.exchange.link = None
+            program.elastic.link = None
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:

@@ -114,8 +114,8 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
     is_even = {len(shard) for shard in shards} == {members}
     if not is_even or (members > 1 and len(processes) != members * len(shards)):
         raise ValueError(
-            f"the shards of the mesh's region axis lie in the processes {shards}: "
-            "each process must hold whole shards, or each shard be so many processes "
+            f"the shards of the mesh's region axis are in the processes {shards}: "
+            "each process must have full shards, or each shard equally many processes "
             "of its own"
         )
     devices = np.array([outer_device(mesh, p, channel) for p in processes])

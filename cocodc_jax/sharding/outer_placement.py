@@ -25,17 +25,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core.state import InFlight, OuterState, SyncState
 from cocodc_jax.sharding.mesh import DATA, INSIDE, is_one_cpu, spec_axes
 from cocodc_jax.sharding.outer_mesh import over_processes, process_grid
 from cocodc_jax.sharding.shardings import Shardings, named
 from cocodc_jax.sharding.transfer import PINNED
-from cocodc_jax.sync.outer import Outer, SharedOuter
+from cocodc_jax.sync.needs import REGIONAL_COPIES, STALE
+from cocodc_jax.sync.outer import Outer, RegionalOuter
 
 PyTree = Any
 
@@ -46,10 +49,13 @@ class OuterPlacement:
 
     Attributes:
       kind: "host", "processes", "device", "mesh", "pinned" or "regional".
+      means: where means arrive: "outer", where the outer state is; "mesh", equal in all
+        regions; or "regions", one for each.
       shardings: of all other arrays.
     """
 
     kind: str
+    means: str
     shardings: Shardings
 
     @classmethod
@@ -65,8 +71,9 @@ class OuterPlacement:
           overlap: whether syncs and inner steps share a program.
         """
         mesh, kind = shardings.mesh, "host"
-        if not isinstance(outer, SharedOuter):
-            kind = "regional"
+        means = "mesh" if exchange == "program" else "outer"
+        if isinstance(outer, RegionalOuter):
+            kind, means = "regional", "mesh" if outer.group == "all" else "regions"
         elif outer.placement == "divided":
             kind = "mesh"
         elif overlap:
@@ -76,7 +83,7 @@ class OuterPlacement:
             kind = "device"
         elif exchange == "outer" and math.prod(process_grid(mesh) or ()) > 1:
             kind = "processes"
-        return cls(kind, shardings)
+        return cls(kind, means, shardings)
 
     @property
     def is_regional(self) -> bool:
@@ -136,6 +143,34 @@ class OuterPlacement:
             return jax.tree.map(lambda _: host, self.shardings.params)
         return jax.tree.map(
             lambda x: self._over_processes(host, x), self.shardings.params
+        )
+
+    def lay_flight(self, fragment_id: int, flight: InFlight) -> InFlight:
+        """Return the shardings of a fragment in flight."""
+        shardings = self.shardings
+        lays = {"mesh": shardings.of_all, "regions": shardings.of_regions}
+        lay_mean: Callable = lays.get(self.means, self.lay)
+        lay: dict[str, Callable] = {STALE: self.lay}
+        lay |= dict.fromkeys(REGIONAL_COPIES, shardings.of_regions)
+        return InFlight(
+            lay_mean(fragment_id, flight.mean),
+            {n: lay.get(n, lay_mean)(fragment_id, x) for n, x in flight.kept.items()},
+        )
+
+    def lay_sync(self, sync: SyncState) -> SyncState:
+        """Return the shardings of all arrays of the syncs: the only rule for them."""
+
+        def of_regions(trees):
+            return tuple(self.shardings.of_regions(k, x) for k, x in enumerate(trees))
+
+        outer = (tuple(map(self.lay, range(len(each)), each)) for each in sync.outer)
+        flights = sync.in_flight.items()
+        return dataclasses.replace(
+            sync,
+            outer=OuterState(*outer),
+            compressors=of_regions(sync.compressors),
+            stale_params=of_regions(sync.stale_params),
+            in_flight={each: self.lay_flight(each[0], x) for each, x in flights},
         )
 
     def load(self, fragment_id: int, tree: PyTree) -> PyTree:

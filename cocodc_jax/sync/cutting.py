@@ -32,9 +32,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
-from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves, expert_axis
+from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
 

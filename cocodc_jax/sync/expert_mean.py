@@ -29,15 +29,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync.averages import Average, Fragment
-from cocodc_jax.sync.messages import Compressed, Message
-from cocodc_jax.transforms.compressor import Compressor
-from cocodc_jax.transforms.layers import (
+from cocodc_jax.expert_leaves import (
     TOKEN_UNIT,
     count_of,
     expert_axis,
     is_token_count,
 )
+from cocodc_jax.sync.averages import Average, Fragment
+from cocodc_jax.sync.messages import Compressed, Message
+from cocodc_jax.transforms.compressor import Compressor
 
 PyTree = Any
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import jax
 
-from cocodc_jax.core.pending_mean import PendingMean
-from cocodc_jax.core.state import AppliedSync, SyncId, TrainState
+from cocodc_jax.core.state import AppliedSync, PendingMean, SyncId, TrainState
 from cocodc_jax.program.region_program import Output
 
 PyTree = Any

@@ -19,7 +19,15 @@ from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A loss, a parameter or a message became NaN or infinite."""
+    """A loss, a parameter or a message became NaN or infinite.
+
+    Attributes:
+      step: inner steps done then.
+      region: where, None if it is not of one region.
+    """
+
+    step: int | None = None
+    region: int | None = None
 
 
 class FiniteWatch:
@@ -43,7 +51,7 @@ class FiniteWatch:
         if len(bad) and not self._program.method.can_restore:
             step = first_step + int(bad[0][0]) + 1
             region = first_region + int(bad[0][1])
-            self.stop(f"loss is {losses[tuple(bad[0])]}", step, f"region {region}")
+            self.stop(f"loss is {losses[tuple(bad[0])]}", step, region)
 
     def check_sync(self, sync: AppliedSync, state: TrainState) -> None:
         """Refuse a merge with non-finite numbers; later losses may be finite."""
@@ -59,10 +67,10 @@ class FiniteWatch:
             if len(bad):
                 region = transfer.first_local_row(ratios) + int(bad[0])
                 what = f"correction_ratio of fragment {sync.fragment_id}"
-                self.stop(f"{what} is not finite", sync.apply_step, f"region {region}")
+                self.stop(f"{what} is not finite", sync.apply_step, region)
         if not np.isfinite(float(sync.norm)):
             (bad,) = np.nonzero(~np.asarray(self._program.finite_regions(state)))
-            where = f"region {bad[0]}" if len(bad) else "the mean of all regions"
+            where = int(bad[0]) if len(bad) else "the mean of all regions"
             what = f"pseudo_gradient_norm of fragment {sync.fragment_id}"
             self.stop(f"{what} is not finite", sync.apply_step, where)
 
@@ -74,15 +82,15 @@ class FiniteWatch:
             return state
         if self._program.method.can_restore and not is_bad.all():
             return self._program.restore_regions(state, is_bad)
-        self.stop("a parameter is not finite", state.step, f"region {bad[0]}")
+        self.stop("a parameter is not finite", state.step, int(bad[0]))
 
-    def stop(self, what: str, step: int, where: str) -> NoReturn:
+    def stop(self, what: str, step: int, where: int | str) -> NoReturn:
         """End the run, naming the checkpoint to go back to.
 
         Args:
           what: is not finite.
           step: inner steps done then.
-          where: the region, or what else it is of.
+          where: index of the region, or what else it is of.
         """
         saved = None
         if self._checkpoints:
@@ -90,7 +98,11 @@ class FiniteWatch:
                 self._checkpoints.wait()
             saved = self._checkpoints.latest_step
         last_good = "there is none" if saved is None else f"step {saved}"
-        raise NonFiniteLossError(
-            f"{what} at step {step} in {where}; last good checkpoint: {last_good}. "
+        place = f"region {where}" if isinstance(where, int) else where
+        error = NonFiniteLossError(
+            f"{what} at step {step} in {place}; last good checkpoint: {last_good}. "
             "Lower inner_lr or outer_lr, or clip gradients (grad_clip)"
         )
+        error.step = step
+        error.region = where if isinstance(where, int) else None
+        raise error

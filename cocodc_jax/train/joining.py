@@ -27,10 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cocodc_jax.core.pending_mean import PendingMean
-from cocodc_jax.core.state import InFlight, SyncState, TrainState
+from cocodc_jax.core.state import InFlight, PendingMean, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
-from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.program.fit import at_step
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import transfer
@@ -170,12 +168,11 @@ def _flight(
     """Return a sync in flight that others have sent."""
     k, start_step = sync
     like = abstract.in_flight[sync]
-    assert isinstance(program.exchange, ElasticExchange)
     if copy.header["has_mean"][f"{k}_{start_step}"]:
         mean = _read(frames, like.mean)
     else:
         (rank,) = (p.rank for p in abstract.schedule.in_flight if p.sync_id == sync)
-        mean = program.exchange.awaited(sync, rank)
+        mean = program.elastic.awaited(sync, rank)
     kept = {}
     for name, shape in like.kept.items():
         kept[name] = (
@@ -206,8 +203,7 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
 
 def max_frame_bytes(program: RegionProgram) -> int:
     """Return the size of the largest frame that regions send."""
-    assert isinstance(program.exchange, ElasticExchange)
     sync = program.abstract().sync
     leaves = jax.tree.leaves(sync.outer if sync else ())
     sizes = [x.size * x.dtype.itemsize for x in leaves]
-    return max(program.exchange.max_row_bytes, *sizes)
+    return max(program.elastic.max_row_bytes, *sizes)

@@ -101,7 +101,7 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
         return jax.tree.map(lambda *x: np.stack(x), *taken)
     except ValueError as error:
         raise ValueError(
-            f"batches of the steps {step + 1} to {step + num_steps} are not alike, and "
-            f"cannot be one scan ({error}): give all of them the same leaves and "
+            f"batches of the steps {step + 1} to {step + num_steps} differ in shape, "
+            f"and cannot be one scan ({error}): give all of them the same leaves and "
             "shapes, and leave out a last one that is smaller"
         ) from error

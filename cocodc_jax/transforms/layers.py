@@ -10,11 +10,6 @@ from typing import Any
 import jax
 
 BLOCKS = "blocks"
-# Below which a mixture's experts are stacked along an axis, the first after that of
-# layers; and the leaf there that counts an expert's tokens, in units of a batch times
-# `TOKEN_UNIT`.
-EXPERTS, TOKENS = "experts", "tokens"
-TOKEN_UNIT = 2.0**-20
 
 
 def named_leaves(tree) -> list[tuple[str, Any]]:
@@ -70,25 +65,3 @@ def is_stack(path: str, blocks: str = BLOCKS) -> bool:
 def is_matrix(path: str, num_axes: int, blocks: str = BLOCKS) -> bool:
     """Tell whether a leaf, or each layer of it, has at least two axes."""
     return num_axes - is_stack(path, blocks) >= 2
-
-
-def expert_axis(path: str) -> int | None:
-    """Return which axis of a leaf is that of experts; None of what is no expert's.
-
-    >>> expert_axis("blocks/moe/experts/up"), expert_axis("blocks/0/moe/experts/up")
-    (1, 0)
-    >>> expert_axis("blocks/moe/router")
-    """
-    if EXPERTS not in path.split("/")[:-1]:
-        return None
-    return int(is_stack(path))
-
-
-def is_token_count(path: str) -> bool:
-    """Tell whether a leaf counts the tokens of experts."""
-    return path.split("/")[-2:] == [EXPERTS, TOKENS]
-
-
-def count_of(path: str) -> str:
-    """Return the path of the count that belongs to an expert's weight."""
-    return "/".join((*path.split("/")[:-1], TOKENS))

@@ -1,4 +1,4 @@
-"""Equinox: a model's arrays are what is trained, and what regions exchange."""
+"""Equinox: regions train and exchange the arrays of a model."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Flax NNX: `nnx.vmap` names the axis of regions, and `nnx.Optimizer` is as it was."""
+"""Flax NNX: `nnx.vmap` names the axis of regions; `nnx.Optimizer` needs no change."""
 
 import jax.numpy as jnp
 import numpy as np

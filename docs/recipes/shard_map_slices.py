@@ -1,4 +1,4 @@
-"""`shard_map` over two slices, a region each; inside, data parallel by the compiler."""
+"""`shard_map` over two slices, one region each, with data parallelism inside."""
 
 import jax
 import jax.numpy as jnp

@@ -106,8 +106,8 @@ def fit(observations: Sequence[Observation]) -> Law:
     design = np.stack([_row(o.factors, names) for o in observations])
     if np.linalg.matrix_rank(design) < design.shape[1]:
         raise ValueError(
-            f"{', '.join(names)} vary together in these settings, so that their "
-            "exponents cannot be told apart"
+            f"{', '.join(names)} vary together in these settings, so their exponents "
+            "are not determined"
         )
     logs = np.log([o.loss for o in observations])
     coefficients, *_ = np.linalg.lstsq(design, logs, rcond=None)

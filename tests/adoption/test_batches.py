@@ -61,7 +61,7 @@ def test_steps_are_a_whole_number(program, state, num_steps):
 @pytest.mark.parametrize("last", [TOKENS[:, :1], {"x": TOKENS}])
 def test_batches_of_one_scan_are_alike(program, state, last):
     message = (
-        "^batches of the steps 1 to 2 are not alike, .* a last one that is smaller"
+        "^batches of the steps 1 to 2 differ in shape, .* a last one that is smaller"
     )
     with pytest.raises(ValueError, match=f"(?s){message}"):
         next(cc.run_steps(program, state, iter([TOKENS, last]), 2))

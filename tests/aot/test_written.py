@@ -35,9 +35,17 @@ def shared(x):
     return jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P("data"))(x)
 
 
+def grouped(x):
+    """Rows by three experts, and the weights' gradient: one product a row and each."""
+    weights, sizes = jnp.zeros((3, 8, 5)), jnp.array([1, 0, 3])
+    out = functools.partial(jax.lax.ragged_dot, x, group_sizes=sizes)
+    return jax.vjp(out, weights)[1](jnp.ones((4, 5)))
+
+
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
+        (grouped, 2 * 4 * 8 * 5),
         (product, PRODUCT),
         (looped, 4 * PRODUCT),
         (chosen, PRODUCT + 2 * 4 * 4 * 8),
@@ -47,7 +55,7 @@ def shared(x):
         (jax.grad(lambda x: jnp.sum(jnp.square(jax.checkpoint(product)(x)))),
          3 * PRODUCT),
     ],
-    ids=["product", "scan", "cond", "shard_map", "nested", "gradient"],
+    ids=["grouped", "product", "scan", "cond", "shard_map", "nested", "gradient"],
 )  # fmt: skip
 def test_products_count_as_often_as_they_run(program, expected):
     assert written.flops(jax.make_jaxpr(program)(X)) == expected

@@ -189,8 +189,12 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
             ["--", "--regions=3"],
             "--regions=3 after -- is decided here; leave it out, or give --regions be",
         ),
+        (
+            ["--scenario=cut", "--regions=3", "--", "--via=x"],
+            "--via=x after -- is decided here; leave it out",
+        ),
         (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
-        (["--", "--exchange=outer"], "--exchange='outer' is not how regions that are"),
+        (["--", "--exchange=outer"], "--exchange='outer' is not how elastic regions"),
         (
             ["--", "--method=mla"],
             "--exchange='elastic' is not possible for method='mla'",
@@ -220,12 +224,14 @@ def test_the_folder_of_a_scenario_that_is_over_is_refused(
 
 
 @pytest.mark.slow
-def test_regions_are_killed_and_nothing_is_lost(tmp_path):
+@pytest.mark.parametrize("has_ports", [True, False])
+def test_regions_are_killed_and_nothing_is_lost(tmp_path, has_ports):
     command = [
         sys.executable, "-m", "experiments.chaos", "--regions=3", "--kills=2",
         "--gap_s=6", f"--workdir={tmp_path}", "--", "--preset=smoke", "--steps=240",
         "--step_seconds=0.25", "--eval_batches=6", "--eval_every=0",
     ]  # fmt: skip
+    command += [] if has_ports else [f"--via={tmp_path}/messages"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, env=os.environ.copy()
     )

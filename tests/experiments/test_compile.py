@@ -102,7 +102,7 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
     assert found["host_bytes"] > 8 * 16_000
     assert found["host_bytes"] / 2 < found["argument_bytes"] < found["host_bytes"]
     said = report.lines(config, about, [found], report.summarise(about, [found]))
-    assert any("of the optimizer's state lie with the host" in line for line in said)
+    assert any("of the optimizer's state are in host memory" in line for line in said)
 
 
 @pytest.mark.slow

@@ -23,13 +23,14 @@ FLAGS = [
 class Run:
     """Three regions of a run."""
 
-    def __init__(self, workdir, flags, num=3, num_processes=1):
+    def __init__(self, workdir, flags, num=3, num_processes=1, via=""):
+        flags = [*flags, f"--via={via}"] if via else flags
         train = [sys.executable, "-m", "experiments.train", *flags]
         self.workdir, self.num = workdir, num
         self.regions = [
             independent.Region(*each, num_processes)
             for each in zip(
-                independent.commands(train, workdir, num),
+                independent.commands(train, workdir, num, via),
                 independent.logs(workdir, num),
                 strict=True,
             )
@@ -114,6 +115,26 @@ def test_all_die_and_come_back_from_checkpoints(three):
     ends = [three.lines(r, "joins.jsonl")[-1] for r in range(3)]
     assert sorted(end["from_peer"] for end in ends) == [False, True, True]
     assert max(end["own_step"] for end in ends) >= 40
+
+
+def test_the_numbers_are_the_same_through_a_folder(tmp_path, corpus):
+    flags = [
+        "--preset=smoke", "--steps=40", "--eval_batches=4", "--regions=2", *corpus
+    ]  # fmt: skip
+    messages = tmp_path / "messages"
+    runs = [
+        Run(tmp_path / "sockets", flags, 2),
+        Run(tmp_path / "folder", flags, 2, via=str(messages)),
+    ]
+    for run in runs:
+        run.until(lambda run=run: all([r.code is not None for r in run.regions]), 600)
+        assert [r.code for r in run.regions] == [0, 0], run.tail()
+    for region in ("region_0", "region_1"):
+        one, other = (
+            (run.workdir / region / "metrics.jsonl").read_bytes() for run in runs
+        )
+        assert one == other
+    assert not list(messages.iterdir())
 
 
 SEVERAL = [

@@ -1,5 +1,6 @@
 """The examples for clusters, as far as they can be checked without one."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ import yaml
 from cocodc_jax.methods import METHODS
 from cocodc_jax.run.config import LEAVES
 from cocodc_jax.run.flags import ELASTIC, PROCESSES
+from cocodc_jax.run.live_metrics import METRICS
 from cocodc_jax.run.presets import PRESETS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -71,3 +73,26 @@ def test_kubernetes_names_and_counts_agree():
     assert flags["process_id"] == "$(JOB_COMPLETION_INDEX)"
     mounts = [m["mountPath"] for m in container["volumeMounts"]]
     assert any(flags["workdir"].startswith(f"{path}/") for path in mounts)
+
+
+def test_the_dashboard_shows_every_metric_and_no_other():
+    dashboard = json.loads((FOLDER / "grafana.json").read_text())
+    panels = dashboard["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    queries += [each["query"]["query"] for each in dashboard["templating"]["list"][1:]]
+    assert set(re.findall(r"cocodc_\w+", " ".join(queries))) == {
+        metric.name for metric in METRICS
+    }
+    guide = (ROOT / "docs/guides/monitoring.md").read_text()
+    assert {metric.name for metric in METRICS} <= set(re.findall(r"cocodc_\w+", guide))
+    labels = set(re.findall(r"{{(\w+)}}", json.dumps(dashboard)))
+    assert labels <= {"region", "process", *(x for m in METRICS for x in m.labels)}
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in panels)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24

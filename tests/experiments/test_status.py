@@ -108,7 +108,7 @@ def test_a_killed_run_and_one_that_goes_on(tmp_path, capsys):
         pass
 
 
-def test_regions_that_are_jobs_have_a_row_each(tmp_path, capsys):
+def test_elastic_regions_have_a_row_each(tmp_path, capsys):
     for region in (0, 1, 10):
         run = make_run(tmp_path / f"region_{region}", [train(10)], regions=3)
         merges = [
@@ -135,14 +135,21 @@ def test_processes_of_a_run_and_a_narrow_terminal(tmp_path, capsys, monkeypatch)
     make_run(run / "process_1", [train(10, loss=3.5)])
     rows, _ = shown(capsys, run)
     assert [(row["run"], row["loss"]) for row in rows] == [
-        ("run", "2.500"), ("run process_1", "3.500"),
+        ("run", "2.500"), ("process_1", "3.500"),
     ]  # fmt: skip
     monkeypatch.setenv("COLUMNS", "80")
     assert status.main(["status", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["run", "run", "run", "process_1"]
-    assert "loss      2.500           3.500" in lines
+    assert lines[1].split() == ["run", "run", "process_1"]
+    assert ["loss", "2.500", "3.500"] in [line.split() for line in lines]
     assert max(map(len, lines)) < 80
+
+
+def test_a_folder_of_runs(tmp_path, capsys):
+    for name in ("runs/b", "runs/a", "c"):
+        make_run(tmp_path / name)
+    rows, _ = shown(capsys, tmp_path)
+    assert [row["run"] for row in rows] == ["c", "runs/a", "runs/b"]
 
 
 def test_a_run_that_has_not_begun(tmp_path, capsys):

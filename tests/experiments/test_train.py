@@ -213,7 +213,7 @@ def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch):
     code, _, err = call(train, *flags, *corpus, f"--workdir={tmp_path}")
     assert code == 0, err
     assert "loss 9.0 at step 12 in region 1 is a spike (usually 5, z = 40)" in err
-    assert "last good checkpoint: step 8; the run goes back to it" in err
+    assert "last good checkpoint: step 8; the run returns to it" in err
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(x["step"], x["to_step"]) for x in summary["rollbacks"]] == [(12, 8)]
     assert summary["steps"] == 24
@@ -264,7 +264,7 @@ def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch)
     assert err == (
         "error: --mixing_alpha=0.5 has no meaning for diloco, which takes "
         "sync_interval, outer_lr, outer_momentum, compress, outer_placement, "
-        "region_weights, exclude_above, robust_mean; leave it out\n"
+        "region_weights, exclude_above, robust_mean, expert_weights; leave it out\n"
     )
 
 

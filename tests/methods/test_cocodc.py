@@ -1,5 +1,6 @@
 """CoCoDC: what its curvatures need, its own numbers, and the published rule."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -66,6 +67,16 @@ def test_the_papers_merge_by_hand(options, expected):
     )
     merged, _ = made.sync.merge.apply(local, staged, outer, delay_steps=2)
     np.testing.assert_allclose(merged["w"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["text", "code"])
+def test_strengths_may_be_traced(rule):
+    def name(strength):
+        made = methods.get("cocodc_paper", rule=rule, compensation_strength=strength)
+        assert made.name == "cocodc_paper"
+        return strength
+
+    jax.eval_shape(name, 0.5)
 
 
 def test_a_rule_chooses_the_score_too():

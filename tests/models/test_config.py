@@ -11,6 +11,8 @@ _PARAMETERS = {
     "small": 35_364_096,
     "paper_150m": 214_983_680,
     "1b": 1_279_890_432,
+    "moe_tiny": 2_464_928,
+    "moe_30b_a3b": 30_129_475_584,
     "8b": 8_030_261_248,
 }
 
@@ -19,6 +21,9 @@ def _counted_by_hand(config):
     kv_width = config.num_kv_heads * config.width // config.num_heads
     attention = 2 * config.width * (config.width + kv_width)
     mlp = 3 * config.width * config.mlp_width
+    if config.num_experts:  # All blocks; a router, and a count of each expert's tokens.
+        of_expert = 3 * config.width * config.expert_width + config.width + 1
+        mlp = config.num_experts * of_expert
     norms = 2 * config.width
     if config.qk_norm:
         norms += 2 * config.width // config.num_heads

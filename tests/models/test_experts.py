@@ -8,11 +8,11 @@ import optax
 import pytest
 
 from cocodc_jax import models
+from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.transforms.layers import TOKEN_UNIT
 
 _DENSE = TransformerConfig(
     vocab_size=32,
@@ -106,37 +106,68 @@ def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
         )
 
 
+def test_the_kernel_of_tpus_sums_each_group():
+    """Interpreted: what gradients of weights are made of there, an empty group too."""
+    rng, sizes = np.random.default_rng(0), np.array([10, 0, 30, 24], np.int32)
+    rows, grad = rng.normal(size=(64, 8)), rng.normal(size=(64, 12))
+    found = experts.tgmm(
+        jnp.float32(rows.T),
+        jnp.float32(grad),
+        sizes,
+        preferred_element_type=jnp.float32,
+        tiling=(64, 512, 512),
+        interpret=True,
+    )
+    ends = np.cumsum(sizes)
+    wanted = [
+        rows[e - n : e].T @ grad[e - n : e] for e, n in zip(ends, sizes, strict=True)
+    ]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 @functools.cache
 def _params(config):
-    return jax.jit(functools.partial(models.init_params, config))(_KEY)
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        scale = 0.0 if path[-1].key == "tokens" else 0.3
+        drawn = rng.normal(path[-1].key == "scale", scale, leaf.shape)
+        return drawn.astype(np.float32)
+
+    shapes = jax.eval_shape(functools.partial(models.init_params, config), _KEY)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def _loss_and_grad(config, tokens):
+def _loss_and_grad(config, tokens, params=None):
     loss = jax.value_and_grad(models.make_loss_fn(config), has_aux=True)
-    return jax.jit(loss)(_params(config), tokens, _KEY)
+    return jax.jit(loss)(params or _params(config), tokens, _KEY)
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"shared_experts": 2, "remat": "full"}, {"moe_every": 2}]
+    "changed", [{"remat": "full"}, {"shared_experts": 2, "moe_every": 2}]
 )
 def test_scanned_and_unscanned_layers_are_one_model(changed):
     scanned = dataclasses.replace(_MOE, **changed)
     plain = dataclasses.replace(scanned, scan_layers=False)
+    every = scanned.moe_every
+
+    def layer_of(blocks, layer):
+        block = blocks[f"layer_{layer % every}"] if every > 1 else blocks
+        return jax.tree.map(lambda x: x[layer // every], block)
+
+    params = _params(scanned)
+    layers = {i: layer_of(params["blocks"], i) for i in range(_MOE.num_layers)}
     (loss, aux), grads = _loss_and_grad(scanned, _tokens())
-    (other, other_aux), others = _loss_and_grad(plain, _tokens())
+    (other, other_aux), others = _loss_and_grad(
+        plain, _tokens(), params | {"blocks": layers}
+    )
     np.testing.assert_allclose(loss, other, rtol=1e-6)
     np.testing.assert_allclose(aux["expert_load"], other_aux["expert_load"], rtol=1e-6)
 
-    every = scanned.moe_every
-    for layer in range(_MOE.num_layers):
-        block = grads["blocks"]
-        if every > 1:
-            block = block[f"layer_{layer % every}"]
+    for layer in layers:
         jax.tree.map(
-            lambda x, y, layer=layer: np.testing.assert_allclose(
-                x[layer // every], y, rtol=1e-4, atol=1e-7
-            ),
-            block,
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6),
+            layer_of(grads["blocks"], layer),
             others["blocks"][layer],
         )
         assert ("moe" in others["blocks"][layer]) == scanned.has_experts(layer)
@@ -174,12 +205,13 @@ def test_the_losses_of_routers_are_what_their_papers_say():
 
 
 def test_router_losses_change_gradients_and_not_the_loss():
-    heavy = dataclasses.replace(_MOE, balance_loss=1.0, router_z_loss=1.0)
-    light = dataclasses.replace(_MOE, balance_loss=0.0, router_z_loss=0.0)
+    one = dataclasses.replace(_MOE, num_layers=1, scan_layers=False)
+    heavy = dataclasses.replace(one, balance_loss=1.0, router_z_loss=1.0)
+    light = dataclasses.replace(one, balance_loss=0.0, router_z_loss=0.0)
     (loss, _), grads = _loss_and_grad(heavy, _tokens())
     (same, _), others = _loss_and_grad(light, _tokens())
     assert loss == same
-    routers = grads["blocks"]["moe"]["router"], others["blocks"]["moe"]["router"]
+    routers = [x["blocks"][0]["moe"]["router"] for x in (grads, others)]
     assert np.abs(routers[0] - routers[1]).max() > 1e-3
 
 
@@ -270,4 +302,4 @@ def test_half_precision_stays_near_the_full_one():
     logits = jax.jit(functools.partial(models.apply, _MOE))(_params(_MOE), tokens)
     other = jax.jit(functools.partial(models.apply, half))(_params(_MOE), tokens)
     # Eight bits, and a token may change its second expert.
-    np.testing.assert_allclose(logits, other, atol=0.1)
+    assert np.abs(logits - other).mean() < 0.02

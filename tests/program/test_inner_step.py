@@ -135,7 +135,7 @@ def test_compiled_steps_send_nothing_to_another_region(tiny, length, data, model
     mesh = make_mesh(length, data, model)
     program = tiny.make_program("diloco", mesh, param_specs=tiny.SPECS)
     state = tiny.start(program)
-    batches = program.put_batches(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
+    batches = program._batches.put(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
     text = (
         program._steps.lower(state.region, batches, None, None, ()).compile().as_text()
     )

@@ -89,7 +89,7 @@ def test_replace_finds_the_section_and_seeds_the_data_too():
         "seed: 0, not 7",
         "width: 32, not 64",
     ]
-    with pytest.raises(ValueError, match="'widht' is no field"):
+    with pytest.raises(ValueError, match="'widht' is not a field"):
         SMOKE.replace(widht=3)
 
 
@@ -129,9 +129,9 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
             "step_seconds=1.0 has regions sleep one after another",
         ),
         (lambda: RunConfig(outer_channels=0), "outer_channels=0 must be at least 1"),
-        (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be a time"),
+        (lambda: RunConfig(step_seconds=-0.1), "step_seconds=-0.1 must be at least 0"),
         (lambda: RunConfig(step_seconds=float("nan")), "step_seconds=nan must be"),
-        (lambda: RunConfig(step_seconds=1.0, data_axis=2), "one device a region"),
+        (lambda: RunConfig(step_seconds=1.0, data_axis=2), "one device per region"),
         (lambda: RunConfig(step_times="1,2"), "step_times='1,2' must be 4 numbers"),
         (lambda: RunConfig(step_times="1,1,2,x"), "step_times='1,1,2,x' must be 4"),
         (lambda: RunConfig(step_times="2,2,2,2"), "1 for the fastest"),

@@ -142,7 +142,7 @@ def test_an_argument_that_nobody_explains_is_refused():
     def silent(zeal: int = 1):
         """A method."""
 
-    with pytest.raises(ValueError, match="'zeal' of method 'silent' is not explained"):
+    with pytest.raises(ValueError, match="'zeal' of method 'silent' is not documented"):
         method_leaves({"silent": silent})
 
 

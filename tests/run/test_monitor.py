@@ -8,13 +8,14 @@ import socket
 import sys
 import urllib.request
 
+import jax
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import cocodc_jax
 from cocodc_jax.network.faults import Finding
-from cocodc_jax.run import metrics_server
+from cocodc_jax.run import metrics_server, monitor
 from cocodc_jax.run.event_command import EVENTS, Event, EventCommand
 from cocodc_jax.run.live_metrics import COUNTER, METRICS, LiveMetrics
 from cocodc_jax.run.metrics_server import PortError, serving
@@ -81,13 +82,13 @@ def test_before_the_first_turn_only_what_is_known_is_exposed():
 def watched():
     events = []
     live = LiveMetrics(100, lambda step: 8 * step, 3)
-    monitor = Monitor(live, events.append, own_region=1, delay_steps=5)
-    hooks = monitor.told_by(NO_HOOKS, 0, began_s=0.0, saved_step=None)
-    return monitor, hooks, events
+    each = Monitor(live, events.append, own_region=1, delay_steps=5)
+    hooks = each.told_by(NO_HOOKS, 0, began_s=0.0, saved_step=None)
+    return each, hooks, events
 
 
 def test_records_are_counted_and_are_events(watched):
-    monitor, hooks, events = watched
+    each, hooks, events = watched
     for record in (
         SYNC,
         SYNC | {"apply_step": 10},  # Later than its slot.
@@ -99,9 +100,9 @@ def test_records_are_counted_and_are_events(watched):
         SYNC | {"left_out": [0, 1, 0]},
     ):
         hooks.record(record)
-    monitor.merged(True)
-    monitor.merged(False)
-    found = scrape(monitor.live)
+    each.merged(True)
+    each.merged(False)
+    found = scrape(each.live)
     outcomes = [found["cocodc_syncs_total", x] for x in ("applied", "late", "missed")]
     assert outcomes == [6, 1, 1]
     assert found["cocodc_eval_loss",] == 1.5
@@ -112,16 +113,17 @@ def test_records_are_counted_and_are_events(watched):
 
 
 def test_faults_are_gauges_while_they_are_named(watched):
-    monitor, _, events = watched
+    each, _, events = watched
     link = Finding("link", (0, 2), 3.0, 0.5, 9.0)
     gone = Finding("gone", (2,), np.inf, 0.0, np.inf)
-    monitor.fault(True, link, "link from region 0 to region 2")
-    monitor.fault(True, gone, gone.explain())
-    found = scrape(monitor.live)
+    each.fault(True, link, "link from region 0 to region 2")
+    each.fault(True, gone, gone.explain())
+    found = scrape(each.live)
     assert found["cocodc_fault", "link", "0-2"] == 1
     assert found["cocodc_faults_total", "gone"] == 1
-    monitor.fault(False, gone, gone.explain())
-    assert ("cocodc_fault", "gone", "2") not in scrape(monitor.live)
+    assert found["cocodc_faults_total", "slow"] == 0
+    each.fault(False, gone, gone.explain())
+    assert ("cocodc_fault", "gone", "2") not in scrape(each.live)
     assert [(x.name, x.region) for x in events] == [
         ("fault", None), ("region_lost", 2), ("region_returned", 2),
     ]  # fmt: skip
@@ -217,6 +219,23 @@ def test_an_error_that_ends_a_run_is_an_event(error, name, tmp_path):
         raise error
     assert (tmp_path / "event").read_text().strip() == name
     assert name in EVENTS
+
+
+@pytest.mark.parametrize(("own_region", "port"), [(None, 9101), (2, 9105)])
+def test_every_process_has_its_own_port(own_region, port, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    served = []
+
+    @contextlib.contextmanager
+    def serving(*arguments):
+        served.append(arguments)
+        yield "host", arguments[0]
+
+    monkeypatch.setattr(monitor, "serving", serving)
+    live = live_at([0.0])
+    with Monitoring(9100).watching(live, "run", [4, 5], own_region, None):
+        assert served == [(port, live, {"region": "4,5", "process": "1"})]
 
 
 @pytest.mark.parametrize(

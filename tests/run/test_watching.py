@@ -361,12 +361,17 @@ def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not(tmp_path):
     assert hear(silences, rng, 60, now=3610) == []
     # This process slept, not the others.
     assert silences.overdue({(1, 7), (2, 7)}, 4000) == {}
-    watch = FaultWatch(tmp_path, "warn", 0.05)
+    seen = []
+    watch = FaultWatch(tmp_path, "warn", 0.05, lambda *each: seen.append(each))
     for now in ({2: Silence(2.5, 0.7)}, {2: Silence(3.0, 0.7)}, {}):
         watch.silent(now)
     lines = map(json.loads, (tmp_path / FAULTS_FILE).read_text().splitlines())
     told = [(x["fault"], x["kind"], x["where"], x["seconds"]) for x in lines]
     assert told == [("begins", "silent", [2], 2.5), ("ends", "silent", [2], 3.0)]
+    assert [(is_on, x.kind, x.where) for is_on, x, _ in seen] == [
+        (True, "silent", (2,)), (False, "silent", (2,)),
+    ]  # fmt: skip
+    assert seen[0][2].startswith("region 2 is silent for 2.5 s")
 
 
 def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):

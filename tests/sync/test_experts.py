@@ -12,10 +12,10 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax import methods, models
 from cocodc_jax.core.sync import gap
+from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules.adaptive import adaptive
-from cocodc_jax.transforms.layers import TOKEN_UNIT, expert_axis
 
 _MODEL = models.TransformerConfig(
     vocab_size=16,
@@ -37,7 +37,17 @@ def _model(scan_layers):
 
 @functools.cache
 def _params(scan_layers):
-    return jax.jit(functools.partial(models.init_params, _model(scan_layers)))(_KEY)
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        scale = 0.0 if path[-1].key == "tokens" else 0.3
+        drawn = rng.normal(path[-1].key == "scale", scale, leaf.shape)
+        return drawn.astype(np.float32)
+
+    shapes = jax.eval_shape(
+        functools.partial(models.init_params, _model(scan_layers)), _KEY
+    )
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @pytest.mark.parametrize(("scan_layers", "num_fragments"), [(True, 4), (False, 5)])

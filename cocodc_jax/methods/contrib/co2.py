@@ -73,12 +73,12 @@ def co2(
 ) -> Method:
     """Build CO2 (arXiv 2401.16265): late means, clipped momentum, divided state.
 
-    m <- clip(b m + Delta(t - 1) / Lambda, +-phi); x <- x - eta m.
+    v <- clip(mu v + Delta(t - 1) / Lambda, +-phi); theta^g <- theta^g - eta v.
 
     Args:
       sync_interval: H, inner steps of a round.
       outer_lr: eta, learning rate of the outer step.
-      outer_momentum: b, decay of the momentum, 0.2 to 0.6 with the model's size.
+      outer_momentum: mu, decay of the momentum, 0.2 to 0.6 with the model's size.
       momentum_clip: phi, largest element of the outer momentum, in parameter units.
       staleness_gap: Lambda, what a late mean is divided by: "constant" is 1, as in the
         public code, "measured" how far the parameters have moved since, in usual moves.

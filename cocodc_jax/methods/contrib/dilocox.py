@@ -94,7 +94,7 @@ def dilocox(
     Args:
       sync_interval: H_1, inner steps of a round at the first rank.
       rank: r_1, rank of the factors in the first rounds, and the largest. A matrix
-        too small for it is sent whole; a lower rank then shortens rounds more than
+        too small for it is sent in full; a lower rank then shortens rounds more than
         messages.
       min_rank: r_min, the least that an adaptive rank becomes.
       adaptive_rank: whether rank and interval follow the effective rank of the means.

@@ -188,7 +188,7 @@ def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
     program, state, batches = of_one_job(tiny, method, late_message=late_message)
     first = tiny.host(state.region.params)
     own, _ = program._steps(
-        state.region, program.put_batches(stacked(batches[:2])), None, None, ()
+        state.region, program._batches.put(stacked(batches[:2])), None, None, ()
     )
     trained = tiny.host(own.params)
     state = tiny.start(program)

@@ -146,3 +146,14 @@ def test_means_of_moments_are_listed(tiny, moments):
     }
     for each in found.values():
         each.program.lower(*each.arguments)
+
+
+def test_arguments_are_of_types_that_jax_has(tiny):
+    """JAX 0.11 warns of float64 while x64 is off."""
+    method = methods.get("des_loc", sync_interval=2, sync_moments="2,3")
+    program = RegionProgram(
+        tiny.loss_fn, optax.adam(0.1), method, tiny.make_params(), tiny.NUM_REGIONS
+    )
+    listed = program.list_programs(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
+    for leaf in jax.tree.leaves([each.arguments for each in listed]):
+        assert jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype

@@ -93,7 +93,7 @@ def make_setting(mesh, sync):
     shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, specs)
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
-    place = OuterPlacement("mesh", shardings)
+    place = OuterPlacement("mesh", "mesh", shardings)
     return SyncSpec(
         sync, regions, fragments, place, shapes, loss_fn, UserInputs(), local
     )

@@ -220,7 +220,7 @@ def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):
     ids=["one in two regions", "uneven", "two in two regions"],
 )
 def test_a_process_that_is_part_of_two_regions_is_refused(shards, text):
-    with pytest.raises(ValueError, match=re.escape(f"lie in the processes {text}")):
+    with pytest.raises(ValueError, match=re.escape(f"are in the processes {text}")):
         outer_mesh(grid(shards))
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import jax.numpy as jnp
 import pytest
 
-from cocodc_jax.core import pending_mean as arriving
+from cocodc_jax.core import state as arriving
 from cocodc_jax.core.state import AppliedSync
 from cocodc_jax.train.clock import FlightRecorder
 
@@ -190,7 +190,7 @@ def test_who_hands_out_a_merge_may_wait_for_its_mean():
         time.sleep(0.2)
         steps.gate.set()
         time.sleep(0.8)
-        future.set_result(arriving.MeanResult(jnp.ones(3)))
+        future.set_result(arriving.InFlight(jnp.ones(3), {}))
         time.sleep(0.1)
         recorder.stepped(4, steps, merged(READY))
     assert 0.05 < recorder.step_s < 0.4  # 0.55 with the wait.

@@ -558,7 +558,8 @@ class TestNotFinite:
         assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
     def test_a_loss_before_any_checkpoint(self, tiny, tmp_path, programs):
-        with pytest.raises(NonFiniteLossError, match="step 3 in .* 1.*there is none"):
+        why = "step 3 in .* 1.*there is none"
+        with pytest.raises(NonFiniteLossError, match=why) as raised:
             Run(
                 tiny,
                 programs[loss_plus_bad],
@@ -566,6 +567,7 @@ class TestNotFinite:
                 folder=tmp_path,
                 batches=self.batches(tiny, np.nan, 3, 1),
             )
+        assert (raised.value.step, raised.value.region) == (3, 1)
         assert not list(tmp_path.iterdir())
 
     def test_a_parameter(self, tiny, tmp_path, programs):

@@ -1,0 +1,38 @@
+"""Which leaves of a parameter tree are a mixture's experts, found by their paths.
+
+A model of this package has them at `blocks/0/moe/experts/up` [E, ...], or stacked with
+all layers at `blocks/moe/experts/up` [layers, E, ...]. Next to an expert's weights,
+`experts/tokens` counts the tokens that it was given (`models.experts`).
+"""
+
+EXPERTS, TOKENS = "experts", "tokens"
+_BLOCKS = "blocks"
+# A count is this many times the number of batches whose tokens an expert was given.
+TOKEN_UNIT = 2.0**-20
+
+
+def expert_axis(path: str) -> int | None:
+    """Return which axis of a leaf is that of experts; None if it is no expert's.
+
+    >>> expert_axis("blocks/moe/experts/up"), expert_axis("blocks/0/moe/experts/up")
+    (1, 0)
+    >>> expert_axis("blocks/moe/router")
+    """
+    parts = path.split("/")
+    if EXPERTS not in parts[:-1]:
+        return None
+    before = parts[: parts.index(EXPERTS)]
+    if _BLOCKS not in before:
+        return 0
+    after = before[before.index(_BLOCKS) + 1 :]
+    return int(not (after and after[0].isdecimal()))
+
+
+def is_token_count(path: str) -> bool:
+    """Return whether a leaf counts the tokens of experts."""
+    return path.split("/")[-2:] == [EXPERTS, TOKENS]
+
+
+def count_of(path: str) -> str:
+    """Return the path of the count that belongs to an expert's weight."""
+    return "/".join((*path.split("/")[:-1], TOKENS))

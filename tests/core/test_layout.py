@@ -1,0 +1,55 @@
+"""Shardings of a training state over regions follow those of the parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import cocodc_jax as cc
+
+MESH = Mesh(
+    np.array(jax.devices()[:4]).reshape(2, 2),
+    ("region", "data"),
+    axis_types=(AxisType.Auto,) * 2,
+)
+PARAMS = {"layer": {"w": jnp.zeros((4, 6)), "b": jnp.zeros(3)}, "w": jnp.zeros((6, 4))}
+SPECS = {"layer": {"w": P(None, "data"), "b": P()}, "w": P("data")}
+WHERE = jax.tree.map(
+    lambda spec: NamedSharding(MESH, spec), SPECS, is_leaf=lambda x: isinstance(x, P)
+)
+
+
+@pytest.mark.parametrize(("axis", "lead"), [(0, ("region",)), (None, ())])
+def test_a_leaf_is_sharded_as_the_parameter_that_its_path_ends_with(axis, lead):
+    outer = {"layer/w": PARAMS["layer"]["w"], "w": PARAMS["w"]}
+    tree = {"mu": PARAMS, "outer": (outer,), "count": jnp.zeros((), int)}
+    found = cc.sync_shardings(tree, WHERE, axis)
+    assert found["mu"]["layer"]["w"].spec == P(*lead, None, "data")
+    assert found["mu"]["layer"]["b"].spec == P(*lead)
+    assert found["outer"][0]["layer/w"].spec == P(*lead, None, "data")
+    assert found["outer"][0]["w"].spec == P(*lead, "data")
+    assert found["count"].spec == P(*lead)
+
+
+def test_factors_that_do_not_divide_are_replicated_inside_a_region():
+    factors = {"layer": {"w": jnp.zeros((4, 1))}, "w": jnp.zeros(())}
+    found = cc.sync_shardings(factors, WHERE)
+    assert {x.spec for x in jax.tree.leaves(found)} == {P("region")}
+
+
+def test_a_state_is_laid_out_by_its_axes():
+    tx = cc.synchronized(optax.adam(0.1), "diloco", axis_name="region")
+    shapes = jax.eval_shape(tx.init, PARAMS)
+    where = cc.sync_shardings(shapes, WHERE, cc.sync_axes("diloco"))
+    assert jax.tree.structure(where) == jax.tree.structure(shapes)
+    assert where.inner[0].mu["w"].spec == P("region", "data")
+    assert where.outer[0]["layer/w"].spec == P(None, "data")
+    assert where.step.spec == P()
+
+
+def test_shardings_without_leaves_are_refused():
+    with pytest.raises(ValueError, match="pass those of one region's params"):
+        cc.sync_shardings(PARAMS, {})

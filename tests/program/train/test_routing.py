@@ -1,0 +1,44 @@
+"""What is recorded of a mixture of experts."""
+
+import numpy as np
+
+from cocodc_jax.report.events import scalars
+from cocodc_jax.report.records import check_record
+from cocodc_jax.train.routing import record_of, routing_of
+
+# Two regions, one layer, four experts, two a token.
+LOADS = np.array([[[1.0, 1.0, 0, 0]], [[1.0, 0.5, 0.5, 0]]], np.float32)
+AUX = {
+    "router_balance": np.array([1.0, 2.0], np.float32),
+    "router_z": np.array([3.0, 5.0], np.float32),
+    "router_entropy": np.array([0.5, 0.5], np.float32),
+    "expert_load": LOADS,
+}
+
+
+def test_a_record_says_how_even_and_how_equal_loads_are():
+    record = check_record(record_of(7, AUX))
+    assert record == {
+        "kind": "experts",
+        "step": 7,
+        "balance": 1.5,
+        "z": 4.0,
+        "entropy": 0.5,
+        "load_max": 1.0 * 4 / 2,
+        "divergence": (0.5 + 0.5) / 2 / (2 * 2),
+        "dead": 1.0,
+        "load_regions": LOADS.tolist(),
+    }
+    shown = scalars(record)
+    assert shown["experts/load_regions/region_1/layer_0/expert_1"] == 0.5
+    assert shown["experts/dead"] == 1.0
+
+
+def test_many_experts_are_recorded_without_their_single_loads():
+    aux = AUX | {"expert_load": np.ones((2, 3, 100), np.float32)}
+    assert "load_regions" not in check_record(record_of(7, aux))
+
+
+def test_a_dense_model_has_no_routing():
+    assert routing_of({"accuracy": 1}) == {}
+    assert routing_of(AUX | {"accuracy": 1}) == AUX
