@@ -52,7 +52,6 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_markdown_format = "gfm"
 
-smartquotes_action = "q"  # Two hyphens begin a flag.
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

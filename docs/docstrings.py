@@ -100,6 +100,7 @@ def _text(text):
         part = re.sub(
             r"((?<![\w*])\*\w+\*(?![\w*])|\*\*[^*\s][^*]*\*\*)|[*|]", _escape, part
         )
+        part = re.sub(r"(?<!\S)--[a-z]\w*(?:=[\w,.:+/-]*\w)?", r"``\g<0>``", part)
         part = re.sub(r"(^|: )([A-Za-z])\.(?=\s|$)", r"\1\2\\.", part, flags=re.M)
         part = re.sub(r"(?<=\w)_(?=[\s,.;:)]|$)", r"\\_", part)
         parts[i] = re.sub(

@@ -150,8 +150,9 @@ def _entry(kind, path, title):
     name = path.rpartition(".")[2]
     others = sorted({f"cocodc_jax.{name}", f"{title}.{name}"} - {path})
     ids = "".join(f'<span id="{x}"></span>' for x in others)
-    lines = [".. raw:: html", "", f"   {ids}", "", f".. auto{kind}:: {path}"]
-    return [*lines, "   :members:" if kind == "class" else "", ""]
+    anchors = [".. raw:: html", "", f"   {ids}", ""] if ids else []
+    members = ["   :members:", ""] if kind == "class" else [""]
+    return [*anchors, f".. auto{kind}:: {path}", *members]
 
 
 def write_programs(folder):

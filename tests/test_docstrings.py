@@ -24,6 +24,7 @@ SPEC.loader.exec_module(docstrings)
         ("As:\n\n$$\na * b\n$$\n\nA", "As:\n\n\n.. math::\n\n    a * b\n\n\nA"),
         ("For $5 and $HOME.", "For $5 and $HOME."),
         ("**Of two**, a*b: K.\nK.", "**Of two**, a\\*b: K\\.\nK\\."),
+        ("And --steps=8, a--b.", "And ``--steps=8``, a--b."),
         ("Defaults: 1.", "\n**Defaults:** 1."),
         (
             "See arXiv 2311.08105.",
