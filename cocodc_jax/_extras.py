@@ -29,9 +29,6 @@ class MissingExtraError(ModuleNotFoundError):
 def extra(name: str) -> Iterator[None]:
     """Import what comes with an extra, or say which one that is.
 
-    Args:
-      name: of the extra, as in `pyproject.toml`.
-
     Raises:
       MissingExtraError: if a package is not installed, with the command that brings it.
     """
@@ -60,11 +57,5 @@ class _Later:
 
 
 def later(module: str, extra_name: str) -> Any:
-    """Stand for a module that comes with an extra, and is imported on use.
-
-    Args:
-      module: its whole name.
-      extra_name: the extra that brings it; asking for something of a module that is not
-        installed raises `MissingExtraError`.
-    """
+    """Stand for a module that comes with an extra, and is imported on use."""
     return _Later(module, extra_name)

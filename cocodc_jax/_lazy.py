@@ -16,13 +16,7 @@ from typing import Any
 def attach(
     package: str, places: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them.
-
-    Args:
-      package: its name.
-      places: where each public name is, as MODULE:NAME, or MODULE if it is one; modules
-        are named from `package` on.
-    """
+    """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them."""
 
     def find(name: str) -> Any:
         if name not in places:
@@ -38,11 +32,6 @@ def attach(
 
 
 def modules_of(path: Iterable[str], packages: bool = False) -> dict[str, str]:
-    """Return the places of a package's own public modules.
-
-    Args:
-      path: the package's `__path__`.
-      packages: whether only those that are packages.
-    """
+    """Return the places of a package's own public modules."""
     found = [m for m in pkgutil.iter_modules(path) if m.ispkg or not packages]
     return {module.name: module.name for module in found if module.name[0] != "_"}

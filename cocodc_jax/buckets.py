@@ -47,13 +47,6 @@ def in_bucket(path: str | os.PathLike[str]) -> Any:
 def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:
     """Copy a file or a folder of a bucket to this machine, what of it is not there yet.
 
-    Args:
-      path: in the bucket.
-      folder: for everything of all buckets.
-
-    Returns:
-      Where it is here.
-
     Raises:
       MissingExtraError: if what reaches buckets is not installed.
       ValueError: if it cannot be reached, or does not exist.
@@ -80,11 +73,6 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
     """Make a folder hold what a folder of a bucket holds, and no other files.
 
     What is hidden is left alone; and, of a run, logs (`*.log`) of who started it.
-
-    Args:
-      source: in the bucket; may be missing, which is empty.
-      folder: made if missing.
-      is_deep: fetch logs too, and what lies in folders below it.
 
     Raises:
       OSError: if a file cannot be read, or written here.
@@ -128,11 +116,6 @@ def send(folder: pathlib.Path, target: Any, sent: dict[str, tuple[int, int]]) ->
     """Write the files of a folder, not of those below it, to a folder of a bucket.
 
     A file of a bucket is there whole or not at all, as those of `write_whole`.
-
-    Args:
-      folder: of the files; what `fetch` leaves alone is left here.
-      target: in the bucket.
-      sent: size and time of each file as it was sent last, by name; brought up to date.
 
     Raises:
       OSError: if a file cannot be read or written.

@@ -120,12 +120,6 @@ _OTHER_PEAKS = {
 def peak_flops(device_kind: str) -> float | None:
     """Return the dense bf16 operations a second that one JAX device can do.
 
-    Args:
-      device_kind: of `jax.Device`.
-
-    Returns:
-      The published peak; None for CPUs and kinds that are not in the table.
-
     >>> peak_flops("TPU v5 lite"), peak_flops("cpu")
     (197000000000000.0, None)
     """

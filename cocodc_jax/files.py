@@ -51,10 +51,6 @@ def ensure_folder(folder: pathlib.Path) -> None:
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file that is there with all of its content or not at all.
 
-    Args:
-      path: of the file; its folder must be there.
-      content: text is written as UTF-8.
-
     Raises:
       UnwritableError: if that cannot be; what was there before is there still.
     """

@@ -126,15 +126,7 @@ def compare(
     console: Console,
     wanted: Sequence[str] = (),
 ) -> None:
-    """Time the contenders in one layout, and print the ratios.
-
-    Args:
-      case: model, batches and optimizer.
-      num_devices: devices that share the regions.
-      rounds: timed turns of each contender.
-      console: where to print.
-      wanted: names of `CONTENDERS`; empty means all that are installed.
-    """
+    """Time the contenders in one layout, and print the ratios."""
     makers = {
         name: contenders.region_program(case, name, num_devices, **arguments)
         for name, arguments in METHODS.items()

@@ -108,15 +108,6 @@ class Chaos:
     ) -> None:
         """Kill and restart regions, then wait until all have ended.
 
-        Args:
-          num: number of kills.
-          last_step: step after which no region is killed.
-          seed: seed of the choice of regions and moments.
-          gap_s: mean seconds between two kills; with `only_members` they count from
-            the moment at which all take part again.
-          restart_s: seconds after which a killed region is restarted.
-          only_members: whether to wait with a kill until all regions take part.
-
         Raises:
           RefusedError: with the region's last output; the others are killed.
         """

@@ -27,11 +27,7 @@ def python_m(program: str) -> list[str]:
 
 
 def shown(text: str | None) -> str:
-    """Return a text whose commands fit this installation.
-
-    Args:
-      text: with commands as in a checkout.
-    """
+    """Return a text whose commands fit this installation."""
     return as_installed(text or "") if IS_INSTALLED else text or ""
 
 

@@ -90,10 +90,6 @@ class Comparison:
     def __init__(self, values: absl_flags.FlagValues, train: Sequence[str]):
         """Check all flags; run nothing.
 
-        Args:
-          values: flags of `define_flags`.
-          train: flags of `experiments.train`.
-
         Raises:
           ValueError: with the flag, its value and a value that works.
         """
@@ -144,9 +140,6 @@ class Comparison:
     def host_bytes_per_s(self, alone: Measured) -> float:
         """Return the bytes of messages that hosts prepare in a second.
 
-        Args:
-          alone: the run of `apart`.
-
         Raises:
           LabRunError: if the run that measures it did not finish.
         """
@@ -158,12 +151,7 @@ class Comparison:
     def rows(
         self, alone: Measured, host_bytes_per_s: float
     ) -> Iterator[dict[str, Any]]:
-        """Run every method over every network.
-
-        Args:
-          alone: the run of `apart`.
-          host_bytes_per_s: the result of the method of this name.
-        """
+        """Run every method over every network."""
         for network in self._networks:
             for method in self._methods:
                 try:
@@ -237,10 +225,6 @@ class Comparison:
 
 def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
     """Return the configuration that all runs share.
-
-    Args:
-      train: flags of `experiments.train`.
-      methods: names of the compared methods.
 
     Raises:
       ValueError: for an invalid value, or a flag that this program sets.

@@ -139,12 +139,7 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
-    """Return the first flags with which the inner steps fit; None if none do.
-
-    Args:
-      job: the job that does not fit.
-      say: called with each attempt.
-    """
+    """Return the first flags with which the inner steps fit; None if none do."""
     for text, config in report.remedies(job.config):
         if not is_possible(config):
             continue

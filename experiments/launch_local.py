@@ -63,17 +63,7 @@ def define_flags() -> absl_flags.FlagValues:
 def launch(
     train_flags: Sequence[str], workdir: pathlib.Path, count: int, grace_s: float
 ) -> int:
-    """Start the processes and wait until they end.
-
-    Args:
-      train_flags: flags of `experiments.train`.
-      workdir: folder of the run.
-      count: number of processes.
-      grace_s: seconds between asking them to end and killing them.
-
-    Returns:
-      0, or the exit code of the process that failed first.
-    """
+    """Start the processes and wait until they end."""
     command = [*commands.python_m("train"), *train_flags]
     told = {
         processes.ADDRESS: independent.free_addresses(1)[0],
@@ -103,19 +93,7 @@ def launch_elastic(
     grace_s: float,
     num_processes: int = 1,
 ) -> int:
-    """Start every region as a run of its own, and wait for their end.
-
-    Args:
-      train_flags: flags of `experiments.train`.
-      workdir: folder of the run.
-      count: number of regions.
-      restarts: whether to restart regions that died.
-      grace_s: seconds between asking them to end and killing them.
-      num_processes: processes of each region.
-
-    Returns:
-      0, or the exit code of the region that failed first.
-    """
+    """Start every region as a run of its own, and wait for their end."""
     told = independent.commands(
         [*commands.python_m("train"), *train_flags],
         workdir,

@@ -66,9 +66,6 @@ def define() -> None:
 def planned(config: TrainConfig) -> TrainConfig:
     """Return the configuration with the plan's choices, and print why.
 
-    Args:
-      config: the configuration of all other flags.
-
     Raises:
       ValueError: with the flag, its value and a value that works.
     """

@@ -158,15 +158,7 @@ def _check_told(values: flags.FlagValues) -> None:
 def probe(
     name: str, num_values: int, repeats: int, pause_s: float, links: LinkState | None
 ) -> dict[str, Any]:
-    """Measure one collective and size; every process gets the same row.
-
-    Args:
-      name: a key of `COLLECTIVES`.
-      num_values: float32 values of a process's vector.
-      repeats: exchanges to time.
-      pause_s: seconds of pause before each.
-      links: for the prediction, if known.
-    """
+    """Measure one collective and size; every process gets the same row."""
     num_bytes = 4 * num_values
     send = make_exchange(name, outer_devices(), num_values)
     seconds = agreement.gather(measure(send, repeats, pause_s))

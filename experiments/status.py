@@ -47,10 +47,6 @@ Row = dict[str, str]
 def of_folder(folder: pathlib.Path, now: float) -> tuple[list[Row], list[str]]:
     """Return the rows of a folder, and lines about faults.
 
-    Args:
-      folder: of a run, or of folders of runs.
-      now: Unix time.
-
     Raises:
       ValueError: naming the folder, if it holds no run, or a file is damaged.
     """
@@ -263,12 +259,7 @@ def _ago(when: float | None, now: float) -> str:
 
 
 def table(rows: Sequence[Row], width: int) -> str:
-    """Return aligned columns, without those that are empty in all rows.
-
-    Args:
-      rows: by column.
-      width: of the terminal; what does not fit is shown with a column for each row.
-    """
+    """Return aligned columns, without those that are empty in all rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     names = [name for name in names if any(row.get(name) for row in rows)]
     lines = [names, *([row.get(name) or "-" for name in names] for row in rows)]

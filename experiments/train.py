@@ -60,9 +60,6 @@ def read_flags(
 ) -> tuple[TrainConfig, str]:
     """Return the run's configuration and folder.
 
-    Args:
-      plan: chooses what the flags leave open, see `planned`.
-
     Raises:
       ValueError: with the flag, its value and a value that works.
     """

@@ -326,21 +326,6 @@ def train(
 ) -> Outcome:
     """Train trials to their last step.
 
-    Args:
-      trials: compiled parts.
-      params: initial parameters, leaves `[E, ...]`.
-      numbers: of each trial, E of each name.
-      streams: S iterators over one step's batches, `[R, ...]`.
-      stream: which of them each trial reads.
-      num_steps: of each trial.
-      eval_batches: leaves `[N, ...]`.
-      eval_every: steps between evaluations; 0 evaluates after the last step only.
-      eval_first: whether to evaluate before the first step too.
-      should_stop: asked after each scan that is dispatched.
-
-    Returns:
-      Host arrays, but for the parameters.
-
     Raises:
       StoppedError: if it was asked to stop.
     """

@@ -132,12 +132,7 @@ def build(config: TrainConfig, target: Target) -> Built:
 
 
 def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
-    """Follow the schedule for three intervals.
-
-    Returns:
-      Steps of the longest scan, syncs that start in a step, and the schedule's state
-      with most in flight (None without syncs).
-    """
+    """Follow the schedule for three intervals."""
     sync = program.method.sync
     if sync is None:
         return min(log_every, MAX_SCAN_STEPS), 0.0, None

@@ -106,12 +106,6 @@ class DataConfig:
 def cache_dir(data_dir: str = "") -> pathlib.Path:
     """Return the folder that prepared corpora and trained tokenizers are kept in.
 
-    Args:
-      data_dir: the folder asked for, or empty for the user's cache folder.
-
-    Returns:
-      An absolute path, which may not exist yet.
-
     Raises:
       ValueError: if it is below a home that is not known.
     """

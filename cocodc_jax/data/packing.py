@@ -71,13 +71,6 @@ def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
     >>> pack_sequences([np.array([1, 2, 9]), np.array([3, 4, 5, 9])], length=3)
     array([[1, 2, 9],
            [3, 4, 5]])
-
-    Args:
-      documents: token arrays `[num_tokens]`, each with its end-of-text token.
-      length: tokens per sequence.
-
-    Returns:
-      `[num_sequences, length]`, of the documents' dtype.
     """
     tokens = np.concatenate(documents)
     num_sequences = len(tokens) // length
@@ -87,16 +80,7 @@ def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
 def count_tokens(
     documents: TokenizedDocuments, indices: Iterable[int], at_least: int
 ) -> int:
-    """Count the tokens of some documents, stopping once there are enough.
-
-    Args:
-      documents: the documents.
-      indices: which of them to count.
-      at_least: count to stop at.
-
-    Returns:
-      The exact count if it is below `at_least`, else some count that is not.
-    """
+    """Count the tokens of some documents, stopping once there are enough."""
     count = 0
     for index in indices:
         if count >= at_least:

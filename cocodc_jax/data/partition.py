@@ -18,14 +18,6 @@ def region_documents(
 ) -> list[Sequence[int]]:
     """Deal the training documents to regions.
 
-    Args:
-      corpus: the corpus; a partition by source reads all of it once.
-      partition: `iid` or `source`.
-      num_regions: number of regions.
-
-    Returns:
-      For every region, the indices of its documents, ascending.
-
     Raises:
       ValueError: if documents have no source, or there are fewer sources than regions.
     """
@@ -52,13 +44,6 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
 
     >>> deal_sources({"a": 5, "b": 3, "c": 3, "d": 1}, num_regions=2)
     [['a', 'd'], ['b', 'c']]
-
-    Args:
-      sizes: bytes of text of every source.
-      num_regions: number of regions.
-
-    Returns:
-      For every region its sources, none of them empty.
 
     Raises:
       ValueError: if there are fewer sources than regions.

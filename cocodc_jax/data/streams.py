@@ -41,12 +41,7 @@ class TrainStream:
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
-        """Join the streams of single regions.
-
-        Args:
-          iterators: region id to Grain iterator over `[B, L + 1]`, in batch order.
-          fingerprint: identifies what the stream's state is valid for.
-        """
+        """Join the streams of single regions."""
         self._iterators = iterators
         self._fingerprint = fingerprint
 
@@ -64,9 +59,6 @@ class TrainStream:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Move to where `state` was taken; the next batch is then the same.
-
-        Args:
-          state: from `get_state` of a stream that read at least these regions.
 
         Raises:
           ValueError: if the state is of other data, or lacks a region.
@@ -96,11 +88,6 @@ def cut_to_sizes(
 
     Shapes stay as they are: a smaller batch is repeated, which leaves the mean of its
     losses and gradients what it is.
-
-    Args:
-      batches: `[R, B, ...]` each.
-      sizes: sequences of each region's batch, divisors of `full`.
-      full: B.
     """
     if set(sizes) == {full}:
         return batches
@@ -116,19 +103,7 @@ def region_batches(
     window_documents: float,
     seed_words: tuple[int, ...],
 ) -> "grain.IterDataset":
-    """Build one region's endless pipeline.
-
-    Args:
-      tokens: all training documents.
-      indices: which of them the region reads.
-      config: sizes and threads.
-      window_documents: about how many documents make a window.
-      seed_words: all that the order of documents and sequences depends on.
-
-    Returns:
-      A Grain data set of `[B, L + 1]` arrays of ids. Iterating raises RecordError
-      where no window of an epoch holds a sequence: it would go on looking for ever.
-    """
+    """Build one region's endless pipeline."""
     # Grain adds the epoch to a seed; hashing keeps neighbouring seeds and regions
     # from running into one another's epochs.
     order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)

@@ -42,13 +42,6 @@ class TextData:
     ):
         """Deal the documents of an open corpus to regions; `load` opens one.
 
-        Args:
-          config: partition, sizes and seed.
-          corpus: the documents.
-          tokenizer: text to ids.
-          num_regions: number of regions of the run.
-          regions: those that this process feeds.
-
         Raises:
           ValueError: if `regions` names one that is not there, documents cannot be
             dealt, or a region's documents do not fill one batch.
@@ -85,12 +78,6 @@ class TextData:
         """Return validation sequences, the same for every seed, region and method.
 
         They are a fixed random choice among the sequences of many documents.
-
-        Args:
-          num_batches: number of batches.
-
-        Returns:
-          int32 `[num_batches, B, L + 1]`.
 
         Raises:
           ValueError: if the validation documents do not hold as many.
@@ -147,14 +134,6 @@ def load(
     config: DataConfig, num_regions: int, regions: Sequence[int] | None = None
 ) -> TextData:
     """Open a corpus for a run, preparing it on disk the first time.
-
-    Args:
-      config: what to read and how.
-      num_regions: number of regions of the run.
-      regions: the regions that this process feeds; None for all of them.
-
-    Returns:
-      The data.
 
     Raises:
       ValueError: if corpus or tokenizer cannot be read, `regions` names one that is

@@ -63,9 +63,6 @@ class TokenizerFolder:
     def check(self, tokenizer: Any) -> None:
         """Check that the files agree with one another.
 
-        Args:
-          tokenizer: the `tokenizers.Tokenizer` of `tokenizer.json`.
-
         Raises:
           ValueError: naming a special token that is not in the vocabulary, or has
             another id, or a model with fewer rows than there are tokens.

@@ -100,10 +100,6 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
         """Find the end-of-text token.
 
-        Args:
-          tokenizer: a `tokenizers.Tokenizer`.
-          folder: that it was read from, which may say what ends a text.
-
         Raises:
           ValueError: if there is no end-of-text token, or the folder's files disagree.
         """
@@ -176,9 +172,6 @@ class SentencePieceTokenizer:
 def check_tokenizer_name(name: str) -> None:
     """Check the form of a tokenizer's name, reading no file.
 
-    Args:
-      name: as in `DataConfig.tokenizer`.
-
     Raises:
       ValueError: if no tokenizer is named so.
     """
@@ -196,15 +189,6 @@ def load_tokenizer(
     name: str, texts: Iterable[str], corpus_fingerprint: str, folder: pathlib.Path
 ) -> Tokenizer:
     """Make the tokenizer called `name`.
-
-    Args:
-      name: as in `DataConfig.tokenizer`.
-      texts: documents that `bpe:VOCAB` is trained on; not read otherwise.
-      corpus_fingerprint: names the corpus in the file of a trained tokenizer.
-      folder: where a trained tokenizer is kept.
-
-    Returns:
-      The tokenizer.
 
     Raises:
       ValueError: if the name is unknown or its file cannot be read.
@@ -229,15 +213,7 @@ def load_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Train byte-level BPE; equal texts give an equal tokenizer.
-
-    Args:
-      texts: the documents to learn merges from.
-      vocab_size: tokens at most, the end-of-text token included; at least 257.
-
-    Returns:
-      The tokenizer.
-    """
+    """Train byte-level BPE; equal texts give an equal tokenizer."""
     with extra("data"):
         import tokenizers as hf
         from tokenizers import decoders, models, pre_tokenizers, trainers

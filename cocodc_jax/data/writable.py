@@ -8,10 +8,6 @@ from cocodc_jax.files import UnwritableError, ensure_folder
 def expanded(name: str, asked: str) -> pathlib.Path:
     """Return the absolute path of a name that may begin with ~ or ~USER.
 
-    Args:
-      name: of a file or folder.
-      asked: what named it, for the error.
-
     Raises:
       ValueError: if no home is known, as in containers whose user has no entry.
     """

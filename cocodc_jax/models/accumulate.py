@@ -18,16 +18,7 @@ GradientFn = Callable[[PyTree, PyTree], tuple[tuple[jax.Array, PyTree], PyTree]]
 
 
 def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
-    """Return the same function of a batch, computed in parts.
-
-    Args:
-      gradient: `(params, batch) -> ((loss, aux), gradient)`, means over the batch, as
-        `jax.value_and_grad(..., has_aux=True)` gives it.
-      num_parts: A, a divisor of the batch's leading axis.
-
-    Returns:
-      The same of the whole batch; float32 sums in another order.
-    """
+    """Return the same function of a batch, computed in parts."""
     if num_parts == 1:
         return gradient
 

@@ -171,11 +171,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, tuple[Routed, ...]]:
-        """Add attention, then the feed-forward, to the residual stream.
-
-        Returns:
-          The residual stream, and what the block's router did, if it has one.
-        """
+        """Add attention, then the feed-forward, to the residual stream."""
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotation)
         normed_BLD = self.mlp_norm(x_BLD)
         if not self.has_experts:

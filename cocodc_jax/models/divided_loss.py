@@ -30,15 +30,7 @@ def divided_cross_entropy(
     chunk_tokens: int,
     layout: Layout,
 ) -> TokenSums:
-    """Return the sums over one device's tokens, equal along the model axis.
-
-    Args:
-      hidden_BLD: after the final norm, compute dtype, own sequences.
-      head_DV: float32, own part.
-      targets_BL: int32 token ids in [0, V).
-      chunk_tokens: tokens whose logits may exist at one time.
-      layout: axes that the device is on.
-    """
+    """Return the sums over one device's tokens, equal along the model axis."""
     whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
 
     def one(hidden_BCD, targets_BC):

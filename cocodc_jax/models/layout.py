@@ -120,15 +120,7 @@ def read(
     backward: str = PLAIN,
     adapter: Adapter | None = None,
 ) -> jax.Array:
-    """Multiply the residual width by a weight; own features, in x's dtype.
-
-    Args:
-      x_BLD: own sequences, equal along the model axis, through `shared`.
-      w_DF: own part, divided over data and model.
-      layout: None where everything is on one device, or left to the compiler.
-      backward: how gradients are written where there is no layout; see `backward.py`.
-      adapter: of the weight, if it has one.
-    """
+    """Multiply the residual width by a weight; own features, in x's dtype."""
     out = _times(x_BLD, w_DF, layout, 0, backward)
     if adapter is None:
         return out
@@ -143,15 +135,7 @@ def write(
     backward: str = PLAIN,
     adapter: Adapter | None = None,
 ) -> jax.Array:
-    """Multiply features by a weight that gives the residual width, summed over them.
-
-    Args:
-      x_BLF: own sequences, own features.
-      w_FD: own part, divided over model and data.
-      layout: None where everything is on one device, or left to the compiler.
-      backward: how gradients are written where there is no layout; see `backward.py`.
-      adapter: of the weight, if it has one.
-    """
+    """Multiply features by a weight that gives the residual width, summed over them."""
     out = _times(x_BLF, w_FD, layout, 1, backward)
     if adapter is not None:
         low = _times(x_BLF, adapter.a, None, 1, backward)
@@ -180,14 +164,7 @@ def shared(x: jax.Array, layout: Layout | None) -> jax.Array:
 def lookup(
     table_VD: jax.Array, ids_BL: jax.Array, dtype: str, layout: Layout | None
 ) -> jax.Array:
-    """Return rows of a table, `[B, L, D]`, in `dtype`; gradients are summed in float32.
-
-    Args:
-      table_VD: float32; with a layout own part, divided over model and data.
-      ids_BL: int32, of own sequences.
-      dtype: of the result.
-      layout: None where everything is on one device, or left to the compiler.
-    """
+    """Return rows of a table, `[B, L, D]`, in `dtype`; gradients sum in float32."""
     if layout is None:
         # Gathered, then cast: rows of one token repeat, and their gradients are
         # summed in float32.

@@ -41,10 +41,6 @@ def read_config(
 ) -> dict[str, Any]:
     """Return what `config.json` of a LLaMA or a Mixtral says.
 
-    Args:
-      folder: that it is in.
-      config: the model that it must be of; None is either.
-
     Raises:
       ValueError: if there is none, or it is of another kind of model.
     """

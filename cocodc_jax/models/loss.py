@@ -29,14 +29,7 @@ class TokenSums(NamedTuple):
 def logits_from_hidden(
     hidden_BLD: jax.Array, head_DV: jax.Array, backward: str = PLAIN
 ) -> jax.Array:
-    """Return float32 logits [B, L, V] of `hidden @ head`.
-
-    Args:
-      hidden_BLD: final hidden states in the compute dtype.
-      head_DV: float32 head, cast to the compute dtype here so that its gradient
-        is summed over chunks in float32.
-      backward: how gradients are written, see `backward.py`.
-    """
+    """Return float32 logits [B, L, V] of `hidden @ head`."""
     head_DV = head_DV.astype(hidden_BLD.dtype)
     return product(hidden_BLD, head_DV, backward, jnp.float32)
 
@@ -51,18 +44,6 @@ def cross_entropy(
     """Return the mean cross-entropy and accuracy of next-token prediction.
 
     A token counts as predicted when its logit reaches the largest one.
-
-    Args:
-      hidden_BLD: hidden states after the final norm, compute dtype.
-      head_DV: output projection, float32.
-      targets_BL: int32 token ids in [0, V).
-      chunk_tokens: tokens whose logits may exist at one time. A chunk holds at
-        least one position of every sequence; with `B * L <= chunk_tokens` there
-        is one chunk and no scan.
-      backward: how gradients are written, see `backward.py`.
-
-    Returns:
-      Loss in nats per token and the share of tokens predicted, float32 scalars.
     """
     batch, length = targets_BL.shape
     cut = num_chunks(targets_BL.shape, chunk_tokens)

@@ -15,11 +15,6 @@ MOST_BLOCK, LEAST_BLOCK = 512, 128
 def share(length: int, num_own: int | None = None) -> float:
     """Return the share of all pairs of positions that splash attention computes.
 
-    Args:
-      length: of the sequence.
-      num_own: positions of it on each of the devices that share it, of which the
-        average is meant; None is all.
-
     >>> share(512), share(2048)
     (1.0, 0.625)
     """

@@ -132,28 +132,11 @@ class Hop:
         """Return what is remembered before the first message: state and bytes sent.
 
         All floats, because the state of the way back lies where cotangents do.
-
-        Args:
-          x: activations such as will be sent.
         """
         return _floats(self.codec.init(jnp.zeros_like(x))), jnp.float32(0)
 
     def __call__(self, x, ahead, back, shift, has_sent, has_received):
-        """Send activations on; their gradients come back the same way.
-
-        Args:
-          x: activations of this stage.
-          ahead: of `init`, or of the message before.
-          back: zeros like `init`'s. The gradient with respect to what the first message
-            was given is what the way back remembers in the end.
-          shift: regions that the message moves on by.
-          has_sent: whether `x` is a microbatch that the next stage waits for; idle
-            ticks are neither remembered nor counted.
-          has_received: the same of what this stage receives in this tick.
-
-        Returns:
-          What the stage before sent, as decoded, with the new `ahead` and `back`.
-        """
+        """Send activations on; their gradients come back the same way."""
 
         @jax.custom_vjp
         def hop(x, ahead, back, shift, has_sent, has_received):

@@ -42,14 +42,7 @@ def start_child(
     log: pathlib.Path | None = None,
     mode: str = "wb",
 ) -> subprocess.Popen:
-    """Start a process that ends with this one, in a session of its own.
-
-    Args:
-      command: program and arguments.
-      env: its environment; None is this process's.
-      log: where its output goes; None is where this process's goes.
-      mode: that the log is opened in.
-    """
+    """Start a process that ends with this one, in a session of its own."""
     out = log.open(mode) if log else None
     # Ctrl-C goes to this process alone, which ends the others in order.
     process = subprocess.Popen(
@@ -76,12 +69,6 @@ def run(
 
     A signal to this process is passed on as SIGTERM, the second one as SIGKILL; the
     kernel kills the process if this one is killed.
-
-    Args:
-      command: program and arguments.
-      env: its environment; None is this process's.
-      log: where its output goes; None is where this process's goes.
-      meanwhile: called again and again until it has ended, and once after.
 
     Raises:
       SystemExit: once it has ended, if this process was asked to.
@@ -142,11 +129,7 @@ class Group:
     """Processes that end together."""
 
     def __init__(self, grace_s: float):
-        """Start nothing yet.
-
-        Args:
-          grace_s: between asking the processes to end and killing them.
-        """
+        """Start nothing yet."""
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen] = {}
         self._logs: list[pathlib.Path | None] = []
@@ -154,13 +137,7 @@ class Group:
         self._is_asked = False
 
     def start(self, command: Sequence[str], env: dict, log: pathlib.Path | None):
-        """Start one more process.
-
-        Args:
-          command: program and arguments.
-          env: its environment.
-          log: where its output goes; None is where this process's goes.
-        """
+        """Start one more process."""
         process = start_child(command, env, log)
         number = len(self._logs)
         self._running[number] = process

@@ -32,14 +32,7 @@ class Region:
     def __init__(
         self, command: Sequence[str], log: pathlib.Path | None, num_processes: int = 1
     ):
-        """Start nothing yet.
-
-        Args:
-          command: program and arguments.
-          log: where its output goes, one life after another; None is the terminal. That
-            of further processes goes beside it.
-          num_processes: of the region, which meet at a free port of this machine.
-        """
+        """Start nothing yet."""
         self._command, self._log, self._num = list(command), log, num_processes
         self.processes: list[subprocess.Popen] = []
         self.lives = 0
@@ -138,14 +131,7 @@ def free_addresses(num: int) -> tuple[str, ...]:
 def commands(
     train: Sequence[str], workdir: pathlib.Path, num_regions: int, via: str = ""
 ) -> list[list[str]]:
-    """Return the command of every region, at free ports of this machine or without.
-
-    Args:
-      train: the command that trains, with its flags but those of regions.
-      workdir: of the run; the key that the regions share is made there.
-      num_regions: M.
-      via: folder or bucket that `train` names for messages, "" for sockets.
-    """
+    """Return the command of every region, at free ports of this machine or without."""
     key = make_key(workdir)
     where = []
     if not via:
@@ -173,20 +159,7 @@ def wait(
     restarts: Callable[[], bool],
     kill_at_s: Callable[[], float] = lambda: math.inf,
 ) -> int:
-    """Wait until all have ended.
-
-    Args:
-      regions: started.
-      restarts: tells whether to start again who died, but of what would be refused
-        again: a wrong flag or folder, exit code 2; nor is who has died within a minute
-        five times in a row, as of a full disk. It is asked at each death, as the answer
-        changes once they are told to stop.
-      kill_at_s: tells when to kill who still runs, by `time.monotonic`; asked again and
-        again, for the same reason.
-
-    Returns:
-      0, or the exit code of the first that ended badly and was not started again.
-    """
+    """Wait until all have ended."""
     ended: dict[int, int] = {}
     begun_s, brief = [time.monotonic()] * len(regions), [0] * len(regions)
     while len(ended) < len(regions):

@@ -111,17 +111,7 @@ def congestion_controls() -> list[str]:
 def set_tcp(
     mtu_bytes: int, window_bytes: int, congestion_control: str, restarts_slowly: bool
 ) -> None:
-    """Set TCP in this network namespace.
-
-    Args:
-      mtu_bytes: largest packet. Buffers hold some, as a window below a packet's size
-        makes the sender wait for timers.
-      window_bytes: of buffers, which are never made smaller. They begin so large, as
-        the kernel's own grow only with what comes within a round trip.
-      congestion_control: one of `congestion_controls`.
-      restarts_slowly: whether a connection begins anew with a small window after a
-        rest, which is the kernel's default.
-    """
+    """Set TCP in this network namespace."""
     for name in ("tcp_rmem", "tcp_wmem"):
         low, usual, high = map(int, (_TCP / name).read_text().split())
         usual = max(usual, window_bytes, _FIRST_WINDOW_PACKETS * mtu_bytes)

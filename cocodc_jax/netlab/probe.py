@@ -37,13 +37,7 @@ def outer_devices() -> Mesh:
 
 
 def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.Array]:
-    """Make a function that sends a vector of every process over the network.
-
-    Args:
-      name: a key of `COLLECTIVES`.
-      outer: as from `outer_devices`.
-      num_values: float32 values of a process's vector.
-    """
+    """Make a function that sends a vector of every process over the network."""
     num, everywhere = outer.size, outer_sharding(outer)
     rows = transfer.put(np.ones((num, num_values), np.float32), outer_rows(outer))
     kind, _, is_gathered = name.partition("_")
@@ -60,13 +54,7 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
 
 
 def measure(send: Callable[[], jax.Array], repeats: int, pause_s: float) -> list[float]:
-    """Return the seconds of each exchange, by the clock of this process.
-
-    Args:
-      send: the exchange; the first one compiles it and is not counted.
-      repeats: how many to time.
-      pause_s: of rest before each.
-    """
+    """Return the seconds of each exchange, by the clock of this process."""
     send().block_until_ready()
     taken = []
     for _ in range(repeats):
@@ -78,17 +66,7 @@ def measure(send: Callable[[], jax.Array], repeats: int, pause_s: float) -> list
 
 
 def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
-    """Predicts the seconds of an exchange.
-
-    Args:
-      name: a key of `COLLECTIVES`.
-      num_bytes: of each process's vector.
-      links: between the processes.
-
-    Returns:
-      "predicted_s", of regions that begin apart, and "at_once_s", of those that begin
-      at the same moment.
-    """
+    """Predicts the seconds of an exchange."""
     kind = COLLECTIVES[name]
     predicted = at_once = collective_cost(links, kind, num_bytes).seconds
     together = [0.0] * links.num_regions

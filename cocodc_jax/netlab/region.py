@@ -59,14 +59,7 @@ class Settings:
 
 
 def hosts(text: str, hostname: str, region_id: int, num_regions: int) -> str:
-    """Return a hosts file in which the host's own name is the region's address.
-
-    Args:
-      text: the hosts file of the machine.
-      hostname: of the machine; gloo and others bind to what it resolves to.
-      region_id: whose file it is.
-      num_regions: each is also found as region0, region1, ...
-    """
+    """Return a hosts file in which the host's own name is the region's address."""
     entries = [line.partition("#")[0].split() for line in text.splitlines()]
     kept = [[name for name in entry if name != hostname] for entry in entries]
     lines = [" ".join(entry) for entry in kept if len(entry) > 1]

@@ -25,10 +25,6 @@ def conditions_over_time(
 
     A change of all that a region sends (it names no receiver) holds for the region's
     uplink too, and one of all that it receives for its downlink.
-
-    Args:
-      topology: links and their changes; latency counts, not the delay to plan with.
-      region_bps: bits per second of each region's uplink and downlink.
     """
     times = sorted({0.0, *topology.change_times_s})
     return tuple(_conditions_at(topology, time, region_bps) for time in times)
@@ -84,10 +80,6 @@ def load_changes(
     - {between: [region0, region2], start_s: 40, duration_s: 30, bandwidth_factor: 0.1}
     - {from: region1, start_s: 60, duration_s: 10, extra_latency_ms: 80}
     ```
-
-    Args:
-      path: YAML or JSON; seconds count from the start of the commands.
-      regions: names that the file may use.
 
     Raises:
       ValueError: naming the file and the entry that is wrong.

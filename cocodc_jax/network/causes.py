@@ -19,15 +19,7 @@ _LEAST_CELLS = 5  # of three regions, one of which did not come
 
 
 def alone(late: np.ndarray) -> np.ndarray:
-    """Tell which cell of the matrix of pairs is late as no other one is.
-
-    Args:
-      late: `[M, M]`, by how much more than usual; NaN is not known.
-
-    Returns:
-      Bool `[M, M]`. None where fewer than three regions send: a busy one of two has no
-      other cell to tell it by.
-    """
+    """Tell which cell of the matrix of pairs is late as no other one is."""
     found = np.zeros(late.shape, bool)
     if np.isfinite(late).sum() < _LEAST_CELLS:
         return found
@@ -43,13 +35,6 @@ def explain(
     bad: np.ndarray, unknown: np.ndarray | None = None
 ) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
     """Explain bad cells of the matrix of pairs by as few causes as do.
-
-    Args:
-      bad: bool `[M, M]`, row sends.
-      unknown: cells that tell nothing; None is the diagonal.
-
-    Returns:
-      Kind, regions and cells (bool `[M, M]`) of each cause, by the number of cells.
 
     >>> bad = np.zeros((4, 4), bool)
     >>> bad[1] = [True, False, True, True]

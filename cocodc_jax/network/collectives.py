@@ -119,13 +119,7 @@ COLLECTIVES = (*ROUNDS, *gloo.PHASES, *direct.PHASES)
 def rounds_s(
     state: LinkState, rounds: Sequence[Round], with_bytes: bool = True
 ) -> float:
-    """Return the seconds until the last message of `rounds` has come in.
-
-    Args:
-      state: the links.
-      rounds: messages; within a round a region sends and receives at most once.
-      with_bytes: False counts delays only, as if every message were empty.
-    """
+    """Return the seconds until the last message of `rounds` has come in."""
     rate, delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
     has_data = [0.0] * state.num_regions
     port_free = [0.0] * state.num_regions

@@ -48,14 +48,7 @@ def over_time(topology: Topology, crossing: Crossing) -> Cost:
 def collective(
     topology: Topology, name: str, order: Sequence[int] | None, num_bytes: float
 ) -> Crossing:
-    """Return a collective among all regions.
-
-    Args:
-      topology: regions and links.
-      name: one of `collectives.COLLECTIVES`.
-      order: order of the regions; None finds the best for the links at time 0.
-      num_bytes: size of message the order is chosen for.
-    """
+    """Return a collective among all regions."""
     chosen = best_order(topology.at(), name, num_bytes) if order is None else order
 
     def cross(state: LinkState, size: float) -> CollectiveCost:
@@ -116,12 +109,7 @@ def by_rings(num_rings: int) -> Crossing:
 
 
 def answered(region: int, answer_share: float = 1.0) -> Crossing:
-    """Return one region's message to the first region, and the answer back.
-
-    Args:
-      region: whose message; the first region's own is local and takes nothing.
-      answer_share: bytes of the answer over those of the message.
-    """
+    """Return one region's message to the first region, and the answer back."""
 
     def cross(state: LinkState, size: float) -> CollectiveCost:
         if region == 0:

@@ -148,27 +148,14 @@ class _Exchange:
 
 
 def part_bytes(name: str, num_regions: int, num_bytes: float) -> float:
-    """Return the bytes that a region sends every other in each exchange.
-
-    Args:
-      name: a key of `PHASES`.
-      num_regions: M.
-      num_bytes: of the vector to reduce, or of one region's message.
-    """
+    """Return the bytes that a region sends every other in each exchange."""
     return num_bytes / num_regions if name == "direct" else num_bytes
 
 
 def seconds_of(
     state: LinkState, name: str, num_bytes: float, starts_s: Sequence[float]
 ) -> list[float]:
-    """Return when each region is done, in seconds.
-
-    Args:
-      state: the links.
-      name: a key of `PHASES`.
-      num_bytes: of the vector to reduce, or of one region's message.
-      starts_s: when each region begins.
-    """
+    """Return when each region is done, in seconds."""
     num, phases = state.num_regions, PHASES[name]
     if num == 1:
         return list(starts_s)

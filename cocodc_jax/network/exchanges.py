@@ -93,11 +93,6 @@ def _regional_bytes(sync: Sync, outer: RegionalOuter, shapes: dict) -> int:
 def crossing(method: Method, collective: str | None = None) -> str | crossings.Crossing:
     """Return the way of a method's messages.
 
-    Args:
-      method: whose.
-      collective: one of `collectives.COLLECTIVES`; None is an all-reduce by a ring, and
-        an all-gather where every region decodes every message.
-
     Raises:
       ValueError: if a collective is given where the method leaves no choice.
     """

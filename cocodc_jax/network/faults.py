@@ -62,10 +62,6 @@ class Finding:
     def explain(self, regions: tuple[str, ...] = (), unit: str = "s") -> str:
         """Say it in a line, with the evidence.
 
-        Args:
-          regions: their names.
-          unit: of the values.
-
         >>> Finding("link", (0, 2), 1.5, 0.5, 40.0).explain()
         'link from region 0 to region 2: 1.5 s, usually 0.5 s (z = 40)'
         """
@@ -96,15 +92,7 @@ def robust_z(
     floor: float = 0.1,
     least: float = 1e-12,
 ) -> np.ndarray:
-    """Return robust z-scores.
-
-    Args:
-      value: float array.
-      median: of what is usual, broadcastable to it.
-      mad: median of the distances to it.
-      floor: share of the median that a deviation is measured by at least.
-      least: value that it is measured by at least.
-    """
+    """Return robust z-scores."""
     return _times(value - median, _scale(median, mad, floor), least)
 
 
@@ -189,12 +177,6 @@ class Messages:
     ):
         """Begin with nothing known.
 
-        Args:
-          threshold: robust z-score above which a time is bad.
-          patience: bad syncs among the last five by which something is named.
-          floor: see `robust_z`.
-          least: see `robust_z`, in seconds.
-
         Raises:
           ValueError: for numbers out of range.
         """
@@ -202,12 +184,7 @@ class Messages:
         self._threshold, self._least = threshold, least
 
     def observe(self, seconds: np.ndarray) -> list[Finding]:
-        """Take in one sync, and say what is faulty now.
-
-        Args:
-          seconds: `[M, M]`, what each message took; row sends. The diagonal is not
-            read; NaN is not measured, infinity did not come.
-        """
+        """Take in one sync, and say what is faulty now."""
         seconds = np.array(seconds, float)
         np.fill_diagonal(seconds, np.nan)
         median, scale = self._past.usual(seconds.shape)
@@ -240,14 +217,6 @@ class Regions:
         kind: str = "",
     ):
         """Begin with nothing known.
-
-        Args:
-          threshold: as of `Messages`.
-          patience: as of `Messages`.
-          floor: see `robust_z`.
-          against_others: whether how many times its own median a number is must stand
-            out of the others' as well: lengths of messages change in all together.
-          kind: of what is found; "" is "unusual" against others, else "slow".
 
         Raises:
           ValueError: for numbers out of range.

@@ -20,14 +20,7 @@ class Route:
     def __init__(
         self, channel: Channel, cost: Cost, host_bytes_per_s: float, num_regions: int
     ):
-        """Begin with nothing on the way.
-
-        Args:
-          channel: what is under way at the same time.
-          cost: of one message.
-          host_bytes_per_s: of messages that hosts prepare.
-          num_regions: M.
-        """
+        """Begin with nothing on the way."""
         self.channel = channel
         self.bytes_sent = np.zeros(num_regions)
         self._cost, self._host_bytes_per_s = cost, host_bytes_per_s
@@ -75,13 +68,7 @@ class Flight:
         return max(self.route.channel.arrival_s(i) for _, i in self.layers)
 
     def record(self, step: int, merge_s: float, stall_s: np.ndarray) -> SyncRecord:
-        """Return what is reported of it after its merge.
-
-        Args:
-          step: of the merge.
-          merge_s: when the last region had merged it.
-          stall_s: that each region waited, `[M]`.
-        """
+        """Return what is reported of it after its merge."""
         return SyncRecord(
             (self.start.fragment_id,),
             self.start.start_step,
@@ -107,15 +94,6 @@ def depart(
     """Send a sync's messages, each as soon as the last region that takes part is ready.
 
     The backward pass ends with layer 0, so the deepest layer is ready first.
-
-    Args:
-      start: the event.
-      scale: of its bytes.
-      workload: bytes of the fragment, and layers.
-      route: the way.
-      clocks: of the regions at the end of the step, `[M]`.
-      step_s: of the regions, `[M]`.
-      times: see `Flight`.
     """
     who = slice(None) if start.participating is None else list(start.participating)
     flight = Flight(start, route, times, clocks, np.inf, [], np.zeros_like(clocks))
@@ -148,24 +126,14 @@ class Watch:
     """What regions have measured of syncs by the time that they send the next one."""
 
     def __init__(self, num_regions: int, is_layered: bool):
-        """Begin with nothing measured.
-
-        Args:
-          num_regions: M.
-          is_layered: whether each layer travels alone.
-        """
+        """Begin with nothing measured."""
         self._sync_s = np.zeros(num_regions)
         # The first layer leaves no more than a backward pass before a step's end.
         self._lead = 1 - FORWARD_SHARE if is_layered else 0.0
         self.unseen: list[Flight] = []
 
     def times(self, clocks: np.ndarray, step_s: np.ndarray) -> Times:
-        """Return seconds of a step and of the last sync to arrive (0: none has).
-
-        Args:
-          clocks: of the regions as they send, `[M]`.
-          step_s: of the regions, `[M]`.
-        """
+        """Return seconds of a step and of the last sync to arrive (0: none has)."""
         now = float(np.max(clocks - self._lead * step_s))
         seen = [flight for flight in self.unseen if flight.arrived(now)]
         for flight in sorted(seen, key=lambda flight: flight.arrival_s):

@@ -105,13 +105,7 @@ PHASES: dict[str, Callable[[int, float], list[Phase]]] = {
 def seconds_of(
     state: LinkState, phases: Sequence[Phase], starts_s: Sequence[float]
 ) -> list[float]:
-    """Return when each rank is done with one collective, in seconds.
-
-    Args:
-      state: the links; ranks are numbered as its regions.
-      phases: a rank begins the next when it is done with one.
-      starts_s: when each rank begins.
-    """
+    """Return when each rank is done with one collective, in seconds."""
     clock, outlets = list(starts_s), [_Outlet() for _ in starts_s]
     for phase in phases:
         clock = _run(state, phase, clock, outlets)

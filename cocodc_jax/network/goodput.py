@@ -61,12 +61,6 @@ class Failures:
 def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -> float:
     """Return the share of time whose work is kept, g of the module.
 
-    Args:
-      rate: failures a second of work.
-      repair_s: R.
-      kept_s: s, seconds of work that are kept at a time; 0 keeps every moment's.
-      save_s: c, seconds that this takes.
-
     >>> round(kept_share(1 / 90, 10, 0), 6)
     0.9
     """
@@ -79,25 +73,13 @@ def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -
 def together(
     failures: Failures, num_regions: int, checkpoint_s: float, save_s: float = 0
 ) -> float:
-    """Return the goodput where any region's failure stops all.
-
-    Args:
-      failures: of each region.
-      num_regions: M.
-      checkpoint_s: seconds of work between checkpoints.
-      save_s: seconds in which all wait for one.
-    """
+    """Return the goodput where any region's failure stops all."""
     rate = num_regions / failures.between_s
     return kept_share(rate, failures.repair_s, checkpoint_s, save_s)
 
 
 def alone(failures: Failures, sync_s: float) -> float:
-    """Return the goodput where the others go on, however few.
-
-    Args:
-      failures: of each region.
-      sync_s: seconds between syncs; a region that fails loses what it did since.
-    """
+    """Return the goodput where the others go on, however few."""
     return kept_share(1 / failures.between_s, failures.repair_s, sync_s)
 
 
@@ -114,14 +96,6 @@ def simulated(
     Times between failures and repairs are exponential. A region that waits neither
     works nor loses anything, but can fail. What a region did since it last kept
     something is lost when it fails; it keeps every `sync_s` seconds of its own work.
-
-    Args:
-      failures: of each region.
-      num_regions: M.
-      quorum: regions that must be there.
-      sync_s: as of `alone`.
-      seconds: to simulate.
-      seed: of the draws.
 
     Raises:
       ValueError: for a quorum that there cannot be.

@@ -19,13 +19,7 @@ class Observer:
     """Answers a schedule's `observe`."""
 
     def __init__(self, num_fragments: int, effective_rank: float | None = None):
-        """Begin with nothing.
-
-        Args:
-          num_fragments: K.
-          effective_rank: of every mean; None is more than any message has, so that
-            ranks stay at the first.
-        """
+        """Begin with nothing."""
         self._rank = float("inf") if effective_rank is None else effective_rank
         self._last_start = [0] * num_fragments
         self._step = 0
@@ -40,12 +34,7 @@ class Observer:
         self._last_start[event.fragment_id] = event.start_step
 
     def applied(self, start: Event, times: Times) -> None:
-        """Take note of a sync that was applied.
-
-        Args:
-          start: the event of its start.
-          times: seconds of a step and of a sync, of each region as it left.
-        """
+        """Take note of a sync that was applied."""
         # A fragment counts as one parameter; the longer it gathers, the more it moved.
         norm = float(start.start_step - start.since_step)
         seen = {"norm": norm, "effective_rank": self._rank, "times": times}

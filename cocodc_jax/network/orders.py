@@ -19,17 +19,7 @@ Order = tuple[int, ...]
 
 
 def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
-    """Return the cheapest order of regions for a collective.
-
-    Args:
-      state: the links, M regions.
-      name: one of `collectives.COLLECTIVES`.
-      num_bytes: bytes of the vector (it decides whether delay or bandwidth counts).
-
-    Returns:
-      A permutation of 0..M-1. Ties go to the lexicographically smallest order found.
-      For gloo's collectives it is 0..M-1: its ranks are the processes by number.
-    """
+    """Return the cheapest order of regions for a collective."""
     if name not in ROUNDS:
         return tuple(range(state.num_regions))
     build = ROUNDS[name]

@@ -173,10 +173,6 @@ def place(
 def rebalanced(stages: Stages, rates: Sequence[float]) -> Stages:
     """Move sites from the fastest to the slowest stage until that helps no more.
 
-    Args:
-      stages: the sites of every stage.
-      rates: what each site does in a second, in any unit.
-
     >>> rebalanced(((0, 1, 2), (3,)), rates=[1, 1, 1, 1])
     ((1, 2), (3, 0))
     """

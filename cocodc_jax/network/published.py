@@ -124,12 +124,7 @@ class Spread(Slotted):
 
 
 def published_grid_gbps(printed: float, near: float) -> float:
-    """Return the grid point that a printed value stands for.
-
-    Args:
-      printed: a number of the table, Gbit/s.
-      near: 0.450 and 0.543 are both printed as 0.5; the one nearer to this is taken.
-    """
+    """Return the grid point that a printed value stands for."""
     grid = [0.1 * GRID_FACTOR**k for k in range(50)]
     matches = [g for g in grid if float(f"{round(g, 2):.1f}") == printed]
     if not matches:
@@ -140,14 +135,7 @@ def published_grid_gbps(printed: float, near: float) -> float:
 def table_utilization(
     size: str, row: str, gbps: float, sync_interval: int | None = None
 ) -> float:
-    """Return the simulated compute utilization of an entry at some bandwidth.
-
-    Args:
-      size: a key of `SIZES`.
-      row: one of `ROWS`.
-      gbps: bandwidth between the two regions, Gbit/s.
-      sync_interval: H in place of the row's.
-    """
+    """Return the simulated compute utilization of an entry at some bandwidth."""
     model = SIZES[size]
     topology = uniform(2, Link(gbps, 0.0))
     is_fp4 = "FP4" in row

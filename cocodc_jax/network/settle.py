@@ -20,10 +20,6 @@ def settled_s(state: LinkState, exchange: Exchange) -> float:
     that wait for each other's fragments. At first each begins the longest delay there
     and back after the rank before. It is the mean over ranks, who in the long run wait
     equally, and over repeats where there is no end to the change.
-
-    Args:
-      state: the links; ranks are numbered as its regions.
-      exchange: the collective over these links.
     """
     late_s = 2 * float(state.delay_s.max())
     starts = [late_s * rank for rank in range(state.num_regions)]

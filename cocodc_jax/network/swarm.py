@@ -119,18 +119,6 @@ def simulate_swarm(
 ) -> SwarmRun:
     """Simulate a pipeline with so many batches under way.
 
-    Args:
-      swarm: sites and stages.
-      state: links between the sites.
-      duration_s: simulated seconds.
-      batches_per_site: batches under way together, a site; as one is through the next
-        begins.
-      wiring: "stochastic" as above; "fixed" hands on from the d-th site of a stage to
-        the d-th of the next, and waits for it: what there is to compare with.
-      rebalance_s: T, seconds between moves; infinite for none.
-      failures: sites that are gone for a while.
-      seed: of choices between equal loads.
-
     Raises:
       ValueError: for a wiring that is none, a fixed one of stages of unequal size, or
         seconds that are not positive.

@@ -10,29 +10,14 @@ from cocodc_jax.network.timeline import Timeline
 
 
 def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndarray:
-    """Return what a message between each pair takes, `[M, M]`, infinite in an outage.
-
-    Args:
-      topology: of the network.
-      num_bytes: of the message.
-      time_s: when it is sent.
-    """
+    """Return a message's time between each pair, `[M, M]`, infinite in an outage."""
     links = topology.at(time_s)
     with np.errstate(divide="ignore"):
         return links.delay_s + num_bytes / links.bytes_per_s
 
 
 def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Finding]]:
-    """Name what is faulty of a simulated network, as syncs meet it.
-
-    Args:
-      topology: with its changes.
-      timeline: of the run; every region is taken to send each other the bytes of a
-        sync, as they would in a direct exchange.
-
-    Returns:
-      What is named and when, in seconds; again only when it has been gone meanwhile.
-    """
+    """Name what is faulty of a simulated network, as syncs meet it."""
     watch, found = Messages(), []
     seen: set[tuple] = set()
     for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s):
@@ -45,12 +30,7 @@ def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Fin
 
 
 def watch_steps(timeline: Timeline, floor: float = 0.5) -> list[tuple[int, Finding]]:
-    """Name the regions whose steps have become slow, and after which step.
-
-    Args:
-      timeline: simulated or measured; waiting for syncs is left out.
-      floor: see `robust_z`; seconds of a step that the host measures vary by much.
-    """
+    """Name the regions whose steps have become slow, and after which step."""
     watch, found = Regions(floor=floor), []
     seen: set[int] = set()
     for step, seconds in timeline.stretches():

@@ -50,10 +50,6 @@ _CHANGE_KEYS = frozenset(
 def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
     """Return cloud regions of the world, all pairs with the same bandwidth.
 
-    Args:
-      regions: names out of `world_regions()`.
-      bandwidth_gbps: of every ordered pair, and of a region's own line.
-
     >>> world(("us-east", "europe-west"), 1.0).links[0][1].latency_s
     0.035
     """

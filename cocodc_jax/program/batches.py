@@ -72,9 +72,6 @@ class Batches:
         On a single device, host batches are passed straight to the program, which takes
         a fifth of the time of placing them first. `jax.transfer_guard` would reject
         that implicit transfer, so with a guard they are placed.
-
-        Returns:
-          The batches, and the number of real steps if they are padded, else None.
         """
         leaves, num_steps = jax.tree.leaves(batches), None
         is_host = all(isinstance(x, np.ndarray) for x in leaves)

@@ -133,11 +133,6 @@ def check_key(key: jax.Array, impl: str) -> None:
 def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
     """Refuse batches whose second axis is not the regions, and return T.
 
-    Args:
-      batches: leaves `[T, R, ...]`.
-      num_regions: R of all processes.
-      own_regions: R of this process; a global array on a mesh has all of them.
-
     Raises:
       ValueError: naming the leaf, its shape and the expected one.
     """

@@ -82,13 +82,7 @@ class CollectiveGuard:
         self._is_needed, self._last = is_needed, None
 
     def run(self, program: Callable, proof: Callable) -> Any:
-        """Run `program()` after earlier programs have ended.
-
-        Args:
-          program: dispatches the work.
-          proof: selects from its result arrays that are ready once the work is done,
-            and that no later program donates.
-        """
+        """Run `program()` after earlier programs have ended."""
         if self._is_needed:
             jax.block_until_ready(self._last)
         out = program()
@@ -217,14 +211,7 @@ class Executor:
     def init(
         self, params: PyTree, region: RegionState, schedule: Any = None
     ) -> SyncState:
-        """Return the sync state before the first step.
-
-        Args:
-          params: one region's parameters, on the mesh.
-          region: state of all regions.
-          schedule: the schedule's state, whose fragments in flight carry zero messages;
-            None is the initial state.
-        """
+        """Return the sync state before the first step."""
         schedule = self._schedule.init() if schedule is None else schedule
         sync = self._outer.init(params, schedule)
         flights = {
@@ -255,12 +242,7 @@ class Executor:
         return flight
 
     def abstract(self, schedule: Any, region: RegionState) -> SyncState:
-        """Return shapes and shardings of the state at which `schedule` was taken.
-
-        Args:
-          schedule: the schedule's state, which lists what is in flight.
-          region: abstract state of the regions.
-        """
+        """Return shapes and shardings of the state at which `schedule` was taken."""
         flights, copies = {}, self._spec.sync.copies
         for pending in schedule.in_flight:
             k = pending.fragment_id
@@ -282,18 +264,7 @@ class Executor:
     def run_segment(
         self, state: TrainState, batches: PyTree, participating: PyTree, step: int
     ) -> tuple[TrainState, tuple, dict[SyncId, Merged]] | None:
-        """Run inner steps together with the starts before them; None if there are none.
-
-        Args:
-          state: donated.
-          batches: of the steps, `[T, R, ...]`, on the mesh.
-          participating: as for the inner steps.
-          step: step after the last inner step.
-
-        Returns:
-          The regions and sync state after it (with the step not yet advanced),
-          `(losses, aux)`, and what was merged, for `run_events`.
-        """
+        """Run inner steps with the starts before them; None if there are none."""
         if self._segments is None or state.sync is None or not state.sync.leaving:
             return None
         run = functools.partial(
@@ -316,15 +287,7 @@ class Executor:
         times: Times = (0.0, 0.0),
         merged: dict[SyncId, Merged] | None = None,
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
-        """Apply the events of `state.step`.
-
-        Args:
-          state: region parameters and outer state are donated.
-          batches: leaves `[T, R, ...]`, possibly padded.
-          num_steps: T, the inner steps just done.
-          times: measured seconds of a step and of a sync, for measured schedules.
-          merged: what the preceding segment merged.
-        """
+        """Apply the events of `state.step`."""
         last = None
         if needs.wants_batch(self._spec.sync.merge.needs):
             last = jax.tree.map(lambda x: x[num_steps - 1], batches)
@@ -589,10 +552,6 @@ class Executor:
 
         If messages are a full round late, the progress since the last start is sent and
         applied too, as at the end of a round, since the merge replaces it.
-
-        Returns:
-          The state with nothing in flight, and what was dropped: everything, if merges
-          need the last batch or a midway copy that does not exist yet.
         """
         run = _Run.of(state)
         self._settle(run)
@@ -648,15 +607,7 @@ class Executor:
         participating: Any,
         frozen: PyTree,
     ) -> list[LoweredProgram]:
-        """List the programs that syncs run on the inner mesh.
-
-        Args:
-          region: abstract, like the other arguments.
-          sync: without a rank of messages.
-          batches: of the inner steps, `[T, R, ...]`.
-          participating: as for the inner steps.
-          frozen: of `TrainState`.
-        """
+        """List the programs that syncs run on the inner mesh."""
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
         )

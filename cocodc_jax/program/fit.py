@@ -47,13 +47,6 @@ def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
     """Set the step counts of an optimizer's schedules, and nothing else.
 
     Moments and the counts of their bias correction stay.
-
-    Args:
-      opt_state: of the regions, leaves `[R, ...]` on their devices.
-      steps_done: of each region, int `[R]`.
-
-    Returns:
-      The new state, or `opt_state` itself if it has no schedule count.
     """
 
     def set_count(x: Any) -> Any:
@@ -72,12 +65,7 @@ def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
 
 
 def with_counts(opt_state: PyTree, counted: PyTree) -> PyTree:
-    """Return a state with the schedule counts of another state.
-
-    Args:
-      opt_state: to be changed.
-      counted: state of the same optimizer to take counts from.
-    """
+    """Return a state with the schedule counts of another state."""
 
     def take_count(x: Any, like: Any) -> Any:
         if not _is_scheduled(x):
@@ -116,15 +104,6 @@ def recut(
 
     Subtrees shaped like a fragment (a dict of its paths) are joined to a tree like the
     parameters. Of other leaves, such as counters, the maximum is taken.
-
-    Args:
-      states: of each fragment of `old`, without leading axes.
-      old: how the parameters were cut.
-      new: how to cut the same tree now.
-
-    Returns:
-      States of each fragment of `new`; None if the states differ in structure, or hold
-      a leaf that is neither.
     """
     paths = [{part.path for part in slices} for slices in old.slices]
     flat = [

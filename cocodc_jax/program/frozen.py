@@ -31,12 +31,7 @@ _KEEP_ZERO = frozenset(
 
 
 def split(tree: PyTree, trained: PyTree) -> tuple[PyTree, PyTree]:
-    """Split `tree` into trained and frozen leaves, each with None elsewhere.
-
-    Args:
-      tree: like the parameters.
-      trained: bools likewise; None trains all, and the frozen tree is then `()`.
-    """
+    """Split `tree` into trained and frozen leaves, each with None elsewhere."""
     if trained is None:
         return tree, ()
     return (

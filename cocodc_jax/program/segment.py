@@ -100,18 +100,7 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
 def make_segment(
     spec: SyncSpec, model: SharedOuterModel, steps: Callable, segment: Segment
 ) -> Callable:
-    """Make the program of a segment with starts, not yet jitted.
-
-    Returns:
-      `run(region, batches, participating, starts, outer, told) -> (region, (losses,
-      aux), sent, outer, merged)`. `starts` has for each of `before`: what
-      `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
-      compressor states, the weights `[R]` and the start step. `sent` has the fragments
-      in flight (without `after`) and the compressor states. `outer` is the outer
-      fragment and optimizer state of `after`; `told` the frozen parameters, and the
-      learning rate and start step of its merge; `merged` a `Merged`. The last two
-      results are None without `after`.
-    """
+    """Make the program of a segment with starts, not yet jitted."""
     crossings = [
         make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
     ]
@@ -157,12 +146,7 @@ def make_segment(
 
 
 def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
-    """Make outer step and merge of a fragment as one program of the mesh.
-
-    Returns:
-      `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
-      merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
-    """
+    """Make outer step and merge of a fragment as one program of the mesh."""
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     remember = None
     if spec.sync.merge.has_feedback:
@@ -248,20 +232,7 @@ class Segments:
         step: int,
         frozen: PyTree,
     ) -> tuple[RegionState, SyncState, tuple, dict[SyncId, Merged]]:
-        """Run the segment that leads to `step`.
-
-        Args:
-          region: donated.
-          sync: with the starts; the outer state of the arriving fragment is donated.
-          batches: `[T, R, ...]`, of the inner steps.
-          participating: as for the inner steps.
-          step: step after the segment.
-          frozen: of `TrainState`.
-
-        Returns:
-          The regions and the sync state after it, losses and aux of the inner steps,
-          and what was merged, by sync; that stays in flight until its event comes up.
-        """
+        """Run the segment that leads to `step`."""
         segment, finish = plan(self._spec, sync, step)
         if segment not in self._programs:
             self._programs[segment] = self._make(segment, sync)
@@ -299,19 +270,7 @@ class Segments:
         num_bytes: Callable[[Event], int],
         frozen: PyTree,
     ) -> dict[int, tuple[LoweredProgram, bool]]:
-        """List the first segment of each fragment, cut by events alone.
-
-        Args:
-          region: abstract, like the other arguments.
-          sync: before the first step.
-          batches: of any number of inner steps, `[T, R, ...]`.
-          participating: as for the inner steps.
-          num_bytes: that one region sends for a sync.
-          frozen: of `TrainState`.
-
-        Returns:
-          By fragment, the program and whether it finishes what it starts.
-        """
+        """List the first segment of each fragment, cut by events alone."""
         found = {}
         for event, num_steps, finish in first_starts(self._spec.sync.schedule):
             k = event.fragment_id

@@ -96,13 +96,7 @@ class Program(Protocol):
 
 
 def adopt(program: Program, state: TrainState, of: Program) -> Adopted:
-    """Convert a running state of another program to `program`'s.
-
-    Args:
-      program: the new program.
-      state: donated.
-      of: the program that `state` belongs to, of the same model.
-    """
+    """Convert a running state of another program to `program`'s."""
     return _Adoption(program, of).run(state)
 
 

@@ -93,14 +93,6 @@ def loss_at_bytes(
     sends nothing more goes on training: of evaluations at the same bytes the last
     counts.
 
-    Args:
-      curve: a run, or (bytes sent by a region, loss) pairs, bytes never decreasing.
-      budget_bytes: bytes sent by a region.
-
-    Returns:
-      Nats per token, or None where the evaluations do not reach: the first one comes
-      after the budget was spent, or the whole run sends less.
-
     >>> loss_at_bytes([(10, 4.0), (20, 3.0), (20, 2.5), (40, 2.0)], 30)
     2.25
     >>> loss_at_bytes([(10, 4.0), (20, 3.0)], 5)

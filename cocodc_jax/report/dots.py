@@ -15,11 +15,6 @@ def losses(values: Mapping[str, float], faint: Collection[str] = ()) -> Figure:
 
     Dots and not bars: the axis begins near the least loss, and a bar's length would
     then tell nothing.
-
-    Args:
-      values: evaluation loss of each model by name, nats per token, top row first; at
-        least one.
-      faint: names of models that are there for orientation, drawn in grey.
     """
     figure = Figure(figsize=(WIDTH_IN, 0.28 * len(values) + 0.7), layout="constrained")
     FigureCanvasAgg(figure)

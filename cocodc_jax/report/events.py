@@ -78,14 +78,6 @@ def weights_and_biases(
     that are written again come twice, with the same numbers. What is written offline
     is in the run's `wandb`; `wandb sync --append` sends all parts of it.
 
-    Args:
-      folder: see `OpenMirror`.
-      first_step: see `OpenMirror`; W&B needs none, as "step" is a number like others.
-      project: name of the project there.
-      mode: online, offline or disabled; None leaves it to the environment.
-      name: of the run; None has W&B make one.
-      config: what is shown as the run's configuration, plain values.
-
     Raises:
       MissingExtraError: if the package is not installed.
       ConnectionError: if W&B refuses, with what it says.
@@ -120,11 +112,6 @@ def weights_and_biases(
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by the names that they are shown under.
-
-    Args:
-      record: "kind", "step" and numbers, lists of numbers (one scalar a region) or of
-        loads of experts by layer, or None (no scalar); a "fragment" becomes part of the
-        name.
 
     >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
     {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}

@@ -19,13 +19,7 @@ GREY, FAINT = "#b0b0b0", "#d8d8d8"
 def frontier(
     points: Sequence[Point], published: Sequence[Point] = (), title: str = ""
 ) -> Figure:
-    """Plot loss against bytes a step; what is on the frontier has color and number.
-
-    Args:
-      points: those that compete.
-      published: the same methods without tuning, as small open marks.
-      title: of the figure.
-    """
+    """Plot loss against bytes a step; what is on the frontier has color and number."""
     figure = Figure(figsize=(9.0, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

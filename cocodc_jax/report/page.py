@@ -120,11 +120,7 @@ def render(
 
 
 def describe_machine(devices: Sequence[Any]) -> str:
-    """Name the machine's kind: devices, cores, operating system.
-
-    Args:
-      devices: JAX devices, or anything with `device_kind`.
-    """
+    """Name the machine's kind: devices, cores, operating system."""
     kinds = sorted({str(device.device_kind) for device in devices})
     return (
         f"{len(devices)} {' and '.join(kinds)} device{'s'[: len(devices) > 1]} on "

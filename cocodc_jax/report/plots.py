@@ -82,13 +82,7 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
 
 
 def scale_bytes(axes: Axes, narrow: float) -> None:
-    """Make the x axis one of bytes, logarithmic.
-
-    Args:
-      axes: drawn already.
-      narrow: ratio of the limits below which powers of ten alone would be too few
-        labels.
-    """
+    """Make the x axis one of bytes, logarithmic."""
     axes.set_xscale("log")
     as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
     axes.xaxis.set_major_formatter(as_bytes)

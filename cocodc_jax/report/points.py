@@ -21,12 +21,7 @@ _FONT_SIZE = 8
 
 
 def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Plot the last evaluation loss against the bytes a region sent, on a log axis.
-
-    Args:
-      methods: "methods" of `comparison.compare`; one that sends nothing has no place
-        on a log axis and is named below it, with its loss.
-    """
+    """Plot the last evaluation loss against the bytes a region sent, on a log axis."""
     figure = Figure(figsize=(WIDTH_IN, _HEIGHT_IN), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

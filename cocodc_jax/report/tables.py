@@ -27,11 +27,7 @@ class Column(NamedTuple):
 
 
 def results(comparison: Mapping[str, Any]) -> str:
-    """Return HTML of the table of results.
-
-    Args:
-      comparison: from `comparison.compare`.
-    """
+    """Return HTML of the table of results."""
     equal_bytes = comparison["equal_bytes"]
     columns = [
         _measure("loss", "eval_loss", lambda x: f"{x:.4f}"),

@@ -90,12 +90,6 @@ class Source:
     ) -> TrainState:
         """Return the new run's initial state, and print what was kept and lost.
 
-        Args:
-          program: of the new run.
-          model: of both.
-          mesh: of the new run, also used for the old program.
-          stream: of the new run; it continues the old one's if it is the same.
-
         Raises:
           ValueError: if the checkpoint cannot be restored or does not fit.
         """

@@ -54,12 +54,7 @@ class Attendance:
         return len(self._link.view.seats)
 
     def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
-        """Return a loop's hooks, extended to report to the other regions.
-
-        Args:
-          hooks: of the loop.
-          merged: called at every merge with whether its mean has this region's message.
-        """
+        """Return a loop's hooks, extended to report to the other regions."""
         self._merged = merged
         return dataclasses.replace(
             hooks, handed_out=self.handed_out, stopping=self.leave

@@ -40,10 +40,6 @@ _OF_EXPERTS = {
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     """Return the devices for regions; on a CPU virtual ones, with outer devices.
 
-    Args:
-      run: number of regions, and devices in each.
-      num_processes: that share them; 0 if not yet known.
-
     Raises:
       ValueError: if there are too few devices, or the processes cannot share the
         regions evenly.
@@ -208,12 +204,6 @@ def build_program(
     place: Place | None = None,
 ) -> cc.RegionProgram:
     """Return the method around the model's loss; compiles nothing.
-
-    Args:
-      config: of the run.
-      model: with the tokenizer's vocabulary.
-      mesh: the inner mesh.
-      place: of this region, if each is a separate job.
 
     Raises:
       ValueError: if the method does not support `step_seconds`.

@@ -34,12 +34,6 @@ def check(
 ) -> None:
     """Refuse changes that a run that has begun cannot be resumed with.
 
-    Args:
-      found: the configuration in its folder.
-      config: the new one.
-      workdir: its folder.
-      done: step of its newest checkpoint, 0 without one.
-
     Raises:
       ValueError: naming the folder and, for each field, what to do.
     """
@@ -71,14 +65,7 @@ def check(
 def note(
     found: TrainConfig, config: TrainConfig, workdir: pathlib.Path, step: int
 ) -> None:
-    """Record and print that a run is resumed with a changed configuration.
-
-    Args:
-      found: the configuration in its folder.
-      config: the new one.
-      workdir: its folder.
-      step: that it is resumed from.
-    """
+    """Record and print that a run is resumed with a changed configuration."""
     changes = dict(found.changes(config))
     line = {"step": step, "changes": {n: list(pair) for n, pair in changes.items()}}
     with (workdir / CHANGES_FILE).open("a") as file:

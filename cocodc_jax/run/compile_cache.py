@@ -27,11 +27,7 @@ _KEPT_S = 30 * 24 * 3600.0
 
 
 def keep_programs() -> pathlib.Path | None:
-    """Enable the compilation cache, here and in commands started from here.
-
-    Returns:
-      The folder; None if the environment or the caller has chosen already.
-    """
+    """Enable the compilation cache, here and in commands started from here."""
     if DIR in os.environ or os.environ.get("JAX_ENABLE_COMPILATION_CACHE") == "false":
         return None
     jax = sys.modules.get("jax")

@@ -17,11 +17,7 @@ from cocodc_jax.run.config import flat
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every process's value, in the order of their ids; waits for all.
-
-    Args:
-      value: JSON-able.
-    """
+    """Return every process's value, in the order of their ids; waits for all."""
     if jax.process_count() == 1:
         return [value]
     # Later collectives use all devices, including the outer mesh. Two concurrent ones
@@ -37,9 +33,6 @@ def gather(value: Any) -> list[Any]:
 
 def check_alike(config: dict[str, Any]) -> None:
     """Compare this process's run with the others', before anything is compiled.
-
-    Args:
-      config: plain nested values.
 
     Raises:
       ValueError: naming the processes and each difference.

@@ -84,10 +84,6 @@ class ElasticFlags:
     def place(self, exchange: str, regions: int) -> Place | None:
         """Return the place of this region, None if regions are not elastic.
 
-        Args:
-          exchange: of the run.
-          regions: that there may be.
-
         Raises:
           MissingExtraError: if a package that reaches `via` is not installed.
           ValueError: naming the flag, its value and a value that works.

@@ -39,14 +39,7 @@ class FaultWatch:
         least_s: float,
         observe: Callable[[bool, Finding, str], None] = lambda *_: None,
     ):
-        """Start without history.
-
-        Args:
-          folder: of the file.
-          on_fault: one of `ON_FAULT`.
-          least_s: least difference of two times that counts.
-          observe: called with whether a fault begins, the finding and a line on it.
-        """
+        """Start without history."""
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
         self._observe = observe
         self._messages = Messages(least=least_s)

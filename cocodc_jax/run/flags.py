@@ -68,27 +68,14 @@ _DEFINE = {
 
 
 def define_one(kind: Any, name: str, default: Any, text: str, **settings: Any) -> None:
-    """Define one more flag of the program.
-
-    Args:
-      kind: int, float, bool, str, list (of words, with commas) or `COUNT_OR_WORD`.
-      name: of the flag.
-      default: its default value.
-      text: its help.
-      **settings: of absl's, such as `lower_bound`.
-    """
+    """Define one more flag of the program."""
     _DEFINE[kind](name, default, text, flag_values=FLAGS, **settings)
     # `--help` shows the key flags of the program.
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
 
 
 def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
-    """Define `--preset`, `--workdir` and a flag for every leaf.
-
-    Args:
-      without: leaves for which the program defines another flag.
-      workdir: help of the folder.
-    """
+    """Define `--preset`, `--workdir` and a flag for every leaf."""
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
     define_one(str, "workdir", None, workdir)
@@ -176,10 +163,6 @@ def given(name: str) -> bool:
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
     """Refuse training flags that the program that starts the training sets itself.
 
-    Args:
-      before: those that are its own flags too, before `--`.
-      nowhere: those that it sets itself.
-
     Raises:
       ValueError: naming the flag, its value, and what to do.
     """
@@ -198,11 +181,6 @@ def value(name: str) -> Any:
 
 def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
     """Read the numbers of a flag.
-
-    Args:
-      name: of the flag.
-      texts: its words.
-      kind: int or float.
 
     Raises:
       ValueError: naming the flag, if one is no number.
@@ -241,12 +219,6 @@ def config(
 ) -> TrainConfig:
     """Return the preset with the flags given.
 
-    Args:
-      without: leaves that were not defined, see `define`.
-      methods: that the program trains one after another. Arguments then apply to those
-        that take them; without, they are those of `--method`.
-      **own: leaves that the program sets itself.
-
     Raises:
       ValueError: for an unknown preset, a value that the configuration refuses, or a
         method's argument that no method takes.
@@ -268,9 +240,6 @@ def config(
 
 def check_methods(methods: Iterable[str]) -> None:
     """Refuse a flag that is an argument of other methods only.
-
-    Args:
-      methods: that the program trains.
 
     Raises:
       ValueError: naming the flag, its value and what the methods take.
@@ -295,12 +264,7 @@ def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
 
 
 def run_main(main: Callable[[], None], doc: str = "") -> None:
-    """Parse the flags and call `main`; a wrong flag exits with code 2.
-
-    Args:
-      main: the program.
-      doc: its description, for `--help`.
-    """
+    """Parse the flags and call `main`; a wrong flag exits with code 2."""
 
     @as_a_command()
     def call(argv: Sequence[str]) -> None:
@@ -324,10 +288,6 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
 
 def help_of(doc: str, is_full: bool = False) -> str:
     """Return the text of `--help`, with the values that hold given the other flags.
-
-    Args:
-      doc: the program's description.
-      is_full: explain all flags, not only those that most runs set.
 
     Raises:
       ValueError: for flags that make no configuration.
@@ -371,11 +331,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def parse(argv: Sequence[str]) -> None:
-    """Parse a command line that has flags only.
-
-    Args:
-      argv: the program's name, and flags.
-    """
+    """Parse a command line that has flags only."""
     rest = _parse(argv)
     if len(rest) > 1:
         _exit(f"unexpected argument {rest[1]!r}; flags begin with --")

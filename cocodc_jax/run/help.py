@@ -44,12 +44,7 @@ Sections = Mapping[str, Iterable[Option | str]]
 
 
 def render(doc: str, sections: Sections) -> str:
-    """Return the text of a program's help.
-
-    Args:
-      doc: its description.
-      sections: its flags and other text, by title.
-    """
+    """Return the text of a program's help."""
     parts = [doc.strip()]
     for title, entries in sections.items():
         parts.append("\n".join([title, *map(_shown, entries)]))
@@ -57,12 +52,7 @@ def render(doc: str, sections: Sections) -> str:
 
 
 def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
-    """Return flags as options of the help.
-
-    Args:
-      flags: absl's `FlagValues`.
-      names: which; None is all of them.
-    """
+    """Return flags as options of the help."""
     return [
         Option(f.name, f.value, *_text_and_choices(f))
         for f in (flags[name] for name in (flags if names is None else names))
@@ -77,12 +67,7 @@ def _text_and_choices(flag: Any) -> tuple[str, Collection[str]]:
 
 
 def sections_of(define: Mapping[str, Callable[[Any], None]], values: Any) -> Sections:
-    """Return flags by section.
-
-    Args:
-      define: functions that define each section's flags, by title.
-      values: absl's `FlagValues`, of all of them.
-    """
+    """Return flags by section."""
     found = {}
     for title, defines in define.items():
         own = type(values)()

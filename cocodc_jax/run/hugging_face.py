@@ -28,10 +28,6 @@ PARAMS = ("outer", "mean")
 def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerConfig:
     """Return a run's model with its vocabulary, checked against `init_from`.
 
-    Args:
-      config: of the run.
-      tokenizer: sets the vocabulary, unless the model of `init_from` has more rows.
-
     Raises:
       ValueError: naming what differs between the folder, the flags and the tokenizer.
     """

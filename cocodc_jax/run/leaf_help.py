@@ -83,13 +83,7 @@ DEVELOPER = (
 
 
 def by_use(sections: Sections, in_full: tuple[str, ...]) -> Sections:
-    """Return sections with the flags first that most runs set, and a developer's last.
-
-    Args:
-      sections: all flags; the first section has the program's own.
-      in_full: beginnings of the titles that are shown in full; of other sections the
-        flags are only named.
-    """
+    """Return sections with main flags first and a developer's last."""
     (title, own), *rest = ((title, list(x)) for title, x in sections.items())
     found = {x.name: x for _, xs in rest for x in xs if isinstance(x, Option)}
     shown = {title: [x for x in own if not _is_any(x, RARE)]}
@@ -117,13 +111,7 @@ def _is_any(entry: Option | str, names: Collection[str]) -> bool:
 def run_sections(
     config: TrainConfig, names: Collection[str], methods: Iterable[str]
 ) -> Sections:
-    """Return the leaves of a run's configuration by section.
-
-    Args:
-      config: whose values are shown.
-      names: leaves that are flags of the program.
-      methods: whose arguments are explained; those of others are named.
-    """
+    """Return the leaves of a run's configuration by section."""
     taken = {name for method in methods for name in cc.methods.defaults(method)}
     found: dict[str, list[Option | str]] = {}
     for section, cls in SECTIONS.items():

@@ -43,14 +43,7 @@ def leaves_of(
     without: Sequence[str] = (),
     kind: Kind = Kind.COMPUTED,
 ) -> dict[str, Leaf]:
-    """Return the leaves of a section, by name.
-
-    Args:
-      section: its name.
-      cls: a dataclass with "Attributes" in its docstring.
-      without: fields that are not leaves.
-      kind: of fields that do not set theirs.
-    """
+    """Return the leaves of a section, by name."""
     notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)
     return {
         field.name: Leaf(
@@ -92,15 +85,7 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 
 def notes_of(documented: Any, heading: str) -> dict[str, str]:
-    """Read a section of a Google-style docstring, such as "Args" or "Attributes".
-
-    Args:
-      documented: a class or a function.
-      heading: of the section, without its colon.
-
-    Returns:
-      The note of each name, on one line; empty if there is no such section.
-    """
+    """Read a section of a Google-style docstring, such as "Args" or "Attributes"."""
     text = inspect.cleandoc(documented.__doc__ or "")
     notes: dict[str, list[str]] = {}
     name = ""

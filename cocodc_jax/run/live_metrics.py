@@ -106,15 +106,7 @@ class LiveMetrics:
         peak_tokens_per_second: float | None = None,
         now: Callable[[], float] = time.time,
     ):
-        """Start before the first turn.
-
-        Args:
-          planned_steps: inner steps of the run.
-          tokens_at: tokens that all regions have trained on by a step.
-          num_regions: that take part for all of the run; None if they may change.
-          peak_tokens_per_second: at an MFU of 1, if known.
-          now: Unix time.
-        """
+        """Start before the first turn."""
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()
@@ -127,13 +119,7 @@ class LiveMetrics:
         self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
 
     def begin(self, step: int, began_s: float, saved_step: int | None) -> None:
-        """Note where training starts.
-
-        Args:
-          step: inner steps done.
-          began_s: Unix time at which the run began, in whichever process.
-          saved_step: of the newest checkpoint.
-        """
+        """Note where training starts."""
         with self._lock:
             self._step, self._began_s, self._stall_s = step, began_s, 0.0
             self._gauges |= {"cocodc_step": step, "cocodc_checkpoint_step": saved_step}

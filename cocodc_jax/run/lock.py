@@ -31,9 +31,6 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
     The lock is the kernel's (`flock`), so it ends with the process. Each process of a
     run locks the folder of its own files.
 
-    Args:
-      folder: made if missing.
-
     Raises:
       FolderInUseError: naming the folder, and the process that has the lock.
       OSError: if the folder cannot be written to.

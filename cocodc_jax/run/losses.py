@@ -23,12 +23,6 @@ def make(
 ) -> models.LossFn:
     """Return the training loss.
 
-    Args:
-      run: as this process trains it.
-      model: as `with_kernels` returns it.
-      method: of the run.
-      mesh: the inner mesh.
-
     Raises:
       ValueError: if the method does not support `step_seconds`.
     """
@@ -96,16 +90,7 @@ _AT_ONCE = 16
 
 
 def gather_steps(devices: np.ndarray) -> tuple[int, ...]:
-    """Cut a data axis into steps along a TPU's torus, as `models.Layout` takes them.
-
-    Args:
-      devices: along the data axis.
-
-    Returns:
-      A length for each axis of their torus, neighbors first; empty if one gather is as
-      good: on other platforms, for few chips on two axes, and for chips that are no
-      box.
-    """
+    """Cut a data axis into steps along a TPU's torus, as `models.Layout` takes them."""
     if not hasattr(devices[0], "coords"):
         return ()
     places = np.array([(getattr(x, "core_on_chip", 0), *x.coords) for x in devices])

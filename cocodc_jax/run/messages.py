@@ -18,10 +18,6 @@ from cocodc_jax.files import UnwritableError
 def one_line(error: Exception | str, flags: Container[str]) -> str:
     """Return an error as one line, with the flag as the user types it.
 
-    Args:
-      error: a message that begins with an argument's name and `=`, if it is about one.
-      flags: names of the program's flags; an argument of such a name is the flag.
-
     >>> one_line(ValueError("steps=0 must be at least 1"), ["steps"])
     '--steps=0 must be at least 1'
     """
@@ -57,9 +53,6 @@ def say_once(handler: logging.Handler) -> None:
 
     Orbax logs the errors of its threads, and asyncio those of tasks; `Checkpoints`
     raises them. TensorBoard's thread ends with those of its files.
-
-    Args:
-      handler: of the program's log.
     """
     handler.addFilter(_is_said_here_only)
     others = threading.excepthook
@@ -106,9 +99,6 @@ def _is_unread(descriptor: int) -> bool:
 
 def check_numbers(values: Any) -> None:
     """Refuse NaN and infinite numbers.
-
-    Args:
-      values: a program's own flags, absl's `FlagValues`.
 
     Raises:
       ValueError: naming the flag and its value.

@@ -66,11 +66,6 @@ def method_leaves(
 ) -> dict[str, Leaf]:
     """Return a leaf for each argument that any method takes.
 
-    Args:
-      methods: functions by name, each of which returns a method; by default the
-        table's.
-      section: of the leaves.
-
     Raises:
       ValueError: for an argument without a type or documentation, or of types that do
         not fit together.
@@ -116,10 +111,6 @@ def _whose(defaults: Mapping[str, Any]) -> str:
 
 def check_taken(arguments: Mapping[str, Any], methods: Iterable[str]) -> None:
     """Refuse arguments that none of the methods takes.
-
-    Args:
-      arguments: by name.
-      methods: names of the table.
 
     Raises:
       ValueError: naming the argument, its value and what the methods take.

@@ -60,14 +60,6 @@ def serving(
 ) -> Iterator[tuple[str, int]]:
     """Serve the metrics on all addresses of this machine.
 
-    Args:
-      port: 0 takes any free one.
-      live: what is served.
-      labels: of every metric.
-
-    Yields:
-      The address that is listened at.
-
     Raises:
       PortError: if the port is taken, or not for this user.
       MissingExtraError: if the package is not installed.

@@ -74,13 +74,6 @@ class Monitoring:
     ) -> Iterator[Monitor]:
         """Watch a run; an exception that ends it is an event.
 
-        Args:
-          live: numbers of this process.
-          workdir: of the run, for messages.
-          regions: of this process.
-          own_region: of this job, if regions are elastic.
-          delay_steps: tau, None if it is not fixed.
-
         Raises:
           PortError: if the port of this process is taken.
         """
@@ -129,13 +122,7 @@ class Monitor:
         self._not_finite: set[int] = set()
 
     def told_by(self, hooks: Hooks, step: int, **start: Any) -> Hooks:
-        """Return a loop's hooks, extended to be watched.
-
-        Args:
-          hooks: of the loop.
-          step: that it starts at.
-          **start: further arguments of `LiveMetrics.begin`.
-        """
+        """Return a loop's hooks, extended to be watched."""
         self._step = step
         self.live.begin(step, **start)
 

@@ -152,10 +152,6 @@ class OptimizerConfig:
 def check_taken(arguments: Mapping[str, Any], optimizers: Iterable[str]) -> None:
     """Refuse arguments that none of the optimizers uses.
 
-    Args:
-      arguments: by name; those of every optimizer are skipped.
-      optimizers: of `OPTIMIZERS`.
-
     Raises:
       ValueError: naming the argument, its value and what the optimizers take.
     """

@@ -188,11 +188,6 @@ def check_shares(
 ) -> None:
     """Refuse a number of processes that cannot share the regions evenly.
 
-    Args:
-      num_regions: regions of the run.
-      num_processes: processes, each of full regions or so many to each region.
-      devices_per_region: devices that share one region, and so its processes.
-
     Raises:
       ValueError: naming the numbers and values that work.
     """

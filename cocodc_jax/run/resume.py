@@ -70,15 +70,6 @@ def check_workdir(
 ) -> TrainConfig | None:
     """Refuse a folder that holds anything but this run.
 
-    Args:
-      config: of the run, resolved.
-      workdir: its folder, which may be missing.
-      checkpoints: the folder of its checkpoints, if that is not in `workdir`.
-
-    Returns:
-      The configuration in the folder, in which some fields may differ; None if there is
-      none.
-
     Raises:
       ValueError: naming the folder and what is in it.
     """
@@ -111,10 +102,6 @@ def check_exchange(folder: Any, is_elastic: bool) -> None:
     """Refuse a folder of a run whose regions were not elastic if they are now.
 
     And vice versa: each elastic region has checkpoints of its own region.
-
-    Args:
-      folder: of the run, or of an elastic region; maybe in a bucket.
-      is_elastic: whether regions are elastic now.
 
     Raises:
       ValueError: naming it.
@@ -154,15 +141,6 @@ def write_config(
 ) -> TrainConfig:
     """Write a run's configuration to its folder, unless it is there already.
 
-    Args:
-      config: of the run, resolved.
-      workdir: its folder, locked by this process.
-      checkpoints: as for `check_workdir`.
-
-    Returns:
-      The configuration in the folder. If it differs and the run may be resumed with it,
-      it is left to `go_on`.
-
     Raises:
       ValueError: if it holds another run: one may have begun since it was checked.
       OSError: if it cannot be written to.
@@ -191,15 +169,6 @@ def resume(
 ) -> tuple[TrainState, dict, dict] | None:
     """Restore the newest checkpoint, None if there is none.
 
-    Args:
-      saved: the run's checkpoints.
-      program: of the run.
-      stream: is set to its position.
-      regions: of this process.
-
-    Returns:
-      The state, the records' sums, and this process's positions in its files.
-
     Raises:
       ValueError: if the checkpoint is of another program or of other data.
     """
@@ -213,12 +182,7 @@ def resume(
 
 
 def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
-    """Print that a run goes back, and return its entry of the summary.
-
-    Args:
-      error: with the spikes.
-      saved: the run's checkpoints, without the one refused after the spike.
-    """
+    """Print that a run goes back, and return its entry of the summary."""
     if jax.process_index() == 0:
         print(
             f"warning: {error}; the run returns to it, or else to its start, and "
@@ -252,13 +216,6 @@ def open_records(
     mirrors: Sequence[OpenMirror] = (tensorboard,),
 ) -> MetricsWriter:
     """Open the files of records where a process resumes.
-
-    Args:
-      folder: of the process.
-      found: its `position`, empty for a new run.
-      step: that the run resumes from. Files of a process that the run did not have at
-        the save are kept up to this step.
-      mirrors: other places that the records go to.
 
     Raises:
       ResumeError: if the records were corrupted or truncated since.

@@ -41,19 +41,7 @@ def summarize(
     wall_s: float,
     rollbacks: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the numbers of a finished run.
-
-    Args:
-      session: the run.
-      result: of its loop.
-      seconds: in the loop, of all parts of the run.
-      wall_s: seconds since the run began.
-      rollbacks: loss spikes that it went back from, and to which step.
-
-    Returns:
-      "left_out" if the method has a robust mean, "rollbacks" if the run may go back,
-      and the rest.
-    """
+    """Return the numbers of a finished run."""
     run = session.config.run
     evaluated, step = result.last_eval or {}, result.state.step
     others: dict[str, Any] = {}

@@ -66,22 +66,6 @@ def taking_part(
 ) -> Iterator[tuple[tuple[TrainState, dict | None, dict], Attendance]]:
     """Take part in a run until the end of the context.
 
-    Args:
-      place: of the region.
-      run: `run_digest`.
-      program: of the region.
-      folder: of the region.
-      begun: state, sums and positions of the region's own checkpoint, or of step 0.
-      stream: of the region, positioned at `begun`.
-      make_params: makes one region's initial parameters, and the key of the run.
-      digests: whether to write digests of outer fragments.
-      watch: detects faults.
-      carried: the region's own state from before the others went on without it; `begun`
-        has the same state then.
-
-    Yields:
-      State, sums and positions to resume from, and the `Attendance` that reports turns.
-
     Raises:
       OSError: if the region cannot listen.
       LeftBehindError: if the others go on without this region.

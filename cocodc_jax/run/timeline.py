@@ -31,10 +31,6 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     everywhere, within a network delay, so clocks are aligned by the arrivals; without
     any they stay as they are.
 
-    Args:
-      workdir: of the run.
-      since_step: steps to leave out, such as those in which programs were compiled.
-
     Raises:
       ValueError: if there is no such file, one is corrupt, or none has data after
         `since_step`.
@@ -165,13 +161,7 @@ def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRe
 
 
 def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
-    """Write one process's timeline, after that of an earlier part of the run.
-
-    Args:
-      folder: of the process.
-      found: "marks" and "syncs", as `train.clock` returns them.
-      first_step: the step that this part began at.
-    """
+    """Write one process's timeline, after that of an earlier part of the run."""
     path = folder / FILE
     earlier = {"marks": [], "syncs": []}
     if first_step and path.exists():
@@ -197,18 +187,7 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
-    """Return whether steps are slower while a sync is in flight.
-
-    Args:
-      timeline: measured, with marks at starts and merges of syncs as every run has
-        them. Only if steps and syncs share a processor or a bus should they differ.
-
-    Returns:
-      Seconds of a step of the slowest process, without waiting: with a sync in flight,
-      and without; NaN if unknown. Without is the median over stretches between two
-      marks that have none. With attributes the excess of all other stretches to the
-      time in which a sync was in flight.
-    """
+    """Return whether steps are slower while a sync is in flight."""
     waited: dict[int, float] = {}
     for sync in timeline.syncs:  # Marks precede the waiting.
         waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
@@ -235,16 +214,7 @@ def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
 
 
 def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
-    """Return a run's `Timeline.exposed_share`.
-
-    Args:
-      folder: of its timelines: the workdir, or one process's own.
-      warm_step: the step by which every program has been compiled.
-
-    Returns:
-      Of the steps after `warm_step`, if the run was that long, else of all of them;
-      None if there are too few.
-    """
+    """Return a run's `Timeline.exposed_share`."""
     for since in (warm_step, 0):
         try:
             return read(folder, since).exposed_share
@@ -258,15 +228,6 @@ def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
 
     The rest is compiling, evaluating, saving, waiting for others, repeated steps and
     downtime.
-
-    Args:
-      folder: of its timelines, as for `exposed_share`.
-      steps: that the run has done.
-      seconds: of wall time since it began.
-
-    Returns:
-      At most 1; None if there are too few marks. An undisturbed step takes the median
-      time of steps that did not wait for syncs, in the slowest process.
     """
     try:
         stretches = read(folder).stretches()

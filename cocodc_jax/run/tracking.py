@@ -59,12 +59,7 @@ class Tracking:
             )
 
     def mirrors(self, name: str, config: Mapping[str, Any]) -> Sequence[OpenMirror]:
-        """Return where this process's records go.
-
-        Args:
-          name: of the run.
-          config: its configuration, plain values.
-        """
+        """Return where this process's records go."""
         if not self._is_here:
             return (tensorboard,)
         wandb = functools.partial(

@@ -21,16 +21,7 @@ def peak_tokens_per_second(
     sequence_length: int,
     devices: Iterable[Any],
 ) -> float | None:
-    """Return the tokens per second at which MFU is 1.
-
-    Args:
-      model: that is trained.
-      sequence_length: of its sequences.
-      devices: JAX devices of the regions, those of other processes included.
-
-    Returns:
-      None if the peak of a device is not known, as of CPUs.
-    """
+    """Return the tokens per second at which MFU is 1."""
     peaks = [peak_flops(device.device_kind) for device in devices]
     known = [peak for peak in peaks if peak is not None]
     if len(known) < len(peaks):

@@ -90,10 +90,6 @@ class ExpertMean(Average):
 def with_expert_mean(message: Message, by_tokens: bool) -> Message:
     """Return a message whose mean knows experts.
 
-    Args:
-      message: of a method.
-      by_tokens: see `ExpertMean`.
-
     Raises:
       ValueError: if `by_tokens` and its mean is of something else, or it is compressed
         to a part of its entries, or by more than a compressor.

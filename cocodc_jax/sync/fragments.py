@@ -150,10 +150,6 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
 
     Rows in no fragment would silently never be averaged.
 
-    Args:
-      fragments: the user's.
-      params: arrays or shapes.
-
     Raises:
       ValueError: naming the leaf, and what of it is not in exactly one fragment.
     """

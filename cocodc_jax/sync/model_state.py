@@ -102,13 +102,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossFn:
-    """Return a loss that takes and returns a model state, `()` if there is none.
-
-    Args:
-      loss_fn: with a state if there is a `model_state`, else `(params, batch, key) ->
-        (loss, aux)`.
-      model_state: of the model.
-    """
+    """Return a loss that takes and returns a model state, `()` if there is none."""
     if model_state is not None:
         return functools.partial(_checked, loss_fn)
 
@@ -156,17 +150,7 @@ def _checked(loss_fn: AnyLossFn, params, state, batch, key):
 def at_state(
     loss_fn: AnyLossFn, user_inputs: UserInputs, state: PyTree
 ) -> tuple[LossFn, UserInputs]:
-    """Bind a loss, and the user's inputs, to one state of the model.
-
-    Args:
-      loss_fn: with a state.
-      user_inputs: whose `outputs[0]` takes a state too, `(params, model_state, batch)`.
-      state: of one region.
-
-    Returns:
-      `(params, batch, key) -> (loss, aux)`, and user_inputs with `(params, batch) ->
-      outputs`, the signatures that merges use.
-    """
+    """Bind a loss, and the user's inputs, to one state of the model."""
 
     def loss(params, batch, key):
         value, (aux, _) = loss_fn(params, state, batch, key)

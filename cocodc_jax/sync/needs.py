@@ -129,12 +129,6 @@ def effective_rank(tree: PyTree) -> jax.Array:
 
     By this weight stacked norms, which no factors make smaller, hardly count. See
     `low_rank.effective_rank` for a single tensor. The weights are ours.
-
-    Args:
-      tree: a mean pseudo-gradient.
-
-    Returns:
-      float32 scalar, at least 1.
     """
     leaves = named_leaves(tree)
     total = sum(x.size for _, x in leaves)
@@ -146,18 +140,7 @@ def effective_rank(tree: PyTree) -> jax.Array:
 def later_gradient(
     staged: PyTree, midway: PyTree, local: PyTree, delay_steps: int
 ) -> PyTree:
-    """Return a region's gradient extrapolated from the two halves, for `secant`.
-
-    Args:
-      staged: the fragment when its sync started.
-      midway: `delay_steps // 2` steps later.
-      local: `delay_steps` steps later.
-      delay_steps: tau, at least 2.
-
-    Returns:
-      The per-step pseudo-gradient of the full overlap plus its change from the first
-      half to the second. `secant` subtracts that of the full overlap again.
-    """
+    """Return a region's gradient extrapolated from the two halves, for `secant`."""
     first, rest = delay_steps // 2, delay_steps - delay_steps // 2
 
     def later(staged, middle, local):
@@ -289,10 +272,6 @@ NEEDS: dict[str, Need] = {
 def check_known(needs: Iterable[str], who: str) -> None:
     """Refuse needs that are not in the table.
 
-    Args:
-      needs: names.
-      who: owner of the needs, for the message.
-
     Raises:
       ValueError: naming them and the known ones.
     """
@@ -306,11 +285,6 @@ def check_known(needs: Iterable[str], who: str) -> None:
 
 def check(needs: Iterable[str], user_inputs: UserInputs, who: str) -> None:
     """Refuse needs that the user's inputs do not satisfy.
-
-    Args:
-      needs: names.
-      user_inputs: of the user.
-      who: owner of the needs, for the message.
 
     Raises:
       ValueError: naming the need and what to pass.

@@ -200,10 +200,5 @@ def nesterov_sgd(
 
 
 def pseudo_gradient(params: PyTree, local: PyTree) -> PyTree:
-    """Return `params - local`, old minus new, in the outer dtype.
-
-    Args:
-      params: an outer fragment.
-      local: a region's local fragment.
-    """
+    """Return `params - local`, old minus new, in the outer dtype."""
     return jax.tree.map(lambda o, x: o - x.astype(o.dtype), params, local)

@@ -83,10 +83,6 @@ class Robust:
     def of(cls, exclude_above: float | None, robust_mean: str | None) -> Robust:
         """Parse the two arguments of methods.
 
-        Args:
-          exclude_above: None is infinity.
-          robust_mean: "clip", "trim:0.25" or the like; None is a weighted mean.
-
         Raises:
           ValueError: naming the argument, its value and a value that works.
         """
@@ -128,17 +124,7 @@ class Robust:
     def judge(
         self, lengths: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return which regions are left out, and the weights of the others.
-
-        Args:
-          lengths: `[M]`, results of `length`.
-          weights: `[M]`, of sum 1; a region of weight 0 did not take part.
-
-        Returns:
-          Verdicts, int32 `[M]`: `COUNTED`, `NOT_FINITE` or `OUTLIER`; and the weights
-          to sum messages by, `[M]`: exactly the given ones if no region is left out or
-          clipped.
-        """
+        """Return which regions are left out, and the weights of the others."""
         there = weights > 0
         finite = jnp.isfinite(lengths)
         median = masked_median(lengths, there & finite)
@@ -159,14 +145,7 @@ class Robust:
     def combine(
         self, message: Message, messages: PyTree, weights: jax.Array, rank: int = 0
     ) -> PyTree:
-        """Return the mean of gathered messages; see `Message.combine`.
-
-        Args:
-          message: their type.
-          messages: of all regions, `[M, ...]`, without those left out.
-          weights: from `judge`.
-          rank: of the messages.
-        """
+        """Return the mean of gathered messages; see `Message.combine`."""
         if self.mean != "trim":
             return message.combine(messages, weights, rank)
         compressor = message.compressor(rank)
@@ -176,15 +155,7 @@ class Robust:
 
 
 def length(params: PyTree, delta: PyTree) -> jax.Array:
-    """Return one region's L2 norm of the message, NaN if anything is not finite.
-
-    Args:
-      params: all of the region's parameters.
-      delta: the pseudo-gradient that the message is made of.
-
-    Returns:
-      Scalar of at least float32; NaN also if the square of the norm overflows.
-    """
+    """Return one region's L2 norm of the message, NaN if anything is not finite."""
     finite = is_finite((params, delta))
     norm = optax.tree_utils.tree_norm(jax.tree.map(widen, delta))
     return jnp.where(finite & jnp.isfinite(norm), norm, jnp.nan)
@@ -206,13 +177,7 @@ def without(messages: PyTree, weights: jax.Array) -> PyTree:
 
 
 def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:
-    """Return the mean over `[M, ...]` without the largest and smallest, per entry.
-
-    Args:
-      values: of M regions.
-      counted: bool `[M]`.
-      trim: share dropped at either end of those that count, rounded down.
-    """
+    """Return the mean over `[M, ...]` without the largest and smallest, per entry."""
     num = counted.sum()
     cut = jnp.floor(trim * num + 1e-6).astype(num.dtype)
     shape = (-1, *(1,) * (values.ndim - 1))

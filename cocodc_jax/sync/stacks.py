@@ -49,13 +49,6 @@ def find(
 ) -> dict[str, Place]:
     """Find the leaves of layers.
 
-    Args:
-      leaves: paths, parts joined by "/", and arrays or their shapes.
-      blocks: name of the stack; None looks for `BLOCKS`, then for any stack.
-
-    Returns:
-      A place for each leaf of a layer, by path.
-
     Raises:
       ValueError: if no stack has the name `blocks`.
     """

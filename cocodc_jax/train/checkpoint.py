@@ -50,11 +50,7 @@ class _DamagedError(Exception):
 
 
 def steps_in(directory: Any) -> list[int]:
-    """Return the steps of the checkpoints in a local folder or bucket.
-
-    Args:
-      directory: as for `Checkpoints`, which is not opened; it may be missing.
-    """
+    """Return the steps of the checkpoints in a local folder or bucket."""
     # Orbax renames a checkpoint to its step once it is complete.
     names = (x.name for x in directory.iterdir()) if directory.is_dir() else ()
     return sorted(int(name) for name in names if name.isdecimal())

@@ -47,12 +47,7 @@ def are_in(folder: pathlib.Path) -> bool:
 
 
 def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
-    """Return which file of a checkpoint is corrupt and how, None if none is.
-
-    Args:
-      folder: of the checkpoint.
-      parts: folders that must be in it.
-    """
+    """Return which file of a checkpoint is corrupt and how, None if none is."""
     for part in parts:
         if not (folder / part).is_dir():
             return f"{part} is missing"
@@ -89,13 +84,7 @@ def damage_agreed(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
 def set_aside(
     directory: pathlib.Path, damaged: Mapping[int, str], restored: int
 ) -> None:
-    """Move corrupt checkpoints out of the way of later ones, and report it.
-
-    Args:
-      directory: of the checkpoints.
-      damaged: step and problem of each.
-      restored: the step that is restored instead.
-    """
+    """Move corrupt checkpoints out of the way of later ones, and report it."""
     if jax.process_index() == 0:
         names = {step: f"damaged_{step}" for step in damaged}
         for step, name in names.items():

@@ -119,14 +119,7 @@ class FlightRecorder:
             return self._stall_s
 
     def done_s(self, step: int) -> float:
-        """Return when the devices ended inner step `step`, waiting for it.
-
-        Args:
-          step: last step of a turn that was dispatched before.
-
-        Returns:
-          By `time.perf_counter`; now, if the clock has failed, which raises at exit.
-        """
+        """Return when the devices ended inner step `step`, waiting for it."""
         with self._marked:
             self._marked.wait_for(lambda: self._error or self._is_marked(step))
             for marked, seconds in reversed(self.marks):
@@ -138,12 +131,7 @@ class FlightRecorder:
         return bool(self.marks) and self.marks[-1][0] >= step
 
     def watch(self, state: TrainState, output: Output) -> None:
-        """Record when the devices finish the work just dispatched.
-
-        Args:
-          state: after it.
-          output: of it.
-        """
+        """Record when the devices finish the work just dispatched."""
         before = state.step - len(output.bytes_sent)
         for sync in output.syncs:
             if sync.start_step > before:  # Started and applied in one call.
@@ -170,14 +158,7 @@ class FlightRecorder:
             self.started(*sync_id, losses, arrivals[0])
 
     def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
-        """Watch a message.
-
-        Args:
-          fragment: whose.
-          step: inner steps done when it leaves.
-          inner: an output of the last of those steps.
-          mean: what will arrive.
-        """
+        """Watch a message."""
         flight = Flight(fragment, step)
         self.flights.append(flight)
         self._open[fragment, step] = flight
@@ -194,23 +175,13 @@ class FlightRecorder:
 
         Dispatching merges may wait for means of other regions, which is not time of the
         steps.
-
-        Args:
-          step: inner steps done.
-          inner: an output of the last of them.
         """
         self._steps.put((step, inner, ()))
 
     def stepped(
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
     ) -> None:
-        """Watch the merges after steps, and the steps if they are not yet watched.
-
-        Args:
-          step: inner steps done.
-          inner: an output of the last of them.
-          merges: applied after them.
-        """
+        """Watch the merges after steps, and the steps if they are not yet watched."""
         self._steps.put((step, inner, merges))
 
     def _arrive(self, flight: Flight, inner: jax.Array, mean: jax.Array) -> None:

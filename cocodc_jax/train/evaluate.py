@@ -57,14 +57,7 @@ def make_evaluate(
 def list_evaluate(
     loss_fn: AnyLossFn, mesh: Mesh, judged: tuple[PyTree, ...], batches: PyTree
 ) -> LoweredProgram:
-    """Return the program of `make_evaluate`, for compiling without running it.
-
-    Args:
-      loss_fn: as there.
-      mesh: the inner mesh.
-      judged: shapes and shardings of what is evaluated.
-      batches: shapes, `[E, B, ...]`.
-    """
+    """Return the program of `make_evaluate`, for compiling without running it."""
     where = NamedSharding(mesh, P(REGION, DATA))
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batches

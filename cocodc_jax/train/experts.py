@@ -74,16 +74,6 @@ def make_score(
 
     Between regions it sends one number per token and expert, and for the mean of the
     logits a sum of V numbers per token. Only one batch's logits exist at a time.
-
-    Args:
-      logits_fn: `(params, tokens) -> logits`, int32 `[B, L]` to float `[B, L, V]`, of
-        one region's parameters.
-      mesh: the inner mesh.
-      num_regions: R.
-
-    Returns:
-      A function of parameters `[R, ...]` on the mesh and int32 tokens `[E, B, L + 1]`
-      on the host, B a multiple of the data axis; its results are replicated.
     """
     block = LocalRegions.of(mesh, num_regions)
 
@@ -125,14 +115,6 @@ def mixture(log_probs: jax.Array, log_weights: jax.Array | None = None) -> jax.A
     >>> experts = jnp.log(jnp.array([[0.2, 0.4], [0.6, 0.4]]))  # R = 2, L = 2.
     >>> print(jnp.exp(mixture(experts)).round(6))
     [0.4 0.4]
-
-    Args:
-      log_probs: of the experts, `[R, ..., L]`.
-      log_weights: `[R, ...]`, those of a sequence summing to one, minus infinity for
-        an expert left out; equal weights by default.
-
-    Returns:
-      `[..., L]`.
     """
     if log_weights is None:
         return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(log_probs))
@@ -142,16 +124,7 @@ def mixture(log_probs: jax.Array, log_weights: jax.Array | None = None) -> jax.A
 def routed(
     log_probs: jax.Array, log_weights: jax.Array, prefix_tokens: int
 ) -> jax.Array:
-    """Log-probabilities of a mixture weighted after the prefix, equal within it.
-
-    Args:
-      log_probs: of the experts, `[R, ..., L]`.
-      log_weights: chosen from the prefix, `[R, ...]`, as for `mixture`.
-      prefix_tokens: P, predicted tokens that the choice was made from.
-
-    Returns:
-      `[..., L]`.
-    """
+    """Log-probabilities of a mixture weighted after the prefix, equal within it."""
     before, after = jnp.split(log_probs, (prefix_tokens,), axis=-1)
     parts = (mixture(before), mixture(after, log_weights))
     return jnp.concatenate(parts, axis=-1)
@@ -159,13 +132,6 @@ def routed(
 
 def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Array:
     """Log-weights by Bayes' rule, from how well each expert predicted the prefix.
-
-    Args:
-      prefix_log_probs: of the experts, `[R, ..., P]`.
-      temperature: 1 is Bayes' rule with a uniform prior; more flattens, less sharpens.
-
-    Returns:
-      `[R, ...]`.
 
     Raises:
       ValueError: for a temperature that is not positive.
@@ -177,13 +143,6 @@ def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Arra
 
 def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
     """Keep the largest `top_k` weights of each sequence, renormalized.
-
-    Args:
-      log_weights: `[R, ...]`.
-      top_k: how many, at most R; of equal weights the first are kept.
-
-    Returns:
-      `[R, ...]`, minus infinity for the others.
 
     Raises:
       ValueError: for a `top_k` outside 1 to R.
@@ -211,15 +170,7 @@ def passes_per_token(
 
 
 def hashed_ngrams(tokens: jax.Array, num_features: int) -> jax.Array:
-    """How often single tokens and pairs occur, hashed: features for a linear router.
-
-    Args:
-      tokens: int32 `[..., P]`, whatever the vocabulary.
-      num_features: F, buckets that singles and pairs are hashed to.
-
-    Returns:
-      float32 `[..., F]` of length 1.
-    """
+    """How often single tokens and pairs occur, hashed: features for a linear router."""
     # Multiplicative hashing (Knuth): high bits of products with odd constants.
     single = tokens.astype(jnp.uint32) * jnp.uint32(2654435761)
     pair = (single[..., :-1] ^ single[..., 1:] << 1) * jnp.uint32(2246822519)
@@ -243,17 +194,7 @@ def train_router(
     optimizer: optax.GradientTransformation,
     num_steps: int,
 ) -> tuple[Router, jax.Array]:
-    """Fits a router to the loss of the mixture it weighs, all sequences at each step.
-
-    Args:
-      features: of the prefixes, float32 `[N, F]`.
-      log_probs: of the experts on the tokens after the prefix, `[R, N, T]`.
-      optimizer: any of Optax.
-      num_steps: how many updates, from equal weights on.
-
-    Returns:
-      The router, and the loss before each update, nats per token, `[num_steps]`.
-    """
+    """Fit a router to the loss of its mixture, all sequences at each step."""
 
     def loss_fn(router: Router) -> jax.Array:
         return -mixture(log_probs, weigh(router, features)).mean()

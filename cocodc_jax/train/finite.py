@@ -40,13 +40,7 @@ class FiniteWatch:
     def check_losses(
         self, first_step: int, losses: np.ndarray, first_region: int
     ) -> None:
-        """Refuse non-finite losses, unless the method restores regions.
-
-        Args:
-          first_step: inner steps done before the first of them.
-          losses: float32 `[T, R]`, of this process's regions.
-          first_region: index of the first of these.
-        """
+        """Refuse non-finite losses, unless the method restores regions."""
         bad = np.argwhere(~np.isfinite(losses))
         if len(bad) and not self._program.method.can_restore:
             step = first_step + int(bad[0][0]) + 1
@@ -85,13 +79,7 @@ class FiniteWatch:
         self.stop("a parameter is not finite", state.step, int(bad[0]))
 
     def stop(self, what: str, step: int, where: int | str) -> NoReturn:
-        """End the run, naming the checkpoint to go back to.
-
-        Args:
-          what: is not finite.
-          step: inner steps done then.
-          where: index of the region, or what else it is of.
-        """
+        """End the run, naming the checkpoint to go back to."""
         saved = None
         if self._checkpoints:
             with contextlib.suppress(CheckpointError):  # That one is not the last good.

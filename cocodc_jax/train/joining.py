@@ -52,14 +52,7 @@ class Carried(NamedTuple):
 
 
 def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
-    """Copy to the host what a joining region needs; waits for the outer steps.
-
-    Args:
-      program: whose messages cross between elastic regions. If a region has several
-        processes, all
-        of them must call this.
-      state: after the events of its step; not changed.
-    """
+    """Copy to the host what a joining region needs; waits for the outer steps."""
     told = program.synchronize(state)
     assert told.sync is not None
     arrays, flights = [told.sync.outer], {}
@@ -86,13 +79,6 @@ def adopt(
     carried: Carried | None = None,
 ) -> TrainState:
     """Make the state of a region that continues from another region's copy.
-
-    Args:
-      program: linked to the other regions.
-      params: one region's parameters; only the frozen ones are used.
-      key: of the run, as for `RegionProgram.init`.
-      copy: of another region's state.
-      carried: the region's own work to keep.
 
     Raises:
       ValueError: if the copy's arrays are not those of `program`.

@@ -75,17 +75,7 @@ class Records:
         first_region: int = 0,
         routing: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Add one step, and write a record if it is due.
-
-        Args:
-          step: inner steps done.
-          loss: float32 `[R]`.
-          bytes_sent: by one region, including events of this step.
-          stage_bytes: float32 `[R]`, what the pipeline stages of each region sent in
-            this step, if the loss reports it.
-          first_region: index of the first of them.
-          routing: of a mixture of experts, see `routing.record_of`.
-        """
+        """Add one step, and write a record if it is due."""
         if self._spikes:
             self._tell(self._spikes.observe(step, loss, first_region))
         self._window.append(loss)
@@ -162,12 +152,7 @@ class Records:
 
 
 def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
-    """Return the mean of the finite values, NaN if there are none.
-
-    Args:
-      values: `[n]`.
-      dtype: to sum in; None is theirs.
-    """
+    """Return the mean of the finite values, NaN if there are none."""
     finite = values[np.isfinite(values)]
     return np.mean(finite, dtype=dtype) if len(finite) else np.float64(np.nan)
 

@@ -29,12 +29,7 @@ def routing_of(aux: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the record of a step.
-
-    Args:
-      step: inner steps done.
-      routing: see `models.experts.router_aux`; leaves `[R, ...]` of the step.
-    """
+    """Return the record of a step."""
     load_RNE = np.asarray(routing["expert_load"], np.float64)
     per_token = load_RNE[0, 0].sum()
     mean_NE = load_RNE.mean(axis=0)

@@ -105,13 +105,7 @@ class Spikes:
         self._is_on: list[bool] = []
 
     def observe(self, step: int, losses: np.ndarray, first_region: int) -> list[Spike]:
-        """Add the losses of a step, `[R]`, and return the spikes that begin there.
-
-        Args:
-          step: inner steps done.
-          losses: of this process's regions.
-          first_region: index of the first of them.
-        """
+        """Add the losses of a step, `[R]`, and return the spikes that begin there."""
         while len(self._past) < len(losses):
             self._past.append(collections.deque(maxlen=WINDOW))
             self._high.append(collections.deque(maxlen=LOOKED_AT))

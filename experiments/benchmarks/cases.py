@@ -65,12 +65,6 @@ def make_case(
 ) -> Case:
     """Build the case of a name.
 
-    Args:
-      name: "gpt", or a preset, for its model, optimizer and batches.
-      regions: R, regions that train.
-      interval: H, steps of a turn.
-      num_layers: overrides the model's; the layers of a preset are then scanned.
-
     Raises:
       ValueError: for an unknown name.
     """

@@ -27,14 +27,7 @@ PyTree = Any
 def region_program(
     case: Case, method: str, num_devices: int, **arguments: Any
 ) -> Callable[[], Turn]:
-    """Return a turn of this package's `RegionProgram`.
-
-    Args:
-      case: the training.
-      method: name of the method.
-      num_devices: devices that share the regions.
-      **arguments: arguments of the method.
-    """
+    """Return a turn of this package's `RegionProgram`."""
 
     def make() -> Turn:
         program = cc.RegionProgram(
@@ -75,15 +68,7 @@ def make_step(case: Case, optimizer: Any = None) -> Callable:
 def transform(
     case: Case, method: str, num_devices: int, **arguments: Any
 ) -> Callable[[], Turn]:
-    """Return a turn of a scan with a method as one Optax transform.
-
-    Args:
-      case: the training.
-      method: name of the method.
-      num_devices: devices that share the regions; regions of a device are an axis of
-        `jax.vmap`.
-      **arguments: arguments of the method.
-    """
+    """Return a turn of a scan with a method as one Optax transform."""
 
     def make() -> Turn:
         chosen = cc.methods.get(method, sync_interval=case.interval, **arguments)

@@ -38,12 +38,6 @@ def show(name: str, interval: int, rounds: int, console: Console) -> None:
     """Time a method at every size, and print the seconds of a turn and of the start.
 
     The method is cocodc; for layers it is diloco, so that only the layers grow.
-
-    Args:
-      name: one of `GROWTHS`.
-      interval: H, steps of a turn.
-      rounds: timed turns of each size.
-      console: where to print.
     """
     sizes = GROWTHS[name]
     timings = take_turns({str(n): _maker(name, n, interval) for n in sizes}, rounds)

@@ -15,13 +15,7 @@ AGAINST = ("drjax", "scan alone", "plain loops", "torch")
 
 
 def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
-    """Make a row for each contender.
-
-    Args:
-      title: title of the table.
-      tokens: tokens of a turn.
-      timings: timings by contender.
-    """
+    """Make a row for each contender."""
     table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left")
     table.add_column("contender", no_wrap=True)
     against = [name for name in AGAINST if name in timings]

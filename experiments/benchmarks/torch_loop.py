@@ -21,12 +21,7 @@ Params = dict[str, Any]
 
 
 def torch_diloco(case: Case, inner_lr: float = 1e-3) -> Callable[[], Turn]:
-    """Return a turn: H steps of every region, then the outer step.
-
-    Args:
-      case: the case `gpt`, whose inner optimizer is Optax's AdamW with its defaults.
-      inner_lr: learning rate of the inner optimizer.
-    """
+    """Return a turn: H steps of every region, then the outer step."""
     gpt = case.gpt
     assert gpt is not None
 

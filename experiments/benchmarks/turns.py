@@ -44,15 +44,7 @@ class Timing(NamedTuple):
 
 
 def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
-    """Time contenders in turn.
-
-    Args:
-      makers: functions by name; each returns a turn, which trains and waits for it.
-      rounds: timed turns of each contender.
-
-    Returns:
-      The `Timing` of each, by name.
-    """
+    """Time contenders in turn."""
     turns, starts = {}, {}
     for name, make in makers.items():
         began = time.perf_counter()

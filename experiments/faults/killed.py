@@ -32,15 +32,7 @@ def judge(
     kills: Sequence[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the results of a run from its records.
-
-    Args:
-      workdir: folder of the run.
-      num_regions: M.
-      steps: steps of the full run.
-      kills: the kills of `Chaos`.
-      seconds: duration of the run.
-    """
+    """Return the results of a run from its records."""
     done, gaps, digests, losses, joins = 0, 0, {}, [], []
     unexplained: list[str] = []
     for region in range(num_regions):
@@ -117,13 +109,7 @@ def _returns(
 
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
-    """Return whether a run had all requested kills and passes all checks.
-
-    Args:
-      result: result of `judge`, with the unbroken run's loss and the requested kills.
-      num_regions: M.
-      tolerance: largest difference from the unbroken run's loss, in nats.
-    """
+    """Return whether a run had all requested kills and passes all checks."""
     is_near = True
     if result.get("unbroken_loss") is not None:
         is_near = all(

@@ -80,12 +80,7 @@ def check_folder(workdir: pathlib.Path) -> None:
 
 
 def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
-    """Return the findings of which one must be reported, and the regions that must.
-
-    Args:
-      scenario: one of `SCENARIOS`.
-      num_regions: M.
-    """
+    """Return the findings of which one must be reported, and the regions that must."""
     everyone = set(range(num_regions))
     if scenario in ("link", "loss"):
         return {("link", (1, 2))}, everyone
@@ -104,14 +99,7 @@ def _apart(scenario: str, num_regions: int) -> set[int]:
 
 
 def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> tuple:
-    """Return the conditions of the links over time.
-
-    Args:
-      scenario: one of `SCENARIOS`.
-      usual: conditions before and after the fault.
-      at_s: seconds from the first merge that all regions have to the fault.
-      fault_s: seconds that the fault lasts.
-    """
+    """Return the conditions of the links over time."""
     if scenario == "straggler":
         return (usual,)
     rate, loss = [list(row) for row in usual.rate_bps], [list(x) for x in usual.loss]
@@ -132,12 +120,6 @@ def run(
     own: Any, config: TrainConfig, train: Sequence[str], workdir: pathlib.Path
 ) -> dict[str, Any]:
     """Train in the lab with the fault; return the findings.
-
-    Args:
-      own: flags of `chaos`: scenario, regions, seed, at_s and fault_s.
-      config: configuration of the training.
-      train: flags of the training.
-      workdir: folder of the run.
 
     Raises:
       ValueError: if this machine cannot run the lab, or syncs cannot be counted.
@@ -257,17 +239,7 @@ def judge(
     sync_s: float,
     launched: float = 0.0,
 ) -> dict[str, Any]:
-    """Return the findings of the regions, with their times.
-
-    Args:
-      scenario: one of `SCENARIOS`.
-      workdir: folder of the run.
-      num_regions: M.
-      at: wall-clock time at which the fault began.
-      sync_s: seconds between two syncs.
-      launched: wall-clock time of the launch; earlier findings are of a stopped run in
-        this folder.
-    """
+    """Return the findings of the regions, with their times."""
     wanted, seeing = expected(scenario, num_regions)
     after_s, syncs, before = {}, {}, []
     for region in range(num_regions):

@@ -41,10 +41,6 @@ class Network:
 def network(text: str, num_regions: int) -> Network:
     """Return the network that a word names.
 
-    Args:
-      text: Mbit/s of each pair of regions, "unequal", a YAML file of links, or "wide".
-      num_regions: regions of the run.
-
     Raises:
       ValueError: with the word and what would be right.
     """
@@ -94,13 +90,7 @@ class Stretch:
 
 
 def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
-    """Return the steps to measure: full intervals, or a fixed number without any.
-
-    Args:
-      method: the run's method.
-      log_every: steps between two marks if there are no syncs.
-      num_intervals: sync intervals to measure, at least 1.
-    """
+    """Return the steps to measure: full intervals, or a fixed number without any."""
     if method.schedule is None:
         window = ALONE_STEPS if method.per_step is None else EXCHANGE_STEPS
         # Here the clock is read every `log_every` steps; regions that do not wait for

@@ -81,13 +81,6 @@ def measured(
 ) -> Measured:
     """Return the measurements of the run in `folder`; run it if it is not done.
 
-    Args:
-      command: see `lab_command`.
-      folder: folder of this run only.
-      stretch: the steps to measure.
-      limit_s: seconds after which the run is aborted.
-      links: content of the command's file of links, if any.
-
     Raises:
       ValueError: if the folder has the result of another command or other links.
       LabRunError: if the run failed, with its last line of output.

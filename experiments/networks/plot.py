@@ -17,14 +17,7 @@ _LOWEST = 0.9  # of the axis; 1 is as fast as without a network
 
 
 def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Plot the ratio of seconds per step with and without a network, on a log axis.
-
-    Args:
-      rows: from `report.row`; rows that failed are left out.
-
-    Returns:
-      The figure: groups are networks, colours methods, hatched bars are simulated.
-    """
+    """Plot the ratio of seconds per step with and without a network, on a log axis."""
     rows = [entry for entry in rows if "error" not in entry]
     networks = list(dict.fromkeys(entry["network"] for entry in rows))
     methods = list(dict.fromkeys(entry["method"] for entry in rows))

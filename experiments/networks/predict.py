@@ -39,12 +39,7 @@ def check(method: Method) -> None:
 
 
 def host_bytes_per_s(run: Measured, expected: Pace) -> float:
-    """Return the bytes of messages that hosts prepare in a second.
-
-    Args:
-      run: a run with an exchange at every step, over a fast network.
-      expected: the simulator's prediction for it, for hosts that take no time.
-    """
+    """Return the bytes of messages that hosts prepare in a second."""
     (num_bytes,) = run.fragment_bytes
     besides_s = run.pace.step_s - expected.step_s
     return num_bytes / besides_s if besides_s > 0 else math.inf
@@ -59,20 +54,7 @@ def predict(
     all_reduce: str,
     host_bytes_per_s: float = math.inf,
 ) -> tuple[Pace, float]:
-    """Return the predicted pace, and the bytes of the full run.
-
-    Args:
-      network: links of the lab.
-      method: the method.
-      stretch: the measured steps.
-      run: the measured run; only the bytes of its messages are used.
-      step_s: seconds of a step of each region without a network.
-      all_reduce: "direct" or "ring".
-      host_bytes_per_s: see the function of this name.
-
-    Returns:
-      The pace, and the most bytes that a region sends over the network.
-    """
+    """Return the predicted pace, and the bytes of the full run."""
     reduce_or_gather = GATHER if exchanges.is_gathered(method) else REDUCE
     found = exchanges.simulate_method(
         network.topology,

@@ -51,17 +51,7 @@ def row(
     wire_bytes: float,
     alone: Measured,
 ) -> dict[str, Any]:
-    """Return one run's results as plain values.
-
-    Args:
-      network: name of the network.
-      method: name of the method.
-      run: the measured run.
-      simulated: the predicted pace.
-      wire_bytes: the predicted bytes over the network.
-      alone: the run without a network, which has the bytes of the start and of
-        evaluation only.
-    """
+    """Return one run's results as plain values."""
     apart_step_s, measured = alone.pace.step_s, run.pace
     if measured.stall_s is None:  # Every step waits; nobody but the clock tells.
         stall_s = 100 * (measured.step_s - apart_step_s)

@@ -31,11 +31,7 @@ INTERVAL, FRAGMENTS, DELAY_STEPS = 40, 4, 5
 
 
 def main(folder: pathlib.Path = RESULTS) -> None:
-    """Draw both pictures.
-
-    Args:
-      folder: where they go.
-    """
+    """Draw both pictures."""
     comparison = json.loads((RESULTS / "compare_all.json").read_text())
     figure = points.last_loss_by_bytes(comparison["methods"])
     plots.save_png(figure, str(folder / "readme_loss_by_bytes.png"))

@@ -91,14 +91,7 @@ def build_workload(
 def goodput_of(
     values: flags.FlagValues, num_regions: int, sync_s: float, utilization: float
 ) -> dict[str, float]:
-    """Return the predicted goodput by policy; `{}` without a rate of failures.
-
-    Args:
-      values: flags with the rates of failures.
-      num_regions: M.
-      sync_s: seconds between syncs.
-      utilization: share of the time spent computing while nothing fails.
-    """
+    """Return the predicted goodput by policy; `{}` without a rate of failures."""
     if values.hours_between_failures is None:
         return {}
     try:

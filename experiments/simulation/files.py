@@ -30,11 +30,6 @@ def read_curve(
 ) -> list[tuple[float, float]]:
     """Read (step, loss) pairs from JSON lines or from a JSON list of pairs.
 
-    Args:
-      path: metrics.jsonl, or a file of one JSON list. A last line without its newline
-        is skipped, as the file may still be written.
-      key: entry of a line with the loss; lines without it are skipped.
-
     Raises:
       ValueError: with the file, if it has no such pair or steps do not increase.
       OSError: if the file cannot be read.

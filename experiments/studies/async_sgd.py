@@ -176,19 +176,7 @@ def names(setup: Setup) -> tuple[str, ...]:
 def simulate(
     setup: Setup, chosen_rule: int | jax.Array, seed: int | jax.Array
 ) -> tuple[Any, Any]:
-    """Run one rule, and measure all rules along its path.
-
-    Args:
-      setup: sizes.
-      chosen_rule: an index into `names`; it may be traced, so that one compiled program
-        runs all rules.
-      seed: seed of the problem and the batches, the same for every rule.
-
-    Returns:
-      The last loss over all examples, and for each rule the mean over updates of
-      ||its gradient - fresh|| / ||fresh||. The state of a rule (adaptive) follows the
-      same path.
-    """
+    """Run one rule, and measure all rules along its path."""
     problem, table = make_problem(seed), rules(setup)
 
     def update(server: Server, event):
@@ -235,13 +223,7 @@ def _distance(guess, fresh):
 
 
 def measure(setup: Setup) -> dict[str, dict[str, Any]]:
-    """Run every rule with every seed.
-
-    Returns:
-      For each rule the last "loss" and the gradient "error" along the stale run, as
-      intervals over seeds, None if a seed diverged; "seed_losses" and "seed_errors"
-      have the values.
-    """
+    """Run every rule with every seed."""
     each_seed = jax.vmap(functools.partial(simulate, setup), in_axes=(None, 0))
     each_rule = jax.jit(jax.vmap(each_seed, in_axes=(0, None)))
     losses, errors = each_rule(jnp.arange(len(names(setup))), jnp.arange(setup.seeds))

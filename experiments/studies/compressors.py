@@ -87,13 +87,7 @@ def random_numbers() -> Tensors:
 
 
 def pseudo_gradients(session: Session, interval: int, rounds: int) -> Tensors:
-    """Train regions without exchange; return pseudo-gradients by kind of tensor.
-
-    Args:
-      session: session of a method that exchanges nothing.
-      interval: steps of a round.
-      rounds: number of rounds.
-    """
+    """Train regions without exchange; return pseudo-gradients by kind of tensor."""
     program, key = session.program, jax.random.key(session.config.run.seed)
     params = session.init_params(jax.random.fold_in(key, 0))
     state = program.init(params, jax.random.fold_in(key, 1))

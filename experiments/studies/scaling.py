@@ -83,9 +83,6 @@ class Law:
 def fit(observations: Sequence[Observation]) -> Law:
     """Fit the law.
 
-    Args:
-      observations: at least two more than the law has coefficients.
-
     Raises:
       ValueError: if parameters do not vary, if there are too few observations, or if
         factors vary together, so that their exponents are not determined.

@@ -56,10 +56,6 @@ def main() -> None:
 def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
     """Return the observations of each method.
 
-    Args:
-      cells: "cells" of a sweep's cells.json. Those with a diverged seed or unfinished
-        runs are left out.
-
     Raises:
       KeyError: if an entry is missing.
     """

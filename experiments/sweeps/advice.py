@@ -143,9 +143,6 @@ class Advice:
 def read(paths: str | pathlib.Path) -> list[Choice]:
     """Return what sweeps measured: of each cell the tuned column, or the only one.
 
-    Args:
-      paths: cells.json of `experiments.sweep`, or several with commas between them.
-
     Raises:
       ValueError: naming the file, if it is none of those, or has nothing whole in it;
         if runs are not of as many parameters, steps and tokens.
@@ -196,13 +193,6 @@ def advise(
     collective: str | None = None,
 ) -> list[Advice]:
     """Return what may be expected of each choice, the least loss first.
-
-    Args:
-      choices: from `read`.
-      topology: regions and links.
-      num_params: parameters of the model that is planned.
-      step_time_s: seconds of an inner step, one number or one per region.
-      collective: how messages cross; by default as each method has it.
 
     Raises:
       ValueError: as `exchanges.simulate_method`.

@@ -121,15 +121,7 @@ class Batch:
 
 
 def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]]:
-    """Cut rows into batches.
-
-    Args:
-      rows: to train.
-      most: trials of a batch at most.
-
-    Returns:
-      The batches, and why rows are trained alone, by row.
-    """
+    """Cut rows into batches."""
     alone: dict[str, str] = {}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -162,13 +154,6 @@ class BatchTrainer:
         self, batch: Batch, should_stop: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
         """Train a batch to its end.
-
-        Args:
-          batch: of rows.
-          should_stop: asked after each scan that is dispatched.
-
-        Returns:
-          The rows as they are to be written.
 
         Raises:
           StoppedError: if it was asked to stop.

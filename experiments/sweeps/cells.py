@@ -145,13 +145,7 @@ def precision(flags: Mapping[str, Any]) -> str:
 
 
 def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Cell]:
-    """Sort rows into cells, in the order of their first rows.
-
-    Args:
-      rows: of a sweep.
-      chosen: keys of the settings that halving chose; None without it, where the best
-        of the final losses is taken.
-    """
+    """Sort rows into cells, in the order of their first rows."""
     finals: dict[str, list[Row]] = {}
     rungs: dict[str, list[Row]] = {}  # Of any number of steps.
     for row in rows:
@@ -227,11 +221,7 @@ def mean_loss(column: Column) -> float:
 
 
 def difference(column: Column, reference: Column) -> Interval | None:
-    """Return the loss less that of a reference, over the seeds that both have.
-
-    Returns:
-      None if there are none, or a seed of either diverged.
-    """
+    """Return the loss less that of a reference, over the seeds that both have."""
     if column.diverged or reference.diverged:
         return None
     theirs = {row["seed"]: row["loss"] for row in reference.rows}
@@ -240,11 +230,7 @@ def difference(column: Column, reference: Column) -> Interval | None:
 
 
 def steps_to(column: Column, reference: Column) -> Interval | None:
-    """Return the steps to the last loss of a reference, each seed to its own.
-
-    Returns:
-      None if a seed does not get there, or one of either diverged.
-    """
+    """Return the steps to the last loss of a reference, each seed to its own."""
     if column.diverged or reference.diverged:
         return None
     targets = {row["seed"]: row["loss"] for row in reference.rows}

@@ -143,15 +143,7 @@ def best(
     keys: Sequence[Hashable],
     losses: Sequence[Sequence[float | None]],
 ) -> list[T]:
-    """Return the settings that go on, in the order they have.
-
-    Args:
-      halving: how many.
-      rung: that was trained.
-      settings: that competed.
-      keys: of each; those of one key compete.
-      losses: of each, over the tuning seeds; None diverged, and is worse than any.
-    """
+    """Return the settings that go on, in the order they have."""
     means = [_mean(each) for each in losses]
     kept: set[int] = set()
     for key in dict.fromkeys(keys):

@@ -24,9 +24,6 @@ _SLACK = 1e-2
 def outside(request: Mapping[str, float]) -> list[str]:
     """Return what of a request was not measured, each in a few words.
 
-    Args:
-      request: numbers by the names of `MEASURED`.
-
     >>> outside({"parameters": 1e9, "regions": 4})
     ['parameters 1,000,000,000 (measured: 49,952 to 6,496,512)']
     """

@@ -75,9 +75,6 @@ class Arrival:
 def networks(text: str) -> list[Network]:
     """Return the networks that a flag names.
 
-    Args:
-      text: "all", or Mbit/s and one-way milliseconds as 20x50,1000x10.
-
     Raises:
       ValueError: naming the word and what would be right.
     """
@@ -100,13 +97,7 @@ def networks(text: str) -> list[Network]:
 def arrivals(
     report: Report, on: Sequence[Network], step_seconds: float
 ) -> Iterator[Arrival]:
-    """Yield when everything that gets to the reference's last loss is there.
-
-    Args:
-      report: the cells, and what they are held against.
-      on: the networks.
-      step_seconds: of an inner step, of every region.
-    """
+    """Yield when everything that gets to the reference's last loss is there."""
     for cell in report.cells:
         for name, column in cell.columns.items():
             needed = steps_to(column, report.target)
@@ -147,16 +138,7 @@ def simulated(
     num_steps: int,
     collective: str | None = None,
 ) -> Timeline:
-    """Simulate as much of a run as shows its pace.
-
-    Args:
-      method: with its schedule.
-      topology: regions and links.
-      fragment_bytes: a region's message for each fragment; empty if it sends none.
-      step_time_s: seconds of an inner step, one number per region.
-      num_steps: of the run.
-      collective: how messages cross; by default as the method has it.
-    """
+    """Simulate as much of a run as shows its pace."""
     schedule = exchanges.schedule_of(method)
     interval = schedule.sync_interval if schedule else 1
     steps = min(num_steps, max(INTERVALS * interval, LEAST_STEPS))

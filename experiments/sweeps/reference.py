@@ -20,12 +20,6 @@ def find(
 ) -> Cell:
     """Return the cell that others are held against.
 
-    Args:
-      found: all cells.
-      words: flags as name=value with commas, such as method=diloco,sync_interval=40;
-        None is the one with the worst published loss.
-      whose: cells they are, for messages.
-
     Raises:
       ValueError: if no cell has these flags, or more than one.
     """
@@ -50,12 +44,6 @@ def read(
     path: str, words: str | None, column: str, runs: Iterable[Mapping[str, Any]]
 ) -> Cell:
     """Return the cell of a results file that runs are held against.
-
-    Args:
-      path: a cells.json.
-      words: as `find` takes them.
-      column: that is wanted of it.
-      runs: their configurations, as JSON has them.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
@@ -103,12 +91,6 @@ def check(
     words: str | None, column: str, plan: Plan | None, written: Sequence[Written]
 ) -> None:
     """Refuse a reference that there will be no row of.
-
-    Args:
-      words: as `find` takes them.
-      column: of the cell, "published" or "tuned".
-      plan: what is to be trained; None trains nothing.
-      written: rows that are there.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.

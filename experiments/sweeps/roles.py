@@ -16,15 +16,7 @@ from .schedule import FINAL, rows_of, rung_name
 
 
 def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
-    """Return rows with the roles that a grid has for them.
-
-    Args:
-      written: all rows of a folder.
-      grid: whose rows they are now; None is not known.
-
-    Returns:
-      The rows; those that the grid has no role for as they were trained.
-    """
+    """Return rows with the roles that a grid has for them."""
     if grid is None:
         return list(written)
     roles = {row.row_id: row.role for row in _every(grid)}

@@ -129,13 +129,7 @@ class Trainer:
     """Trains rows; what the row before has built is used again where it is the same."""
 
     def __init__(self, folder: pathlib.Path, keep_runs: bool, console: Console):
-        """Prepare to train.
-
-        Args:
-          folder: of the sweep.
-          keep_runs: whether the folders of finished runs stay.
-          console: of the progress of each run.
-        """
+        """Prepare to train."""
         self._folder, self._keep, self._console = folder / RUNS, keep_runs, console
         self._open_text = functools.lru_cache(maxsize=8)(load)
         self._before: Session | None = None
@@ -143,9 +137,6 @@ class Trainer:
 
     def train(self, row: Row) -> dict[str, Any]:
         """Train a row to its end, from its newest checkpoint if it has one.
-
-        Returns:
-          The row as it is to be written.
 
         Raises:
           StoppedError: if it was asked to end before.
@@ -198,15 +189,7 @@ def trained(
     curve: Sequence[Sequence[float]],
     fragment_bytes: Sequence[float],
 ) -> dict[str, Any]:
-    """Return a finished row as it is to be written.
-
-    Args:
-      row: of the sweep.
-      model: with the tokenizer's vocabulary.
-      summary: of the run, see `run.summary`.
-      curve: step, loss and bytes of each evaluation.
-      fragment_bytes: of a message of each fragment, or of a step.
-    """
+    """Return a finished row as it is to be written."""
     sent, steps = summary["bytes_sent_per_region"], summary["steps"]
     return {
         **_head(row, model),

@@ -35,12 +35,7 @@ def cell_of(config: Mapping[str, Any], tuned: Sequence[str]) -> str:
 
 
 def differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> list[str]:
-    """List the flags by which configurations are of different cells.
-
-    Args:
-      configs: leaves of each.
-      tuned: flags that are tuned, which tell no cells apart.
-    """
+    """List the flags by which configurations are of different cells."""
     without = {*BESIDES, *tuned}
     names = dict.fromkeys(name for flags in configs for name in flags)
     return [
@@ -63,15 +58,7 @@ def rows_of(
     stage: str,
     steps: int | None = None,
 ) -> list[Row]:
-    """Return the rows of some of a grid's settings, all seeds of each together.
-
-    Args:
-      grid: theirs.
-      settings: some of its.
-      seeds: of each.
-      stage: that they are of.
-      steps: of a rung; None is the settings' own.
-    """
+    """Return the rows of some of a grid's settings, all seeds of each together."""
     at = [s.at(steps) if steps else s for s in settings]
     return [Row(s, seed, stage, grid.tuned) for s in at for seed in seeds]
 
@@ -108,11 +95,7 @@ class Plan:
     def stages(
         self, results: Callable[[], Mapping[str, Written]]
     ) -> Iterator[list[Row]]:
-        """Yield the rows of each stage; the next is asked for when all are written.
-
-        Args:
-          results: gives the written rows by their id.
-        """
+        """Yield the rows of each stage; the next is asked for when all are written."""
         settings = list(self.grid.settings)
         halving = self.grid.halving
         for rung in range(len(halving.rungs)) if halving else ():

@@ -100,13 +100,6 @@ class TextFiles(TextCorpus):
 def split_threshold(hashes: Iterable[float], config: CorpusConfig) -> float:
     """Return the largest hash that makes a document a validation document.
 
-    Args:
-      hashes: of every document, in [0, 1).
-      config: the share of documents to hold out, and the files, which an error names.
-
-    Returns:
-      `validation_fraction`, moved as far as needed for both sides to hold a document.
-
     Raises:
       ValueError: if there are not two different documents.
     """

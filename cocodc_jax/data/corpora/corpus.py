@@ -19,13 +19,6 @@ def open_corpus(config: DataConfig) -> Corpus:
 
     Nothing is ever downloaded: a `tfds:` set must have been prepared before.
 
-    Args:
-      config: `dataset`, `text_field`, `data_dir`, `undecodable` and
-        `validation_fraction` are used.
-
-    Returns:
-      The corpus.
-
     Raises:
       ValueError: if there is no such corpus, no text in it, or a file is refused.
     """

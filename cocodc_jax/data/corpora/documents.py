@@ -94,16 +94,7 @@ class Corpus:
 def read_split(
     builder: "tfds.core.DatasetBuilder", split: str, text_feature: str
 ) -> StoredDocuments:
-    """Open one split of a prepared TFDS set.
-
-    Args:
-      builder: a builder whose data are on disk as ArrayRecord.
-      split: name of a split, or of a slice of one such as `train[10:]`.
-      text_feature: name of the feature that holds the text.
-
-    Returns:
-      Its documents.
-    """
+    """Open one split of a prepared TFDS set."""
     # Any: TFDS declares these without the types that its decorators hide.
     untyped: Any = builder
     records = untyped.as_data_source(split=split)

@@ -47,9 +47,6 @@ class Document:
 def list_stdlib_files() -> tuple[CorpusFile, ...]:
     """List the Python standard library's own `.py` files, in order of name.
 
-    Returns:
-      The files; a file's source is its top-level module or package.
-
     Raises:
       ValueError: if this Python keeps no sources on disk.
     """
@@ -68,14 +65,6 @@ def list_text_files(
     paths: Iterable[str], undecodable: str = "refuse"
 ) -> tuple[CorpusFile, ...]:
     """List text files, walking folders; hidden files and folders are left out.
-
-    Args:
-      paths: files and folders.
-      undecodable: "skip" leaves out folders that cannot be read, see `DataConfig`.
-
-    Returns:
-      The files, in order of name; a file's source is the first sub-folder it is in,
-      or its own stem.
 
     Raises:
       ValueError: if a path does not exist, or a folder holds no readable file, or
@@ -105,14 +94,6 @@ def read_documents(
 ) -> Iterator[Document]:
     """Read documents, passing over files that are empty.
 
-    Args:
-      files: the files, read in the order given.
-      max_document_chars: longest document in characters, or None for whole files.
-      undecodable: "refuse", "replace" or "skip", see `DataConfig`.
-
-    Yields:
-      Documents that hold more than white space.
-
     Raises:
       ValueError: for a file that cannot be read or is not UTF-8, unless it is skipped
         or read with replacements; names the file.
@@ -130,15 +111,7 @@ def read_documents(
 
 
 def files_fingerprint(files: Iterable[CorpusFile], *settings: object) -> str:
-    """Digest what tells whether a file or a setting changed, reading no file's content.
-
-    Args:
-      files: the files; their keys, sizes and modification times count.
-      *settings: anything else that what is prepared depends on.
-
-    Returns:
-      Sixteen hexadecimal digits.
-    """
+    """Return a digest of files and settings; it reads no file's content."""
     digest = hashlib.sha256(repr((platform.python_version(), settings)).encode())
     for file in files:
         stat = file.path.stat()
@@ -187,10 +160,6 @@ def walk(
 
     Links to files are followed. Those to folders may lead back here: they are left out,
     with a warning.
-
-    Args:
-      root: the folder; of one that does not exist there are none.
-      refuse: called with a folder that cannot be read, to raise; None passes it over.
     """
     for folder, subfolders, names in os.walk(
         root, onerror=refuse if os.path.isdir(root) else None

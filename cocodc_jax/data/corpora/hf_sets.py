@@ -77,13 +77,7 @@ class RowDocuments:
         files: Sequence[tuple[RowFile, str]],
         held_out: tuple[float, bool] | None = None,
     ):
-        """Put the chunks in their order.
-
-        Args:
-          files: each with its source.
-          held_out: share of documents that are for validation, and whether this is
-            them or the others; None takes all.
-        """
+        """Put the chunks in their order."""
         self._files, self._held_out = files, held_out
         self._ends = list(itertools.accumulate(f.num_chunks for f, _ in files))
         self._order = np.random.default_rng(0).permutation(self._ends[-1])
@@ -122,13 +116,6 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     says so. Validation documents are those of files that say `validation`, `valid`,
     `val` or `dev`, else `test`, or else a share of the documents by a hash of their
     text, which are not trained on then.
-
-    Args:
-      folder: that is walked, or a file.
-      config: `text_field`, `validation_fraction`, `undecodable` and `data_dir` count.
-
-    Returns:
-      The corpus.
 
     Raises:
       RecordError: naming the file, if there is none or one cannot be read.

@@ -37,16 +37,6 @@ def prepare_corpus(
 ) -> tfds.core.DatasetBuilder:
     """Return a builder whose data are on disk, preparing them if they are not.
 
-    Args:
-      builder_class: `StdlibSource` or `TextFiles`.
-      files: the files of the corpus.
-      validation_fraction: share of documents held out.
-      data_dir: folder of prepared data.
-      undecodable: what becomes of files that are not UTF-8, see `DataConfig`.
-
-    Returns:
-      The builder.
-
     Raises:
       ValueError: if the files do not hold two different documents, one of them is
         refused, the folder cannot be written to, or some of what was prepared in it

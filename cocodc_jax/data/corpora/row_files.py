@@ -62,13 +62,6 @@ class JsonLines:
     ):
         """Look at the first line.
 
-        Args:
-          path: of the file.
-          field: that holds the text.
-          chunk_bytes: size of a chunk.
-          undecodable: what becomes of a line that is not UTF-8, see `DataConfig`.
-          shown: the file that errors name, if this one was unpacked from it.
-
         Raises:
           RecordError: if the first line is no object with that field.
         """

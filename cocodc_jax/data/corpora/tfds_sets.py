@@ -20,14 +20,6 @@ def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpu
     `validation`, `valid`, `dev` or `test`, whichever there is first, or else the first
     ones of `train`, which are not trained on then.
 
-    Args:
-      name: `set`, `set/config` or `set/config:version`.
-      data_dir: folder that it was prepared in, or empty for the default one of TFDS.
-      validation_fraction: share of `train` held out if that is the only split.
-
-    Returns:
-      The corpus.
-
     Raises:
       ValueError: if the set is not there, has no train split, cannot be read at random
         or has no text feature.

@@ -156,19 +156,7 @@ class Adaptive(Slotted):
     def forced(
         self, xp: Any, free: Any, last_start: Any, step: Any, slot_steps: int
     ) -> Any:
-        """Return the fragment that is chosen regardless of scores.
-
-        Args:
-          xp: `numpy`, or `jax.numpy` inside a program; of arrays that are `[K]`.
-          free: bool, which may start.
-          last_start: -1 for never.
-          step: of the slot.
-          slot_steps: steps to the slots after it.
-
-        Returns:
-          An index: the earliest deadline if one is due, else a fragment never sent; K
-          if there is neither.
-        """
+        """Return the fragment that is chosen regardless of scores."""
         since = xp.maximum(last_start, 0)
         due = (since + self.sync_interval - step) // slot_steps
         # j + 1 or more fragments must start within the next j + 1 slots.
@@ -188,17 +176,7 @@ class Adaptive(Slotted):
         step: Any,
         observe: Observe,
     ) -> Any:
-        """Return the score of each fragment `[K]`, see the module.
-
-        Args:
-          xp: as for `forced`, like the next.
-          last_start: -1 for never.
-          norm: as in `AdaptiveState`, like the next two; 0 if unknown.
-          size: parameters.
-          observed_interval: steps.
-          step: of the slot.
-          observe: returns the gaps `[K]` if they are needed.
-        """
+        """Return the score of each fragment `[K]`, see the module."""
         kind, age = self.transmission_score, step - last_start
         if kind == "round_robin":
             return age
@@ -240,16 +218,6 @@ def adaptive(
 ) -> Adaptive:
     """Start `syncs_per_interval` syncs per interval, of what changes fastest.
 
-    Args:
-      sync_interval: H, the strict limit between two starts of a fragment.
-      num_fragments: K.
-      delay_steps: tau.
-      syncs_per_interval: N, at least K; see `syncs_that_fit`.
-      transmission_score: one of `SCORES`, see the module: "pseudo_gradient" (the
-        paper's rate), "aged" (the authors' later score, which grows while a fragment
-        waits), "rms", "drift", "gain", "disagreement", "load" (for mixtures of
-        experts), or "round_robin", which chooses nothing.
-
     Raises:
       ValueError: naming the argument, its value and a value that works.
     """
@@ -280,13 +248,6 @@ def syncs_that_fit(
     network_share: float,
 ) -> int:
     """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs per interval.
-
-    Args:
-      sync_interval: H in steps.
-      num_fragments: K.
-      step_time: T_c, seconds of one inner step.
-      sync_time: T_s, seconds of one fragment's sync.
-      network_share: gamma in (0, 1], the share of the network that may be used.
 
     Raises:
       ValueError: if a time is not positive or the share is outside (0, 1].

@@ -112,10 +112,6 @@ class Asynchronous(Schedule):
 def asynchronous(sync_interval: int, is_dynamic: bool = True) -> Asynchronous:
     """Let every region sync alone after `sync_interval` steps, or fewer.
 
-    Args:
-      sync_interval: H, inner steps of the fastest region between two syncs.
-      is_dynamic: whether a slower region does fewer.
-
     Raises:
       ValueError: if `sync_interval` is below 1.
     """

@@ -188,17 +188,7 @@ class Schedule(abc.ABC):
     def next_event(
         self, state: Any, step: int, observe: Observe = nothing
     ) -> tuple[Any, Event | None]:
-        """Return the next event at `step`, and the state after it.
-
-        Args:
-          state: up to `step`.
-          step: inner steps done.
-          observe: returns observations, when the schedule needs them.
-
-        Returns:
-          The new state, and the event; None if nothing more happens at this step, also
-          if called again.
-        """
+        """Return the next event at `step`, and the state after it."""
 
     def learn(self, state: Any, applied: Applied) -> Any:
         """Return the state with an applied update's observations."""
@@ -227,10 +217,6 @@ class Schedule(abc.ABC):
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
         """Return the schedule for these regions.
-
-        Args:
-          regions: whose speeds it may use.
-          looks_midway: whether to return `MIDWAY` events.
 
         Raises:
           ValueError: naming what does not fit.

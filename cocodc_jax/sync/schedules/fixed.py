@@ -127,13 +127,6 @@ def staggered(
 ) -> Staggered:
     """Start each fragment every `sync_interval` steps, evenly spaced.
 
-    Args:
-      sync_interval: H.
-      num_fragments: K.
-      delay_steps: tau.
-      phase_steps: steps by which starts precede the multiples of H / K; less than H /
-        K.
-
     Raises:
       ValueError: if `sync_interval` is not a multiple of `num_fragments`, the delay is
         longer than the interval, or the phase is not shorter than a slot.

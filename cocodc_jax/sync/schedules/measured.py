@@ -258,13 +258,6 @@ def staggered(
 ) -> Staggered | Measured:
     """Make a `fixed.staggered` schedule, with a delay that may be measured.
 
-    Args:
-      sync_interval: H.
-      num_fragments: K.
-      delay_steps: tau, or "auto".
-      max_delay_steps: the maximum for "auto", at most H; None is H.
-      phase_steps: steps by which starts precede the multiples of H / K.
-
     Raises:
       ValueError: naming the argument, its value and a value that works.
     """
@@ -286,15 +279,6 @@ def adaptive(
     network_share: float | None = None,
 ) -> Adaptive | Measured:
     """Make an adaptive schedule, with a delay and slots that may be measured.
-
-    Args:
-      sync_interval: H.
-      num_fragments: K.
-      delay_steps: tau, or "auto".
-      syncs_per_interval: N, or "auto", which starts with K.
-      transmission_score: see `schedules.adaptive`.
-      max_delay_steps: the maximum for "auto"; None is the largest possible, about H.
-      network_share: gamma in (0, 1] of an automatic N; None is 0.4.
 
     Raises:
       ValueError: naming the argument, its value and a value that works.

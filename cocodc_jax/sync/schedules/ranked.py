@@ -150,11 +150,6 @@ class RankedRounds(Schedule):
 def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
     """Make rounds of `sync_interval` steps at `rank`, and of fewer below.
 
-    Args:
-      sync_interval: H_1.
-      rank: r_1, the largest.
-      min_rank: the smallest. Between the two, every bucket is half of the one above.
-
     Raises:
       ValueError: naming the argument, its value and a value that works.
 

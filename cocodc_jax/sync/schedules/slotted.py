@@ -102,17 +102,7 @@ class Slotted(Schedule):
     def serve(
         self, state: Any, step: int, observe: Observe, slot_steps: int
     ) -> tuple[Any, int | None]:
-        """Return which fragment a slot serves, and the state after the choice.
-
-        Args:
-          state: after the arrivals of `step`.
-          step: of the slot.
-          observe: see `Schedule.next_event`.
-          slot_steps: steps to the slots after it.
-
-        Returns:
-          The state and the fragment; None if all candidates are in flight.
-        """
+        """Return which fragment a slot serves, and the state after the choice."""
 
     def slot(self, step: Any) -> Any:
         """Return the number of the last slot up to `step`; 0 is before the first."""
@@ -152,15 +142,7 @@ class Slotted(Schedule):
     def leave(
         self, state: Any, step: int, observe: Observe, delay_steps: int, slot_steps: int
     ) -> tuple[Any, Event | None]:
-        """Return the start at a slot at `step`, if any.
-
-        Args:
-          state: after the arrivals of `step`.
-          step: of the slot.
-          observe: see `Schedule.next_event`.
-          delay_steps: of the sync that starts.
-          slot_steps: to the slots after it.
-        """
+        """Return the start at a slot at `step`, if any."""
         if step in state.last_start:
             return state, None
         state, k = self.serve(state, step, observe, slot_steps)
@@ -171,14 +153,7 @@ class Slotted(Schedule):
     def departed(
         self, state: Any, step: int, fragment_id: int, delay_steps: int
     ) -> tuple[Any, Event]:
-        """Return the start of a fragment at `step`, and the state after it.
-
-        Args:
-          state: after the arrivals of `step`.
-          step: of the slot.
-          fragment_id: what the slot serves.
-          delay_steps: of the sync that starts.
-        """
+        """Return the start of a fragment at `step`, and the state after it."""
         k = fragment_id
         since = max(state.last_start[k], 0)
         pending = Pending(

@@ -90,15 +90,7 @@ def leaving(
     step: jax.Array,
     observe: Observe,
 ) -> jax.Array:
-    """Return which fragment starts at `step`, bool `[K]`, as `Slotted.serve` chooses.
-
-    Args:
-      schedule: one for which `why_not` returns None.
-      num_params: of each fragment.
-      times: after the arrivals of `step`.
-      step: int32 scalar, at least 1.
-      observe: returns inputs of a score, see `Adaptive.scores`.
-    """
+    """Return which fragment starts at `step`, bool `[K]`; see `Slotted.serve`."""
     each = np.arange(len(num_params))
     free = times.apply_step <= step  # An arrival frees it.
     open_to = is_slot(schedule, step) & free
@@ -129,14 +121,7 @@ def started(times: Times, which: jax.Array, step: jax.Array, delay_steps: int) -
 
 
 def applied(times: Times, which: jax.Array, step: jax.Array, norm: jax.Array) -> Times:
-    """Return the state after `which`, bool `[K]`, is applied.
-
-    Args:
-      times: before it.
-      which: arrivals; a fragment that has started again at once stays in flight.
-      step: int32 scalar.
-      norm: float32 scalar or `[K]`, of its mean.
-    """
+    """Return the state after `which`, bool `[K]`, is applied."""
     return times._replace(
         apply_step=jnp.where(times.apply_step == step, _NEVER, times.apply_step),
         observed_interval=jnp.where(which, times.interval, times.observed_interval),

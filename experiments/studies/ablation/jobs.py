@@ -50,16 +50,7 @@ class Trial:
 
 
 def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
-    """Tunes and tests one rule at one delay.
-
-    Args:
-      settings: of the ablation.
-      name: a rule of `rules.table`, or one of `REFERENCES`, which have no delay.
-      delay_steps: tau.
-
-    Returns:
-      Plain values: what was tried and chosen, and the curves of every test seed.
-    """
+    """Tunes and tests one rule at one delay."""
     begin_s = time.perf_counter()
     tried = [
         Trial(seed, *each)
@@ -131,12 +122,7 @@ def choose(runs: Sequence[Trial], losses: Sequence[float]) -> Trial:
 def train(
     settings: Settings, name: str, delay_steps: int, runs: Sequence[Trial]
 ) -> dict[str, Any]:
-    """Trains any number of runs, `settings.trials` at a time.
-
-    Returns:
-      "steps" [P], "losses" [len(runs), P], "correction_ratio" [len(runs)],
-      "bytes_sent" by one region of one run.
-    """
+    """Trains any number of runs, `settings.trials` at a time."""
     program, size, outcomes = (
         make_trials(settings, name, delay_steps),
         settings.trials,

@@ -19,12 +19,7 @@ _ALWAYS = (DATA_PARALLEL, DILOCO, STREAMING, "replay")
 
 
 def write(summary: dict[str, Any], folder: pathlib.Path) -> None:
-    """Write `ablate_steps.png`, `ablate_loss.png` and `ablate_curves.png`.
-
-    Args:
-      summary: what `ablate_compensation.json` holds.
-      folder: where to.
-    """
+    """Write `ablate_steps.png`, `ablate_loss.png` and `ablate_curves.png`."""
     save_png(_ranking(summary, "ratio", "steps / steps of Streaming DiLoCo", 1.0),
              str(folder / "ablate_steps.png"))  # fmt: skip
     save_png(

@@ -70,14 +70,7 @@ def measure(
     names: Sequence[str],
     outer_lr: float,
 ) -> Recovery:
-    """Follow runs without delay, a trial a test seed, and judge rules at each sync.
-
-    Args:
-      settings: of the ablation; the whole model is one fragment here.
-      delay_steps: tau, at most H.
-      names: of `rules.table`.
-      outer_lr: of the outer Nesterov optimizer.
-    """
+    """Follow runs without delay, a trial a test seed, and judge rules at each sync."""
     ways = _Ways(settings, delay_steps, names, outer_lr)
     found, steps, interval = [], [], settings.sync_interval
     state, now = ways.begin(), 0
@@ -152,12 +145,7 @@ class _Ways:
         return trials.advance(state, given, self._tokens[first:last], stream)[0]
 
     def branch(self, state: State, sync: int) -> tuple[State, tuple]:
-        """Go both ways from the step before a sync.
-
-        Returns:
-          The state without delay one step before the mean arrives, and what was
-          measured: cost, the share along D, and by rule what was got back, and losses.
-        """
+        """Go both ways from the step before a sync."""
         last = sync + self._delay
         prompt = self.advance(self.prompt, state, sync - 1, last - 1)
         target = self.advance(self._quiet, prompt, last - 1, last)

@@ -45,16 +45,7 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 def steps_to(
     steps: Sequence[int], losses: Sequence[float | None], target: float
 ) -> float | None:
-    """Return the first step at which the loss is at most `target`.
-
-    Args:
-      steps: where the loss was evaluated.
-      losses: nats per token; None where it was not finite, which ends the curve.
-      target: nats per token.
-
-    Returns:
-      Steps, see `steps_to_loss`, or None where the run never gets there.
-    """
+    """Return the first step at which the loss is at most `target`."""
     pairs = zip(steps, losses, strict=True)
     curve = [*itertools.takewhile(lambda pair: pair[1] is not None, pairs)]
     return steps_to_loss(cast(list[tuple[float, float]], curve), target)
@@ -69,17 +60,7 @@ def final_loss(losses: Sequence[float | None]) -> float | None:
 def summarise(
     jobs: Sequence[dict[str, Any]], steps_per_run: int
 ) -> list[dict[str, Any]]:
-    """One row for each job, against the tuned references.
-
-    Args:
-      jobs: results of `jobs.run_job`.
-      steps_per_run: inner steps of each run.
-
-    Returns:
-      Rows with the job's rule, delay, tuned numbers, final loss (None if a seed
-      diverged) and correction ratio as `interval`s, and `vs_streaming` and
-      `vs_diloco` where that reference is among the jobs, see `_against`.
-    """
+    """One row for each job, against the tuned references."""
     done = {(job["rule"], job["delay_steps"]): job for job in jobs}
     diloco = done.get((DILOCO, 0))
     rows = []
@@ -103,15 +84,7 @@ def summarise(
 
 
 def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
-    """Step to what the reference reaches at its end, over the steps it took.
-
-    Returns:
-      "steps" and "ratio" as intervals over the seeds that get there (None if none
-      does), "reached" of "seeds", and the paired "loss_difference" at the end (None if
-      a seed diverged). A seed that falls short counts as `steps_per_run` in "ratio",
-      its least possible value, so that a mean never hides it: "ratio" is then a lower
-      bound.
-    """
+    """Step to what the reference reaches at its end, over the steps it took."""
     counts, differences = [], []
     for seed, curve in job["losses"].items():
         final, target = final_loss(curve), final_loss(reference["losses"][seed])

@@ -237,9 +237,5 @@ def check_delays(delays: Sequence[int], sync_interval: int) -> None:
 
 
 def table(sync_interval: int) -> dict[str, Rule]:
-    """All rules by name.
-
-    Args:
-      sync_interval: H, which the published form divides by.
-    """
+    """All rules by name."""
     return {rule.name: rule for rule in _all(sync_interval)}
