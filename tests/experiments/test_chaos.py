@@ -190,7 +190,7 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
             "--regions=3 after -- is decided here; leave it out, or give --regions be",
         ),
         (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
-        (["--", "--exchange=outer"], "--exchange='outer' is not how regions that are"),
+        (["--", "--exchange=outer"], "--exchange='outer' is not how elastic regions"),
         (
             ["--", "--method=mla"],
             "--exchange='elastic' is not possible for method='mla'",
