@@ -13,6 +13,7 @@ from cocodc_jax.report.units import format_bytes
 RESULTS = pathlib.Path(cocodc_jax.__file__).parents[1] / "experiments" / "results"
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
 MACHINE = "two cores of a shared x86 machine"
+GPU = "one NVIDIA H200"
 # Flags that tell the cells of a sweep apart, in the symbols of the glossary.
 SYMBOLS = {
     "num_fragments": "K",
@@ -52,7 +53,7 @@ def interval(value, form=".3f"):
     )
 
 
-def cells(name, keep=lambda cell: True, hide=()):
+def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
     """Return the cells of a sweep as a table, by the bytes that a region sent."""
     found = read(name)
     reference, kept = found["reference"], list(filter(keep, found["cells"]))
@@ -84,7 +85,7 @@ def cells(name, keep=lambda cell: True, hide=()):
         for row in [heads, *rows]:
             del row[-1]
     note = f"The reference is `{reference['cell']}`, {reference['column']}."
-    return table(heads, rows, f"{note} {_seeds(kept)}; {MACHINE}.")
+    return table(heads, rows, f"{note} {_seeds(kept)}; {machine}.")
 
 
 def _seeds(cells):
