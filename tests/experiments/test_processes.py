@@ -298,7 +298,7 @@ def test_the_launcher_says_what_is_wrong_once(monkeypatch, capsys, tmp_path):
     workdir = f"--workdir={tmp_path / 'run'}"
     assert launch("--processes=3", "--", "--preset=smoke", workdir) == (
         2,
-        "error: --num_processes=3 must divide regions=4, so that each process holds "
+        "error: --num_processes=3 must divide regions=4, so that each process has "
         "full regions, or be a multiple of it, so that each region has equally many "
         "processes\n",
     )
