@@ -61,9 +61,6 @@ class UserInputs:
         return jnp.asarray(value, float)
 
 
-UserInputs = UserInputs  # Its name until 0.25.
-
-
 class MergeContext(NamedTuple):
     """One region's values when a fragment arrives; no leaf has a region axis.
 
