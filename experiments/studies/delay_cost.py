@@ -3,7 +3,7 @@
     python -m experiments.studies.delay_cost --workdir=DIR
 
 Runs without delay are followed; at every sync their regions go two ways for tau steps,
-with the mean and without it, and each rule is judged by its distance to the way with
+with the mean and without it, and each rule is compared by its distance to the way with
 the mean, and by its loss there (experiments/studies/ablation/recovery.py). Writes
 DIR/delay_cost.json and delay_cost.png, and prints a table for every delay: means over
 the second half of the syncs, with intervals over the seeds.

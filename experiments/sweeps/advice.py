@@ -35,7 +35,7 @@ from .cells import label
 from .networks import simulated
 from .results import column_of, read_cells
 
-# Arguments of methods that are always told; others where they are not the default.
+# Arguments of methods that are always named; others where they are not the default.
 TOLD = (
     "sync_interval", "num_fragments", "delay_steps", "syncs_per_interval", "compress",
     "transmission_score", "mixing_alpha", "compensation_strength", "outer_lr",

@@ -160,7 +160,7 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
     for group in finals.values():
         key = cell_of(group[0]["config"], (*group[0]["tuned"], "steps"))
         flags, settings = leaves(group[0]["config"]), {row["setting"] for row in group}
-        # Rungs chose for runs of one length: other lengths may lie in the folder too.
+        # Rungs chose for runs of one length: other lengths may be in the folder too.
         is_tuned = chosen is None or not settings.isdisjoint(chosen)
         tuning = rungs.get(key, []) if is_tuned else []
         if is_tuned and not tuning and group[0]["tuned"] and len(settings) > 1:

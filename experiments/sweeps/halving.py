@@ -1,7 +1,7 @@
 """Successive halving: short runs of everything, longer runs of what did best.
 
 Rung i trains what is left for r_i steps over the tuning seeds, each a whole run whose
-learning rate comes to its end at r_i. Of the n that compete under one key the best
+learning rate ends at r_i. Of the n that compete under one key the best
 max(w, ceil(keep n)) go on, after the last rung the best w (Jamieson and Talwalkar,
 arXiv 1502.07943, without its doubling of the budget). What wins is trained anew with
 the final seeds, which no choice has seen.

@@ -1,7 +1,7 @@
 """The frontier over networks: seconds to a loss, by the simulator.
 
 Steps to the loss are those that runs took; what a step and its syncs take is simulated:
-the method's own schedule, the bytes of its messages as they were counted, links alike
+the method's own schedule, the bytes of its messages as they were counted, equal links
 between all regions, and inner steps of a length that is given. What hosts take to
 encode and copy is left out.
 """
@@ -33,7 +33,7 @@ INTERVALS, LEAST_STEPS = 8, 40
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Links between all regions alike, with a line as fast as a link.
+    """Equal links between all regions, with a line as fast as a link.
 
     Attributes:
       mbit: Mbit/s of a link.
@@ -177,7 +177,7 @@ def markdown(
         lines.append(line)
     return (
         f"Seconds to the reference's last loss, simulated: inner steps of "
-        f"{step_seconds:g} s, links alike between all regions, the bytes that the runs "
+        f"{step_seconds:g} s, equal links between all regions, the bytes that the runs "
         f"counted.\n\n{markdown_table(heads, lines)}\n"
     )
 

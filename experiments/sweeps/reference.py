@@ -141,11 +141,11 @@ def _example(plan: Plan) -> str:
 
 def _differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> str:
     """Return the flags that tell configurations apart, with their values."""
-    told = []
+    named = []
     for name in differing(configs, tuned):
         values = dict.fromkeys(str(flags.get(name)) for flags in configs)
-        told.append(f"{name} ({', '.join(values)})")
-    return " or ".join(told)
+        named.append(f"{name} ({', '.join(values)})")
+    return " or ".join(named)
 
 
 def has_flags(config: Mapping[str, Any], words: str) -> bool:

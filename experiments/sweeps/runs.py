@@ -145,7 +145,7 @@ class Trainer:
         folder = self._folder / row.row_id
         before = self._before
         earlier = (
-            [before] if before and _judged_alike(before.config, row.config) else []
+            [before] if before and _same_evaluation(before.config, row.config) else []
         )
         session = self._before = prepare(row.config, folder, self._open_text, earlier)
         if before is None or before.program is not session.program:
@@ -174,7 +174,7 @@ def _release() -> None:
     gc.collect()
 
 
-def _judged_alike(a: TrainConfig, b: TrainConfig) -> bool:
+def _same_evaluation(a: TrainConfig, b: TrainConfig) -> bool:
     """Whether what judges one run can judge the other: the same validation batches."""
     return (
         dataclasses.replace(a.data, seed=0) == dataclasses.replace(b.data, seed=0)

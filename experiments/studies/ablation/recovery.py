@@ -17,7 +17,7 @@ the squared distance d over all regions and parameters,
                (e D)^2 / ((e e) (D D)) that lies along D = theta^g - staged: all that a
                pull on D can get back of it
 
-The run then goes on from theta^*, so that every rule is judged at the same states.
+The run then continues from theta^*, so that every rule is compared at the same states.
 
 Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's merge.
 They share the steps up to the last before the mean arrives, where their states branch.

@@ -106,7 +106,7 @@ def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
 
 
 def at_edge(job: dict[str, Any]) -> list[str]:
-    """Which tuned numbers lie at an end of their grid, where more may be had."""
+    """Return which tuned numbers are at an end of their grid."""
     found = []
     for name in _TUNED:
         tried = {trial[name] for trial in job["tuning"]} - {None}
