@@ -92,18 +92,14 @@ def launch_elastic(
     restarts: bool,
     grace_s: float,
     num_processes: int = 1,
+    via: str = "",
 ) -> int:
     """Start every region as a run of its own, and wait for their end."""
-    told = independent.commands(
-        [*commands.python_m("train"), *train_flags],
-        workdir,
-        count,
-        flags.value("via") or "",
-    )
+    command = [*commands.python_m("train"), *train_flags]
+    each = independent.commands(command, workdir, count, via)
     logs = independent.logs(workdir, count)
     regions = [
-        independent.Region(*each, num_processes)
-        for each in zip(told, logs, strict=True)
+        independent.Region(*its, num_processes) for its in zip(each, logs, strict=True)
     ]
     asked_s: list[float] = []
 
@@ -164,6 +160,7 @@ def main(argv: Sequence[str]) -> int:
                 own.restart,
                 own.grace_s,
                 each,
+                flags.value("via") or "",
             )
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)

@@ -67,7 +67,7 @@ def test_files_and_summary(unbroken):
         "method", "preset", "seed", "regions", "parameters", "steps", "tokens",
         "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift",
         "outer_bytes", "bytes_sent_per_region", "seconds", "stall_seconds",
-        "exposed_share", "goodput", "tokens_per_second", "correction_ratio",
+        "exposed_share", "goodput", "tokens_per_second", "mfu", "correction_ratio",
     ]  # fmt: skip
     assert summary["tokens"] == 48 * 4 * 4 * 32
     assert 0 <= summary["exposed_share"] < 1

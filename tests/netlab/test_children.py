@@ -123,11 +123,13 @@ def test_children_die_with_their_parent(program, number, code):
 
 
 def test_no_program_starts_others_in_another_way():
-    """A region and the relay call `die_with_parent` themselves; `ip` is soon done."""
+    """Regions and the relay `die_with_parent`; `ip` and event commands end soon."""
     paths = [*ROOT.glob("cocodc_jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
     starts = re.compile(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|spawn)")
     found = {path.name for path in paths if starts.search(path.read_text())}
-    assert found == {"children.py", "kernel.py", "launch.py", "region.py"}
+    assert found == {
+        *("children.py", "event_command.py", "kernel.py", "launch.py", "region.py")
+    }
 
 
 def test_exit_codes_are_as_in_a_shell():

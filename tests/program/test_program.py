@@ -13,8 +13,8 @@ from jax.sharding import SingleDeviceSharding
 from cocodc_jax import methods
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program import assemble as parts
 from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import outer_placement
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sharding.outer_mesh import outer_device
 from cocodc_jax.sync import cutting, merge
@@ -88,7 +88,7 @@ class TestArrays:
         """
         mesh = make_mesh(4, devices=jax.devices()[:1])
         if outer_place == "spare":
-            monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
+            monkeypatch.setattr(outer_placement, "is_one_cpu", lambda mesh: False)
         program = tiny.make_program(name, mesh)
         params = [
             jax.device_put(tiny.make_params(), device)
@@ -133,7 +133,7 @@ class TestArrays:
         """Nor that events are among the inner steps there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
-        monkeypatch.setattr(parts, "is_one_cpu", lambda mesh: False)
+        monkeypatch.setattr(outer_placement, "is_one_cpu", lambda mesh: False)
         apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
         assert_within_ulps(beside, apart)
 

@@ -16,8 +16,8 @@ from cocodc_jax.exchange import between_hosts as outer_mesh
 from cocodc_jax.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import outer_placement, transfer
 from cocodc_jax.sharding import shardings as shardings_module
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import INSIDE, make_mesh
 from cocodc_jax.sharding.outer_mesh import PROCESS, outer_device, process_grid
 from cocodc_jax.train.run_steps import run
@@ -191,7 +191,7 @@ def four_processes(monkeypatch):
     monkeypatch.setattr(where, "outer_sharding", lambda *_: NamedSharding(outer, P()))
     rows = NamedSharding(outer, P(PROCESS, INSIDE))
     monkeypatch.setattr(where, "outer_rows", lambda *_: rows)
-    monkeypatch.setattr(where, "process_grid", lambda _: (1, 2, 1, 1))
+    monkeypatch.setattr(outer_placement, "process_grid", lambda _: (1, 2, 1, 1))
 
 
 def test_processes_of_a_region_divide_the_outer_state(tiny, request):
