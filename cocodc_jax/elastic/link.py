@@ -70,6 +70,15 @@ class Link:
     ):
         """Listen, and announce this region to the others.
 
+        Args:
+          place: the region's place.
+          run: identifies the run; messages of another run are ignored.
+          max_frame_bytes: size of the largest valid row or array.
+          step: step of the region's own checkpoint, 0 for none.
+          boot: see `Seat`; the time by default.
+          is_announced: whether to ask to take part at once, or at `join`.
+          watch: receives message times, and names what is faulty.
+
         Raises:
           ImportError, OSError: see `open_channel`.
         """

@@ -93,7 +93,17 @@ class Member(Deciding):
         now: float,
         min_regions: int = 1,
     ):
-        """Start outside of any view."""
+        """Start outside of any view.
+
+        Args:
+          region: index of this region.
+          num_regions: M, the number of possible regions.
+          boot: life of the region, see `Seat`.
+          step: step of its own checkpoint, 0 for none.
+          timing: timeouts.
+          now: seconds of a monotonic clock.
+          min_regions: the fewest regions of a view.
+        """
         super().__init__(region, num_regions, boot, step, timing, now, min_regions)
         self._beat_at, self._looked_at = -float("inf"), now
         self.is_announced, self._has_left = True, False

@@ -86,7 +86,13 @@ class Shaper:
     """
 
     def __init__(self, conditions: Sequence[Conditions], buffer_s: float, seed: int):
-        """Set up idle links."""
+        """Set up idle links.
+
+        Args:
+          conditions: in the order of their starts, the first at 0.
+          buffer_s: a packet that would wait longer at a meter is dropped.
+          seed: of loss and jitter.
+        """
         num = conditions[0].num_regions
         self.changes_from_s = 0.0
         self._links = conditions[0]

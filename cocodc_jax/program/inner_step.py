@@ -54,7 +54,29 @@ def make_steps(
     model_state: ModelState | None = None,
     optimizer_lies: PyTree = None,
 ) -> Callable:
-    """Make T inner steps of all regions, one program over the mesh (not yet jitted)."""
+    """Make T inner steps of all regions, one program over the mesh (not yet jitted).
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
+        see there.
+      optimizer: the inner optimizer; see `make_step`.
+      mesh: the inner mesh.
+      local: how a device computes its regions.
+      per_step: what regions exchange at every step, if anything.
+      all_reduce: all-reduce of a flat buffer for that exchange, or None.
+      correct: `correct(gradient, params, outer) -> gradient` of one region, for a
+        regional outer model; see `sync.outer.RegionalOuter`.
+      model_state: of the model, None if it has none.
+      optimizer_lies: shardings of an optimizer state that is partly in host memory;
+        None if it is all on devices.
+
+    Returns:
+      `steps(state, batches, participating, num_steps, frozen) -> (state, (losses,
+      aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who takes a step)
+      or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape. See
+      `length_buckets.scan` for num_steps and `TrainState` for frozen. With `correct`
+      the regions' outer state is a sixth argument.
+    """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
     averages = bool(model_state and model_state.average and per_step)
@@ -101,7 +123,26 @@ def make_step(
     bend: Callable | None = None,
     averages_state: bool = False,
 ) -> Callable:
-    """Make one inner step of the regions of a shard, the body of a scan."""
+    """Make one inner step of the regions of a shard, the body of a scan.
+
+    Args:
+      loss_fn: `(params, model_state, batch, key) -> (loss, (aux, new_model_state))` of
+        one region.
+      optimizer: the inner optimizer. It receives `value=`, the region's loss, for
+        `optax.contrib.reduce_on_plateau` and the like. With an exchange at every step
+        it is the mean loss of all regions, so that regions stay equal. XLA drops that
+        collective if the optimizer does not read the value. It is not counted among the
+        bytes of a step.
+      local: how a device computes its regions.
+      per_step: what regions exchange at every step, if anything.
+      all_reduce: see `exchange.per_step`.
+      bend: `bend(gradients, params) -> gradients` of the regions of the shard.
+      averages_state: whether regions average the model's state after it.
+
+    Returns:
+      `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf
+      `[block, ...]`; `participating` is bool `[block]`, or None if every region steps.
+    """
     optimizer = optax.with_extra_args_support(optimizer)
 
     def gradient(params, model_state, batch, key_data):

@@ -31,7 +31,17 @@ _MOST_BYTES = 1 << 24
 def scan(
     step: Callable, state: PyTree, xs: PyTree, num_steps: jax.Array | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Run `jax.lax.scan` over the first `num_steps` of `xs`."""
+    """Run `jax.lax.scan` over the first `num_steps` of `xs`.
+
+    Args:
+      step: `step(state, x) -> (state, out)`.
+      state: before the first step.
+      xs: leaves `[room, ...]`.
+      num_steps: int32 scalar, at most `room`; None runs all with `lax.scan`.
+
+    Returns:
+      The final state, and each step's `out`, leaves `[room, ...]`, padded with zeros.
+    """
     if num_steps is None:
         return jax.lax.scan(step, state, xs)
     step = jax.jit(step, inline=True)  # Traced once, not twice.

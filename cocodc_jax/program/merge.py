@@ -32,7 +32,24 @@ PyTree = Any
 
 
 def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
-    """Make the program that merges one fragment into the regions."""
+    """Make the program that merges one fragment into the regions.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      is_late: whether it may be later than the schedule's delay.
+
+    Returns:
+      `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
+      delay_steps, start_step) -> (params, metrics)`. An argument that the rule does not
+      need is None. `params`, `opt_state` and `keys` are the regions' (`params` may be
+      donated); `kept` are the copies that the rule needs; `batch` is the last batch
+      `[R, ...]` with the regions' `RegionState.model_state` and the frozen parameters;
+      `learning_rate` is a float32 scalar; `participating` is bool `[R]`, the regions
+      that merge, or None for all; `delay_steps` is an int32 scalar, at least 1, None
+      for the schedule's own delay; `start_step` is the sync's, an int32 scalar. Metrics
+      are float32 `[R]`.
+    """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
     fixed_delay = None if is_told else sync.schedule.delay_steps
@@ -192,7 +209,13 @@ def region_drift(params: PyTree) -> jax.Array:
 
 
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Make the function that feeds back what a merge drops, not yet jitted."""
+    """Make the function that feeds back what a fragment's merge drops, not yet jitted.
+
+    Returns:
+      `remember(params, staged, state) -> state`: `params` of the regions before the
+      merge, `staged` their copy at the start of the sync, and the regions' compressor
+      states, leaves `[R, ...]`.
+    """
     share = spec.sync.merge.feedback_weight
 
     def remember(params, staged, state):

@@ -88,6 +88,31 @@ class RegionProgram:
     ):
         """Prepare the programs; nothing is compiled before the first call.
 
+        Args:
+          loss_fn: `(params, batch, key) -> (loss, aux)` of one region; aux is a dict of
+            scalars. With a `model_state`, `(params, model_state, batch, key) -> (loss,
+            (aux, new_model_state))`.
+          optimizer: inner optimizer of every region. One that takes `value=` receives
+            the region's loss, or the mean loss if regions exchange something at every
+            step.
+          method: from `cocodc_jax.methods`, or the name of one, with its defaults.
+          params: one region's parameters, or their shapes.
+          regions: M, or the speed of each region.
+          mesh: inner mesh; by default as many regions in parallel as devices allow.
+          fragments: how to cut the parameters; by default as the method does.
+          param_specs: tree of `PartitionSpec`s over the mesh axes inside a region (Flax
+            Linen: `nn.get_partition_spec(params)`); by default replicated.
+          user_inputs: what only the user knows, for merges that need it.
+          transport: how messages cross regions.
+          model_state: non-trained state, such as BatchNorm statistics, and whether
+            regions average it.
+          local_regions: how a device computes several regions: "batched", "in_turn", or
+            "auto", the faster of both; see `LocalRegions.of`.
+          optimizer_memory: "device", or "host" to keep the inner optimizer's state in
+            host memory; see `sharding/optimizer_memory.py`.
+          trainable: which parameters are trained: a tree of bools (or a prefix), a
+            predicate on paths, "optimizer" for those that it updates, or None for all.
+
         Raises:
           ValueError: for an argument of the wrong type or value, or arguments that do
             not fit together.

@@ -104,7 +104,13 @@ def make_restore(
     which: tuple[int, ...],
     rank: int,
 ) -> Callable:
-    """Make the program that restores some of the regions."""
+    """Make the program that restores some of the regions.
+
+    Returns:
+      `restore(region, compressors, stale_params, copies, outer, bad) -> (region,
+      compressors, stale_params, copies)`: `outer` are the fragments that regions
+      receive, `bad` is bool `[R]`.
+    """
     fragments, message = spec.fragments, spec.sync.message
 
     def restore(region, compressors, stale_params, copies, outer, bad):

@@ -100,7 +100,18 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
 def make_segment(
     spec: SyncSpec, model: SharedOuterModel, steps: Callable, segment: Segment
 ) -> Callable:
-    """Make the program of a segment with starts, not yet jitted."""
+    """Make the program of a segment with starts, not yet jitted.
+
+    Returns:
+      `run(region, batches, participating, starts, outer, told) -> (region, (losses,
+      aux), sent, outer, merged)`. `starts` has for each of `before`: what
+      `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
+      compressor states, the weights `[R]` and the start step. `sent` has the fragments
+      in flight (without `after`) and the compressor states. `outer` is the outer
+      fragment and optimizer state of `after`; `told` the frozen parameters, and the
+      learning rate and start step of its merge; `merged` a `Merged`. The last two
+      results are None without `after`.
+    """
     crossings = [
         make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
     ]
@@ -146,7 +157,12 @@ def make_segment(
 
 
 def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
-    """Make outer step and merge of a fragment as one program of the mesh."""
+    """Make outer step and merge of a fragment as one program of the mesh.
+
+    Returns:
+      `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
+      merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
+    """
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     remember = None
     if spec.sync.merge.has_feedback:

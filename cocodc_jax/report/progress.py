@@ -29,7 +29,16 @@ class RunProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare the display."""
+        """Prepare the display.
+
+        Args:
+          num_steps: inner steps of the whole run.
+          start_step: inner steps done before, when the run is resumed.
+          label: what stands first, such as the method and seed.
+          console: where to write; standard output by default. It gets a bar if it is a
+            terminal, else a line each `PLAIN_INTERVAL_S` seconds and at the last step.
+          clock: seconds, monotonic.
+        """
         self._num_steps = num_steps
         self._start_step = start_step
         self._label = label

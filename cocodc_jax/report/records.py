@@ -74,6 +74,13 @@ class MetricsWriter:
     ):
         """Open the files of a run, new or resumed.
 
+        Args:
+          workdir: directory of the run, made if missing.
+          resume_offset: None to begin anew (older records are dropped); else the bytes
+            of `metrics.jsonl` to keep, as `offset` gave them when the checkpoint was
+            written. What lies behind is dropped: the resumed run writes it again.
+          mirrors: where the records go besides, see `events`.
+
         Raises:
           ValueError: resume_offset is not the end of a record of the existing file,
             or a line before it is damaged; nothing is changed then.

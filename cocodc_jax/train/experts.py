@@ -74,6 +74,16 @@ def make_score(
 
     Between regions it sends one number per token and expert, and for the mean of the
     logits a sum of V numbers per token. Only one batch's logits exist at a time.
+
+    Args:
+      logits_fn: `(params, tokens) -> logits`, int32 `[B, L]` to float `[B, L, V]`, of
+        one region's parameters.
+      mesh: the inner mesh.
+      num_regions: R.
+
+    Returns:
+      A function of parameters `[R, ...]` on the mesh and int32 tokens `[E, B, L + 1]`
+      on the host, B a multiple of the data axis; its results are replicated.
     """
     block = LocalRegions.of(mesh, num_regions)
 
