@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import cocodc_jax as cc
 from cocodc_jax import models
@@ -18,6 +19,7 @@ from cocodc_jax.exchange.lowered_program import LoweredProgram
 from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.processes import check_shares
 from cocodc_jax.sharding.mesh import (
     REGION,
@@ -197,6 +199,33 @@ def check_elastic(config: TrainConfig) -> None:
     own_part(config.replace(exchange="elastic"), place)
 
 
+def training_parts(
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    inner: OptimizerConfig,
+    steps: int,
+    layout: models.Layout | None = None,
+    subspace: models.Subspace | None = None,
+) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
+    """Return inner optimizer, method and user inputs of a model's training.
+
+    A model with experts counts their tokens, and its method resets the counts.
+    """
+    if model.num_experts:
+        method = method.for_experts()
+    optimizer = inner.build(steps, method)
+    if subspace is not None:
+        optimizer = models.confined(optimizer, subspace)
+    if model.num_experts:
+        optimizer = models.experts.counting(optimizer)
+    user_inputs = cc.UserInputs(
+        inner.learning_rate(steps, method),
+        adam_second_moment(inner.second_moment_decay(method)),
+        models.make_outputs(model, layout),
+    )
+    return optimizer, method, user_inputs
+
+
 def build_program(
     config: TrainConfig,
     model: models.TransformerConfig,
@@ -208,21 +237,16 @@ def build_program(
     Raises:
       ValueError: if the method does not support `step_seconds`.
     """
-    steps = config.run.steps
     shapes = jax.eval_shape(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
-    if model.num_experts:
-        method = method.for_experts()
     model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
-    optimizer = config.optimizer.build(steps, method)
     subspace = losses.subspace_of(config.run, model)
-    if subspace is not None:
-        optimizer = models.confined(optimizer, subspace)
-    if model.num_experts:
-        optimizer = models.experts.counting(optimizer)
+    optimizer, method, user_inputs = training_parts(
+        model, method, config.optimizer, config.run.steps, layout, subspace
+    )
     return cc.RegionProgram(
         losses.make(own_part(config, place), model, method, mesh),
         optimizer,
@@ -236,11 +260,7 @@ def build_program(
             divides_embedding=layout is not None,
             axes=losses.weight_axes(config.run),
         ),
-        user_inputs=cc.UserInputs(
-            config.optimizer.learning_rate(steps, method),
-            adam_second_moment(config.optimizer.second_moment_decay(method)),
-            models.make_outputs(model, layout),
-        ),
+        user_inputs=user_inputs,
         transport=dataclasses.replace(config.run.transport, place=place),
         local_regions=config.run.how_mapped,
         optimizer_memory=config.run.optimizer_memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -119,8 +120,18 @@ def with_kernels(
     Raises:
       ValueError: if those requested are not supported by these devices and this method.
     """
-    device = mesh.devices.flat[0]
     is_divided = layout(config.run, mesh) is not None
+    return with_kernels_of(config, model, method, mesh.devices.flat[0], is_divided)
+
+
+def with_kernels_of(
+    config: TrainConfig,
+    model: models.TransformerConfig,
+    method: cc.methods.Method,
+    device: Any,
+    is_divided: bool,
+) -> models.TransformerConfig:
+    """Return the same for a device whose share of the loss is divided or not."""
     needs_forward_mode = "gradient_fn" in method.needs
     backward = models.backward.choose(
         model.backward,

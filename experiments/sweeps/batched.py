@@ -24,9 +24,9 @@ import optax
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data import load
+from cocodc_jax.run import build, losses
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
-from cocodc_jax.transforms.second_moment import adam_second_moment
 
 from .. import trials
 from .grid import Setting
@@ -219,17 +219,8 @@ def _kernels(
     config: TrainConfig, model: models.TransformerConfig
 ) -> models.TransformerConfig:
     """Return the model with its attention and backward passes, as on one device."""
-    platform = jax.default_backend()
-    needs_forward_mode = "gradient_fn" in config.method.build().needs
-    backward = models.backward.choose(
-        model.backward, platform, False, needs_forward_mode
-    )
-    return models.attention.choose(
-        dataclasses.replace(model, backward=backward),
-        platform,
-        config.data.sequence_length,
-        False,
-        needs_forward_mode,
+    return losses.with_kernels_of(
+        config, model, config.method.build(), jax.devices()[0], is_divided=False
     )
 
 
@@ -242,12 +233,7 @@ def _make(
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
     given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
     inner = trials.Inner(**given)
-    user_inputs = cc.UserInputs(
-        inner.learning_rate(config.run.steps, method),
-        adam_second_moment(inner.second_moment_decay(method)),
-        models.make_outputs(model),
-    )
-    return inner.build(config.run.steps, method), method, user_inputs
+    return build.training_parts(model, method, inner, config.run.steps)
 
 
 def _row(

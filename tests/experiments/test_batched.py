@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.run.presets import PRESETS
 from experiments import sweep, trials
 from experiments.sweeps import batched, rows
@@ -170,6 +171,18 @@ def test_rows_of_one_program_are_cut_into_even_batches():
     assert list(alone) == [others[1].row_id]
     settings = [each.setting for each in (*group, *others)]
     assert batched.first_of_groups(settings) == [settings[i] for i in (0, 7, 8)]
+
+
+def test_a_trial_with_experts_counts_their_tokens():
+    """As a run does: its optimizer adds counts up, and its method resets them."""
+    found = config("streaming_diloco", num_experts=2, expert_width=8)
+    inner, method, _ = batched._make(found, found.model, {})
+    assert method.sync.message == found.method.build().for_experts().sync.message
+    params = {"experts": {"tokens": jnp.zeros(2)}}
+    shares = {"experts": {"tokens": jnp.array([-0.25, -0.75])}}
+    updates, _ = inner.update(shares, inner.init(params), params)
+    counted = updates["experts"]["tokens"] / TOKEN_UNIT
+    np.testing.assert_array_equal(counted, [0.25, 0.75])
 
 
 def test_a_trial_that_diverged_leaves_the_others():
