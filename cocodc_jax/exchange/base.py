@@ -1,24 +1,106 @@
-"""The interface of every way that messages cross regions; `transport.py` chooses one.
+"""What the programs of a run are made from, and how messages cross regions.
 
-An `Exchange` sends a fragment's message and never waits: the mean that it returns
-arrives later.
+A `SyncSpec` specifies the syncs. An `Exchange` sends a fragment's message and never
+waits: the mean that it returns arrives later; `transport.py` chooses one. A
+`LoweredProgram` is compiled without running.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.outer_placement import OuterPlacement
+from cocodc_jax.sharding.shardings import Shardings
+from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.method import Sync
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState
+from cocodc_jax.sync.needs import UserInputs
+from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import VERDICT
 from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
+
+
+class LoweredProgram(NamedTuple):
+    """One compiled program of a run.
+
+    Attributes:
+      name: what it does, with the fragment's number if it handles one fragment.
+      program: result of `jax.jit`.
+      arguments: shapes, dtypes and shardings, for `program.lower(*arguments)`.
+      sent_bytes: bytes that one region sends in it, as the run counts them.
+      num_steps: inner steps in it.
+      options: compiler options.
+    """
+
+    name: str
+    program: Any
+    arguments: tuple
+    sent_bytes: int = 0
+    num_steps: int = 0
+    options: Mapping[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncSpec:
+    """A method's syncs, with the model, regions and shardings that they apply to.
+
+    Attributes:
+      sync: bound to the regions.
+      regions: all of them.
+      fragments: the cut of the parameters.
+      place: where the outer state is, and the shardings of all arrays.
+      params: shapes of one region's parameters.
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
+        see there.
+      user_inputs: what only the user knows.
+      local: how a device computes its regions.
+      model_state: of the model, None if it has none.
+    """
+
+    sync: Sync
+    regions: Regions
+    fragments: Fragments
+    place: OuterPlacement
+    params: PyTree
+    loss_fn: AnyLossFn
+    user_inputs: UserInputs
+    local: LocalRegions
+    model_state: ModelState | None = None
+
+    @property
+    def shardings(self) -> Shardings:
+        """Shardings of all arrays but the outer state's."""
+        return self.place.shardings
+
+    @property
+    def mesh(self) -> Mesh:
+        """The inner mesh."""
+        return self.shardings.mesh
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether measured times are sent with messages."""
+        return self.sync.schedule.is_measured
+
+    @functools.cached_property
+    def outer_shapes(self) -> tuple[Fragment, ...]:
+        """Shapes of the outer fragments."""
+        return jax.eval_shape(lambda x: outer_parts(self.fragments, x), self.params)
+
+
 # Measured seconds of an inner step and of a sync, 0 if not yet known.
 Times = tuple[float, float]
 # The staged copy if a merge needs it, the mean in flight, what arrives with it by name,

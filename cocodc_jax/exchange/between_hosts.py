@@ -1,40 +1,54 @@
 """Exchange over the outer mesh: between hosts, concurrently with the inner steps.
 
 One program encodes every region's message on the inner mesh into a flat buffer, each
-device its own part (`shard_buffer.py`). Each process moves the columns of its own
-devices to its outer device. Another program communicates there with the corresponding
-processes of the other regions and averages those columns (`combine.py`), while the
-inner mesh computes. The matching part of the outer state is there too. The result goes
-back to each device's shard.
+device its own part (`flat_buffer.ShardBuffer`). Each process moves the columns of its
+own devices to its outer device. Another program communicates there with the
+corresponding processes of the other regions and averages those columns, while the inner
+mesh computes. The matching part of the outer state is there too. The result goes back
+to each device's shard.
+
+Uncompressed pseudo-gradients are all-reduced. Compressed messages are all-gathered, and
+each process decodes them. Arrays that every device of a region holds in full are shared
+out evenly over its processes, and the result is gathered inside the region.
+
+Measured times travel in the same flat buffer: appended to a compressed message; for a
+pseudo-gradient in separate columns of each region, to which the others add zeros.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange, Sent, Times
-from cocodc_jax.exchange.combine import make_buffer, sent_shapes
+from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
+from cocodc_jax.exchange.collectives import (
+    gather_from_processes,
+    sum_over_processes,
+)
+from cocodc_jax.exchange.flat_buffer import ShardBuffer
 from cocodc_jax.exchange.pseudo_gradient import (
     abstract_sent,
     jit_messages,
     make_restore,
+    robust_mean,
     start_step_of,
+    with_length,
 )
-from cocodc_jax.exchange.robust_mean import make_robust_combine, with_length
-from cocodc_jax.exchange.shard_buffer import ShardBuffer
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
 from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.transforms.compressor import Compressor
 
 PyTree = Any
 
@@ -198,3 +212,132 @@ class OnOuterMesh(Exchange):
         shape = (self._num_times, 2)
         rows = np.broadcast_to(np.asarray(times, np.float32), shape)
         return jax.make_array_from_callback(shape, where, rows.__getitem__)
+
+
+def make_buffer(
+    message: PyTree,
+    times: jax.Array | None,
+    compressor: Compressor | None,
+    layout: ShardBuffer | None = None,
+) -> jax.Array:
+    """Pack what regions send into a flat buffer, `[R, n]`.
+
+    Args:
+      message: leaves `[R, ...]`.
+      times: measured seconds of each region, float32 `[R, 2]`, or None.
+      compressor: of the message; None if it is not compressed.
+      layout: how devices pack their shards, or None; see `sent_shapes`.
+    """
+    if times is not None and compressor is None:
+        dtype = jax.tree.leaves(message)[0].dtype
+        own = jnp.eye(len(times), dtype=dtype)
+        times = own[:, :, None] * times[:, None].astype(dtype)
+    sent = (message, times)
+    return flat_buffer.pack(sent) if layout is None else layout.pack(sent)
+
+
+def make_combine(
+    mean_of: Callable[[PyTree, jax.Array], PyTree] | None,
+    everywhere: Sharding,
+    shapes: PyTree,
+    num_times: int = 0,
+    all_reduce: str = "direct",
+    layout: ShardBuffer | None = None,
+) -> Callable:
+    """Make the program that averages messages over the outer mesh.
+
+    Args:
+      mean_of: `mean_of(messages, weights)`, the mean of all regions' encoded messages;
+        None for uncompressed pseudo-gradients.
+      everywhere: sharding that replicates to every process's outer device.
+      shapes: of one region's message.
+      num_times: regions whose times are sent too; 0 for none.
+      all_reduce: "ring" or "direct".
+      layout: of the rows, unless they are a `flat_buffer`.
+
+    Returns:
+      `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are `make_buffer`'s,
+      on their regions' processes; further columns are ignored. `times` are float32
+      `[R, 2]`, or None; those of a region of weight 0 are 0.
+    """
+    sent = sent_shapes(mean_of is not None, shapes, num_times)
+    how = everywhere, all_reduce, layout is not None
+
+    def combine(rows, weights):
+        if mean_of is None:
+            weights = weights.astype(rows.dtype)
+            crossed = sum_over_processes(rows, weights, *how)
+        else:
+            crossed = gather_from_processes(rows, *how)
+        if layout is None:
+            message, times = flat_buffer.unpack(crossed, sent)
+        else:
+            message, times = layout.unpack(crossed, everywhere)
+        if mean_of is not None:
+            return mean_of(message, weights), times
+        if times is not None:
+            share = weights[:, None]
+            known = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
+            times = known.astype(jnp.float32)
+        return message, times
+
+    return combine
+
+
+def make_robust_combine(
+    spec: SyncSpec,
+    rank: int,
+    everywhere: Sharding,
+    shapes: PyTree,
+    num_times: int,
+    all_reduce: str,
+    layout: ShardBuffer | None = None,
+) -> Callable:
+    """Make the program between hosts; see `make_combine`.
+
+    Returns:
+      `combine(rows, weights) -> (mean, times, verdicts)`; verdicts are `{}` without a
+      filter.
+    """
+    robust, is_summed = spec.sync.robust, True
+    mean_of = None
+    if spec.sync.message.compressor(rank) is not None:
+        is_summed, mean_of = False, functools.partial(robust_mean, spec, rank)
+    leaves = jax.tree.leaves(shapes)
+    at = sum(math.prod(x.shape) for x in leaves)
+    if layout is not None and robust is not None:
+        at = layout.column(len(leaves))
+    shapes = with_length(spec, shapes, rank)
+    crossing = make_combine(mean_of, everywhere, shapes, num_times, all_reduce, layout)
+
+    def combine(rows, weights):
+        told = {}
+        if robust is not None and is_summed:
+            lengths = jax.lax.with_sharding_constraint(rows[:, at], everywhere)
+            told[VERDICT], weights = robust.judge(lengths, weights)
+            rows = without(rows, weights)
+        mean, times = crossing(rows, weights)
+        if not is_summed:
+            mean, told = mean
+        elif robust is not None:
+            mean = mean.message
+        return mean, times, told
+
+    return combine
+
+
+def times_bytes(compressor: Compressor | None, num_times: int) -> int:
+    """Return the bytes that the times add to one region's message."""
+    return 8 * (num_times if compressor is None else min(num_times, 1))
+
+
+def sent_shapes(
+    is_encoded: bool, shapes: PyTree, num_times: int
+) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
+    """Return the shapes of all that one region sends."""
+    if not num_times:
+        return shapes, None
+    if is_encoded:
+        return shapes, jax.ShapeDtypeStruct((2,), jnp.float32)
+    dtype = jax.tree.leaves(shapes)[0].dtype
+    return shapes, jax.ShapeDtypeStruct((num_times, 2), dtype)

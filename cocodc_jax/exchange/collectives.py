@@ -6,21 +6,35 @@ two delays: each shard sends every other its part of the vector, sums the parts 
 receives, and sends the sum to all. The bytes are the same, and all shards get the same
 bits. An all-gather takes one delay: each shard sends its message to every other.
 
-`direct_sum` and `direct_gather` run inside a `shard_map`; the other two run either
-algorithm over the outer mesh.
+`direct_sum` and `direct_gather` run inside a `shard_map`; `sum_over_processes` and
+`gather_from_processes` run either
+algorithm over the outer mesh. `mean_for_all` and `gather_all` are the collectives of
+every step: if regions are CPU processes, all leaves cross as one flat buffer, otherwise
+the compiler chooses.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding.mesh import INSIDE
+from cocodc_jax.exchange import flat_buffer
+from cocodc_jax.sharding.mesh import INSIDE, REGION
 from cocodc_jax.sharding.outer_mesh import PROCESS
+from cocodc_jax.sharding.region_map import (
+    all_gather_regions,
+    as_varying,
+    pmean_over_regions,
+)
+from cocodc_jax.transforms.numerics import wide_dtype
+
+PyTree = Any
+
 
 ALL_REDUCES = ("direct", "ring")
 
@@ -97,3 +111,63 @@ def _gathered(x: jax.Array, everywhere: Sharding, in_shares: bool) -> jax.Array:
         crossed = NamedSharding(everywhere.mesh, shares)
         x = jax.lax.with_sharding_constraint(x, crossed)
     return x if in_shares else jax.lax.with_sharding_constraint(x, everywhere)
+
+
+def mean_over_regions(tree: PyTree, in_flat_buffer: bool = False) -> PyTree:
+    """Average a tree of `[block, ...]` leaves over all regions.
+
+    Sums in at least float32: XLA's CPU backend aborts the process on a bfloat16
+    all-reduce in a partly manual program.
+
+    Args:
+      tree: of a block of regions.
+      in_flat_buffer: whether leaves cross as one, see `mesh.wants_flat_buffer`.
+    """
+    return _reduced(tree, pmean_over_regions, in_flat_buffer)
+
+
+def mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
+    """Average all regions' messages, on each shard.
+
+    Args:
+      message: leaves `[block, ...]`.
+      all_reduce: one of `collectives.ALL_REDUCES` if messages cross as a flat buffer;
+        None lets the compiler choose.
+    """
+    if all_reduce != "direct":
+        return as_varying(mean_over_regions(message, all_reduce is not None))
+    num = jax.lax.axis_size(REGION)
+    return _reduced(
+        message, lambda x: direct_sum(x, REGION, num) / num, in_flat_buffer=True
+    )
+
+
+def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
+    """Gather all regions' messages, `[R, ...]`; arguments as for `mean_for_all`."""
+    if all_reduce is None:
+        return all_gather_regions(message)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
+    buffer = flat_buffer.pack(message)
+    if all_reduce == "direct":
+        rows = direct_gather(buffer, REGION, jax.lax.axis_size(REGION))
+    else:
+        rows = all_gather_regions(buffer)
+    return flat_buffer.unpack(rows, shapes)
+
+
+def _reduced(tree: PyTree, mean: Callable, in_flat_buffer: bool) -> PyTree:
+    """Apply `mean` to the blocks' means, keeping the dtypes of `tree`."""
+
+    def of_block(x, *others):
+        wide = jnp.result_type(*(wide_dtype(y.dtype) for y in (x, *others)))
+        return x.astype(wide).mean(0)
+
+    if in_flat_buffer:
+        leaves = jax.tree.leaves(tree)
+        means = jax.tree.map(lambda x: of_block(x, *leaves), tree)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), means)
+        buffer = flat_buffer.pack(jax.tree.map(lambda x: x[None], means))
+        means = flat_buffer.unpack(mean(buffer[0]), shapes)
+    else:
+        means = jax.tree.map(lambda x: mean(of_block(x)), tree)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), means, tree)

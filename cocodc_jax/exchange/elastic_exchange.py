@@ -33,9 +33,8 @@ from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision, SyncId
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Exchange, Sent, Times
+from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.robust import VERDICT

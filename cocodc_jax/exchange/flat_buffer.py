@@ -2,15 +2,35 @@
 
 A collective takes several network round trips. A fragment of ten separate arrays would
 take ten times the round trips.
+
+If a region has several devices, its parameters and messages are sharded over them.
+Concatenated by `pack`, every device would have to hold the full message. In a
+`ShardBuffer` each device packs its own shard of each array. If several devices hold the
+same shard, each packs an equal part of it, padded with zeros at the end. So nothing
+moves inside a region, no device materializes the full message, and a byte leaves a
+region once.
+
+    column of the buffer = (device of the region, array, index in the device's part)
+
+The arrays are reassembled from the columns on the outer devices: in full on a single
+outer device; on several (a region's processes), each its own block. Parts of a shard
+that several processes hold are gathered between them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.sharding.mesh import INSIDE, REGION, spec_axes
+from cocodc_jax.sharding.outer_mesh import over_processes
 
 PyTree = Any
 
@@ -65,3 +85,195 @@ def from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype.itemsize == 1:
         return jax.lax.bitcast_convert_type(x[..., 0], dtype)
     return jax.lax.bitcast_convert_type(x, dtype)
+
+
+Sizes = Mapping[str, int]
+
+
+class Piece(NamedTuple):
+    """Placement of one array of a message in the buffer.
+
+    Attributes:
+      axes: for each dimension the mesh axes that shard it, major first.
+      free: axes along which devices hold the same shard.
+      shard: shape of a shard.
+      dtype: of the array.
+      width: columns per number: 1, or its bytes.
+      share: columns of a device.
+      start: the first of them.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    free: tuple[str, ...]
+    shard: tuple[int, ...]
+    dtype: Any
+    width: int
+    share: int
+    start: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardBuffer:
+    """Layout of the messages of regions of several devices.
+
+    Attributes:
+      mesh: the inner mesh.
+      pieces: of the arrays, in the tree's order.
+      structure: of the tree.
+    """
+
+    mesh: Mesh
+    pieces: tuple[Piece, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, mesh: Mesh, shapes: PyTree, specs: PyTree) -> ShardBuffer:
+        """Compute the layout of a message.
+
+        Args:
+          mesh: the inner mesh.
+          shapes: of one region's message.
+          specs: for each array a `PartitionSpec` over the axes inside a region; an
+            array that it does not divide evenly is replicated.
+        """
+        leaves, structure = jax.tree.flatten(shapes)
+        is_bytes = len({x.dtype for x in leaves}) > 1
+        pieces, start = [], 0
+        for x, spec in zip(leaves, structure.flatten_up_to(specs), strict=True):
+            axes, shard = _divided(x.shape, spec, mesh.shape)
+            free = tuple(axis for axis in INSIDE if axis not in sum(axes, ()))
+            width = x.dtype.itemsize if is_bytes else 1
+            share = -(-math.prod(shard) * width // _length(mesh.shape, free))
+            pieces.append(Piece(axes, free, shard, x.dtype, width, share, start))
+            start += share
+        return cls(mesh, tuple(pieces), structure)
+
+    @property
+    def width(self) -> int:
+        """Columns per device."""
+        return self.pieces[-1].start + self.pieces[-1].share
+
+    @property
+    def num_columns(self) -> int:
+        """Columns per region."""
+        return self.width * _length(self.mesh.shape, INSIDE)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of the buffer `[R, n]` on the inner mesh."""
+        return NamedSharding(self.mesh, P(REGION, INSIDE))
+
+    def pack(self, tree: PyTree) -> jax.Array:
+        """Pack regional arrays `[R, ...]` into `[R, n]`, each device its own shards."""
+
+        def of_device(leaves):
+            parts = map(self._part, self.pieces, leaves)
+            return jnp.concatenate(list(parts), axis=1)
+
+        return jax.shard_map(
+            of_device,
+            mesh=self.mesh,
+            in_specs=([P(REGION, *(a or None for a in x.axes)) for x in self.pieces],),
+            out_specs=P(REGION, INSIDE),
+        )(jax.tree.leaves(tree))
+
+    def _part(self, piece: Piece, x: jax.Array) -> jax.Array:
+        """Return a device's part of its shard `[r, ...]`, inside the mesh."""
+        rows = x.reshape(len(x), -1)
+        rows = as_bytes(rows) if self._is_bytes else rows
+        num = _length(self.mesh.shape, piece.free)
+        rows = jnp.pad(rows, ((0, 0), (0, num * piece.share - rows.shape[1])))
+        if num == 1:
+            return rows
+        first = jax.lax.axis_index(piece.free) * piece.share
+        return jax.lax.dynamic_slice_in_dim(rows, first, piece.share, axis=1)
+
+    @property
+    def _is_bytes(self) -> bool:
+        return len({piece.dtype for piece in self.pieces}) > 1
+
+    def column(self, leaf: int) -> int:
+        """Return the column of a scalar of the message."""
+        return self.pieces[leaf].start
+
+    def unpack(self, buffer: jax.Array, everywhere: Sharding) -> PyTree:
+        """Reassemble the arrays from the columns of all devices.
+
+        Args:
+          buffer: `[..., n]`; over the outer mesh if there is one, else on a device.
+          everywhere: sharding that replicates to every process's outer device.
+
+        Returns:
+          Arrays `[..., *shape]`, each process holding its block of them.
+        """
+        lead = buffer.ndim - 1
+        if not isinstance(everywhere, NamedSharding):
+            leaves = [self._whole(x, buffer, {}) for x in self.pieces]
+            return self.structure.unflatten(leaves)
+        mesh = cast(Mesh, everywhere.mesh)
+        kept = [over_processes(x.axes, self.mesh, mesh) for x in self.pieces]
+        leaves = jax.shard_map(
+            lambda rows: [
+                self._whole(x, rows, mesh.shape, frozenset(sum(axes, ())))
+                for x, axes in zip(self.pieces, kept, strict=True)
+            ],
+            mesh=mesh,
+            in_specs=P(*(None,) * lead, INSIDE),
+            out_specs=[
+                P(*(None,) * lead, *(axes or None for axes in each)) for each in kept
+            ],
+            check_vma=False,  # It cannot see that regions have equal values.
+        )(buffer)
+        return self.structure.unflatten(leaves)
+
+    def _whole(
+        self,
+        piece: Piece,
+        rows: jax.Array,
+        processes: Sizes,
+        kept: Iterable[str] = frozenset(),
+    ) -> jax.Array:
+        """Join an array from the columns `[..., n]` that an outer device has."""
+        lead = rows.shape[:-1]
+        sizes = {a: self.mesh.shape[a] // processes.get(a, 1) for a in INSIDE}
+        x = rows.reshape(*lead, *sizes.values(), self.width)
+        x = x[..., piece.start : piece.start + piece.share]
+        for i, axis in enumerate(INSIDE):
+            if processes.get(axis, 1) > 1 and axis not in kept:
+                x = jax.lax.all_gather(x, axis, axis=len(lead) + i, tiled=True)
+                sizes[axis] = self.mesh.shape[axis]
+        used = sum(piece.axes, ())
+        order = [INSIDE.index(axis) for axis in (*used, *piece.free)]
+        first = len(lead)
+        x = x.transpose(*range(first), *(first + i for i in order), x.ndim - 1)
+        counts = [sizes[axis] for axis in used]
+        x = x.reshape(*lead, *counts, -1)
+        x = x[..., : math.prod(piece.shard) * piece.width]
+        if self._is_bytes:
+            x = from_bytes(x.reshape(*x.shape[:-1], -1, piece.width), piece.dtype)
+        x = x.reshape(*lead, *counts, *piece.shard)
+        # From (blocks of all dimensions, shard) to (blocks, shard) per dimension.
+        turned, shape, at = [*range(first)], [*lead], first
+        for i, axes in enumerate(piece.axes):
+            turned += [*range(at, at + len(axes)), first + len(counts) + i]
+            at += len(axes)
+            shape.append(_length(sizes, axes) * piece.shard[i])
+        return x.transpose(turned).reshape(shape)
+
+
+def _divided(
+    shape: tuple[int, ...], spec: P, sizes: Sizes
+) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
+    """Return the axes of each dimension, and the shape of a shard."""
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))[: len(shape)]
+    axes = tuple(spec_axes(entries))
+    counts = [_length(sizes, each) for each in axes]
+    if len(spec) > len(shape) or any(
+        size % count for size, count in zip(shape, counts, strict=True)
+    ):
+        return ((),) * len(shape), shape
+    return axes, tuple(size // count for size, count in zip(shape, counts, strict=True))
+
+
+def _length(sizes: Sizes, axes: Iterable[str]) -> int:
+    return math.prod(sizes[axis] for axis in axes)

@@ -1,30 +1,272 @@
 """Exchange through one compiled program: it sends messages and averages them.
 
-`crossings.py` has the collectives. Where regions share a fabric, `leave` and `arrive`
-enclose the inner steps instead (`program/segment.py`).
+The collectives have two halves (`Crossing`): `leave` encodes a fragment and starts its
+collective; `arrive` computes the mean pseudo-gradient from the result. Between them is
+nothing, or, where regions share a fabric, a scan of inner steps that hides the
+collective (`program/segment.py`).
+
+Uncompressed pseudo-gradients use an all-reduce, several rings, or two all-reduces of
+low-rank factors. A compressed message stays compressed: the encoded arrays are
+all-gathered, and each device decodes them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange.base import Exchange, Sent, Times
-from cocodc_jax.exchange.crossings import make_crossing
-from cocodc_jax.exchange.pseudo_gradient import abstract_sent, start_step_of
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.core import reduce
+from cocodc_jax.core.reduce import ring_sum
+from cocodc_jax.core.sync import Measured
+from cocodc_jax.exchange import flat_buffer
+from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
+from cocodc_jax.exchange.pseudo_gradient import (
+    abstract_sent,
+    filter_block,
+    in_specs,
+    make_messages,
+    make_restore,
+    robust_mean,
+    start_step_of,
+    sum_of_block,
+)
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import regional
+from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
+from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
+
+
+class Crossing(NamedTuple):
+    """How a fragment crosses regions.
+
+    Attributes:
+      leave: `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
+        crossed, state)`, with arguments and other results as for
+        `pseudo_gradient.make_messages`; `crossed` is on every device that needs it.
+      arrive: `arrive(crossed, start_step) -> (mean, verdicts)`: the mean
+        pseudo-gradient, and the verdicts by name.
+    """
+
+    leave: Callable
+    arrive: Callable
+
+
+def make_crossing(
+    spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool = False
+) -> Crossing:
+    """Make the `Crossing` of a fragment's message.
+
+    Args:
+      spec: of the run.
+      fragment_id: which fragment.
+      rank: of the message, if the schedule sets one.
+      in_one_buffer: whether all arrays of a compressed message are one transfer, which
+        inner steps can hide.
+    """
+    message = spec.sync.message
+    if isinstance(message, ByRings):
+        make = make_ringed
+    elif isinstance(message, SummedFactors):
+        make = make_factored
+    elif message.compressor(rank) is None:
+        make = make_summed
+    else:
+        return make_decoded(spec, fragment_id, rank, in_one_buffer)
+    restore = make_restore(spec, fragment_id)
+
+    def arrive(crossed, start_step):
+        mean, told = crossed
+        return restore(mean, start_step), told
+
+    return Crossing(make(spec, fragment_id, rank), arrive)
+
+
+def make_filtered(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make the half that all sums share: the messages of a shard, filtered.
+
+    Returns:
+      `filtered(...) -> (staged, state, messages, weights, verdicts)`, with arguments as
+      for `Crossing.leave`.
+    """
+    outgoing = make_messages(spec, fragment_id, rank)
+
+    def filtered(params, stale_params, state, weights, *rest):
+        staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
+        return staged, state, *filter_block(spec, sent, weights)
+
+    return filtered
+
+
+def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by an all-reduce; its `crossed` is `(mean, told)`."""
+    filtered = make_filtered(spec, fragment_id, rank)
+
+    def summed(*arguments):
+        staged, state, delta, weights, told = filtered(*arguments)
+        mean = psum_over_regions(sum_of_block(delta, weights))
+        return staged, (mean, told), state
+
+    return over_regions(spec, summed, P())
+
+
+def over_regions(spec: SyncSpec, leave: Callable, of_crossed: Any) -> Callable:
+    """Map a `Crossing.leave` over the shards of regions."""
+    out_specs = P(REGION), of_crossed, P(REGION)
+    return region_shard_map(
+        leave, spec.mesh, in_specs=in_specs(spec), out_specs=out_specs
+    )
+
+
+def make_decoded(
+    spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool
+) -> Crossing:
+    """Make the `Crossing` of messages that are all-gathered and decoded everywhere."""
+    encoded = over_regions(spec, make_messages(spec, fragment_id, rank), P(REGION))
+    restore = make_restore(spec, fragment_id)
+
+    def leave(params, stale_params, state, weights, *rest):
+        staged, message, state = encoded(params, stale_params, state, weights, *rest)
+        # The weights too: otherwise decoding each message waits for its weight.
+        return staged, cross((message, weights)), state
+
+    def arrive(crossed, start_step):
+        message, weights = join(crossed)
+        mean, told = robust_mean(spec, rank, message, weights)
+        return restore(mean, start_step), told
+
+    if not in_one_buffer:
+        cross, join = functools.partial(everywhere, spec.mesh), _as_it_is
+        return Crossing(leave, arrive)
+    shapes = spec.sync.message.encoded(spec.outer_shapes[fragment_id], rank)
+    if spec.sync.robust is not None:
+        shapes = Measured(shapes, jax.ShapeDtypeStruct((), jnp.float32))
+    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    cross = functools.partial(shares_everywhere, spec.mesh)
+    join = functools.partial(joined, spec.mesh, shapes=(shapes, weight))
+    return Crossing(leave, arrive)
+
+
+def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by several rings at once, like `make_summed`."""
+    filtered = make_filtered(spec, fragment_id, rank)
+    assert isinstance(spec.sync.message, ByRings)
+    sum_by_rings = make_ring_sum(spec.mesh, spec.sync.message)
+
+    def partial(*arguments):
+        staged, state, delta, weights, told = filtered(*arguments)
+        own = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
+        return staged, (own, told), state
+
+    mapped = over_regions(spec, partial, (P(REGION), P()))
+
+    def ringed(*arguments):
+        staged, (own, told), state = mapped(*arguments)
+        return staged, (sum_by_rings(own), told), state
+
+    return ringed
+
+
+def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make `Crossing.leave` by sums of low-rank factors, see `core.reduce.factored`."""
+    filtered = make_filtered(spec, fragment_id, rank)
+
+    def factored(*arguments):
+        staged, old, delta, weights, told = filtered(*arguments)
+
+        def summed(each):
+            return psum_over_regions(sum_of_block(each, weights))
+
+        mean, new = reduce.factored(
+            delta, old, weights, summed, spec.local.map, lambda x: x[0]
+        )
+        return staged, (mean, told), new
+
+    return over_regions(spec, factored, P())
+
+
+def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
+    """All-gather messages `[R, ...]` of all regions to every device, encoded."""
+    return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))
+
+
+def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
+    """All-gather messages of all regions as one flat buffer, a share to each device.
+
+    It is one transfer for all arrays. Between two regions no byte crosses twice: each
+    device of a region sends and receives an equal part of the columns.
+
+    Args:
+      mesh: the inner mesh.
+      messages: leaves `[R, ...]`.
+
+    Returns:
+      `[D, R / D, n]`, columns sharded over the devices of each region, replicated
+      otherwise; D is the size of the region axis. It keeps the layout of the
+      all-gather: any change of it must come after the steps that hide the collective.
+    """
+    buffer = flat_buffer.pack(messages)
+    num_shares = math.prod(mesh.shape[axis] for axis in INSIDE)
+    buffer = jnp.pad(buffer, ((0, 0), (0, -buffer.shape[1] % num_shares)))
+    # Otherwise XLA would shard, gather and shard parts of it again.
+    buffer = jax.lax.with_sharding_constraint(buffer, regional(mesh))
+    # The type system cannot see that all shards are equal.
+    return jax.shard_map(
+        lambda rows: jax.lax.all_gather(rows, REGION),
+        mesh=mesh,
+        in_specs=P(REGION, INSIDE),
+        out_specs=P(None, None, INSIDE),
+        check_vma=False,
+    )(buffer)
+
+
+def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
+    """Gather the shares of a buffer inside each region, and unpack it.
+
+    Returns:
+      Messages of all regions, `[R, ...]`, replicated on every device.
+    """
+    buffer = jax.lax.with_sharding_constraint(buffer, NamedSharding(mesh, P()))
+    return flat_buffer.unpack(buffer.reshape(-1, buffer.shape[-1]), shapes)
+
+
+def _as_it_is(crossed: PyTree) -> PyTree:
+    return crossed
+
+
+def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
+    """Make the sum over the shards of the region axis.
+
+    Returns:
+      `ring_sum(tree)`: leaves `[D, ...]`, one entry per shard, to their sums `[...]`.
+    """
+
+    def of_shard(tree):
+        return ring_sum(jax.tree.map(lambda x: x[0], tree), rings, REGION)
+
+    # All shards hold equal sums, but a permutation's result is typed as varying and
+    # cannot be cast back. So this program, which does nothing else, is unchecked; a
+    # test compares the shards bit for bit.
+    return jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        axis_names={REGION},
+        in_specs=P(REGION),
+        out_specs=P(),
+        check_vma=False,
+    )
 
 
 class InProgram(Exchange):

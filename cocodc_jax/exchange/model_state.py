@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange.per_step import mean_for_all
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.exchange.base import SyncSpec
+from cocodc_jax.exchange.collectives import mean_for_all
 from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.sharding.mesh import REGION, regional, wants_flat_buffer
 from cocodc_jax.sharding.region_map import region_shard_map
@@ -33,7 +33,7 @@ def averaged(
     Args:
       tree: leaves `[block, ...]`.
       local: how a device computes its regions.
-      all_reduce: see `per_step.mean_for_all`.
+      all_reduce: see `collectives.mean_for_all`.
       counted: bool `[block]`, regions in the mean; None is all. If there are none, each
         region keeps its own.
     """

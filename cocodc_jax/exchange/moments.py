@@ -19,12 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange
-from cocodc_jax.exchange.between_hosts import OnOuterMesh
-from cocodc_jax.exchange.combine import make_combine
-from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.base import Exchange, LoweredProgram, SyncSpec
+from cocodc_jax.exchange.between_hosts import OnOuterMesh, make_combine
 from cocodc_jax.exchange.pseudo_gradient import sum_of_block
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import for_all_regions
 from cocodc_jax.sharding.mesh import REGION, regional

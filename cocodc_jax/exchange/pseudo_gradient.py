@@ -3,6 +3,11 @@
 Pseudo-gradients are old minus new and at least float32, whatever the parameters'
 dtype. They are measured from `stale_params`: the outer fragment, equal in all regions,
 or the one that each region last received, if regions are asynchronous.
+
+A robust mean filters messages by their lengths (`sync.robust`), measured as fragments
+are sent. In the program, lengths are all-reduced before the messages, one number each.
+On the outer mesh they travel with encoded messages; uncompressed messages wait for
+them, one more network delay.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.sync import encode
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.core.sync import Measured, encode
+from cocodc_jax.exchange.base import SyncSpec
 from cocodc_jax.sharding.mesh import REGION, regional
-from cocodc_jax.sharding.region_map import region_shard_map
+from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
@@ -142,3 +148,61 @@ def sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:
     return jax.tree.map(
         lambda x: jnp.tensordot(weights.astype(x.dtype), x, axes=1), tree
     )
+
+
+def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
+    """Return the shapes of a message as sent: `Measured` if it is filtered."""
+    if spec.sync.robust is None:
+        return shapes
+    is_summed = spec.sync.message.compressor(rank) is None
+    dtype = jax.tree.leaves(shapes)[0].dtype if is_summed else jnp.float32
+    return Measured(shapes, jax.ShapeDtypeStruct((), dtype))
+
+
+def filter_block(
+    spec: SyncSpec, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
+    """Filter a shard's messages by those of all regions, inside `region_shard_map`.
+
+    Args:
+      spec: of the run.
+      sent: `Measured` of the shard's regions, or the messages if there is no filter.
+      weights: of the shard's regions.
+
+    Returns:
+      Messages and weights to sum, and the verdicts of all regions, `{}` without a
+      filter.
+    """
+    robust = spec.sync.robust
+    if robust is None:
+        return sent, weights, {}
+    size = len(weights)
+    first = jax.lax.axis_index(REGION) * size
+
+    def of_all(x):
+        nowhere = jnp.zeros(spec.regions.num, x.dtype)
+        own = jax.lax.dynamic_update_slice_in_dim(nowhere, x, first, 0)
+        return psum_over_regions(own)
+
+    verdict, counted = robust.judge(of_all(sent.length), of_all(weights))
+    weights = jax.lax.dynamic_slice_in_dim(counted, first, size)
+    return without(sent.message, weights), weights, {VERDICT: verdict}
+
+
+def robust_mean(
+    spec: SyncSpec, rank: int, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, dict[str, jax.Array]]:
+    """Return the mean of gathered messages, and the verdicts.
+
+    Args:
+      spec: of the run.
+      rank: of the messages.
+      sent: of all regions, as for `filter_block`.
+      weights: `[M]`.
+    """
+    message, robust = spec.sync.message, spec.sync.robust
+    if robust is None:
+        return message.combine(sent, weights, rank), {}
+    verdict, weights = robust.judge(sent.length, weights)
+    found = without(sent.message, weights)
+    return robust.combine(message, found, weights, rank), {VERDICT: verdict}

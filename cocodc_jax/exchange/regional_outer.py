@@ -17,10 +17,8 @@ from cocodc_jax.core import reduce
 from cocodc_jax.core import regional as core
 from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.core.sync import outer_parts
-from cocodc_jax.exchange.base import Times
-from cocodc_jax.exchange.crossings import everywhere
-from cocodc_jax.exchange.lowered_program import LoweredProgram
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.exchange.base import LoweredProgram, SyncSpec, Times
+from cocodc_jax.exchange.in_program import everywhere
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.sharding.mesh import REGION

@@ -15,12 +15,11 @@ import jax
 from jax.sharding import Mesh
 
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Exchange
+from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.collectives import ALL_REDUCES
 from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.in_program import InProgram
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding.mesh import REGION, is_cpu
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import ModelState

@@ -19,17 +19,14 @@ from cocodc_jax.core.checks import (
     checked_fragments,
 )
 from cocodc_jax.core.regional import make_correct
-from cocodc_jax.exchange.base import Exchange
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import checks
 from cocodc_jax.program import inner_step as step
-from cocodc_jax.program.batches import Batches
+from cocodc_jax.program.batches import LENGTH_BUCKET, Batches
 from cocodc_jax.program.executor import Executor
 from cocodc_jax.program.frozen import Trainable, find_trained, split, without_masks
-from cocodc_jax.program.init_state import InitState
-from cocodc_jax.program.length_buckets import LENGTH_BUCKET
-from cocodc_jax.program.region_metrics import RegionMetrics
+from cocodc_jax.program.region_state import InitState, RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
 from cocodc_jax.sharding.local_regions import LocalRegions

@@ -1,21 +1,102 @@
-"""Place batches of a scan, `[T, R, B, ...]`, on a mesh."""
+"""Place batches of a scan, `[T, R, B, ...]`, on a mesh, and scan over them.
+
+On a CPU, compiling inner steps takes as long as hundreds of them. Every length of a
+`lax.scan` is a separate program, and events, evaluations and checkpoints cut a run into
+many lengths: eight with H 100, N 8, tau 5 and an evaluation at every 25th step. A loop
+whose number of steps is an argument is one program for all of them. Its inputs are
+padded to a multiple of `LENGTH_BUCKET`; the padding is never read. Large batches are
+not padded.
+
+On accelerators scans keep their lengths: the compiler may plan transfers with them.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.program import checks
-from cocodc_jax.program import length_buckets as counted
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import DATA, REGION
 
 PyTree = Any
+
+
+# Steps; divides most intervals.
+LENGTH_BUCKET = 10
+
+# Bytes of padding that are cheaper than another program.
+_MOST_BYTES = 1 << 24
+
+
+def scan(
+    step: Callable, state: PyTree, xs: PyTree, num_steps: jax.Array | None = None
+) -> tuple[PyTree, PyTree]:
+    """Run `jax.lax.scan` over the first `num_steps` of `xs`.
+
+    Args:
+      step: `step(state, x) -> (state, out)`.
+      state: before the first step.
+      xs: leaves `[room, ...]`.
+      num_steps: int32 scalar, at most `room`; None runs all with `lax.scan`.
+
+    Returns:
+      The final state, and each step's `out`, leaves `[room, ...]`, padded with zeros.
+    """
+    if num_steps is None:
+        return jax.lax.scan(step, state, xs)
+    step = jax.jit(step, inline=True)  # Traced once, not twice.
+    _, out = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], xs))
+    room = jax.tree.leaves(xs)[0].shape[0]
+    outs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), out)
+
+    def body(i: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        state, outs = carry
+        x = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs
+        )
+        state, out = step(state, x)
+        outs = jax.tree.map(
+            lambda to, x: jax.lax.dynamic_update_index_in_dim(to, x, i, 0), outs, out
+        )
+        return state, outs
+
+    return jax.lax.fori_loop(0, num_steps, body, (state, outs))
+
+
+def padded_length(num_steps: int, length_bucket: int = LENGTH_BUCKET) -> int:
+    """Return the number of steps that inputs are padded to.
+
+    >>> [padded_length(num_steps) for num_steps in (1, 10, 11)]
+    [10, 10, 20]
+    """
+    return -(-num_steps // length_bucket) * length_bucket
+
+
+def takes(xs: PyTree, length_bucket: int = LENGTH_BUCKET) -> bool:
+    """Return whether inputs `[num_steps, ...]` are small enough to pad."""
+    leaves = jax.tree.leaves(xs)
+    num_steps = leaves[0].shape[0]
+    size = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
+    missing = padded_length(num_steps, length_bucket) - num_steps
+    return size * missing <= _MOST_BYTES * num_steps
+
+
+def padded(xs: PyTree, num_steps: int, length_bucket: int = LENGTH_BUCKET) -> PyTree:
+    """Pad host arrays `[num_steps, ...]` with zeros."""
+    missing = padded_length(num_steps, length_bucket) - num_steps
+    if not missing:
+        return xs
+    return jax.tree.map(
+        lambda x: np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)]), xs
+    )
 
 
 class Batches:
@@ -23,7 +104,7 @@ class Batches:
 
     Attributes:
       length_bucket: batches are padded to a multiple of this many steps, and the number
-        of real steps is passed along, see `length_buckets.py`; None is no padding.
+        of real steps is passed along, see above; None is no padding.
     """
 
     def __init__(self, mesh: Mesh, num_regions: int, length_bucket: int | None):
@@ -78,7 +159,7 @@ class Batches:
         length_bucket = self._round_of(batches) if is_host else None
         if length_bucket is not None:
             num_steps = self._number(len(leaves[0]))
-            batches = counted.padded(batches, len(leaves[0]), length_bucket)
+            batches = padded(batches, len(leaves[0]), length_bucket)
         if self._mesh.size == 1 and is_host and not _is_guarded():
             return batches, num_steps
         return self.put(batches), num_steps
@@ -90,7 +171,7 @@ class Batches:
         def like(x):
             room = x.shape[0]
             if length_bucket is not None:
-                room = counted.padded_length(room, length_bucket)
+                room = padded_length(room, length_bucket)
             where = self._where(x.ndim)
             return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
 
@@ -102,7 +183,7 @@ class Batches:
     def _round_of(self, batches: PyTree) -> int | None:
         """Return the multiple that these batches are padded to, None for no padding."""
         steps = self.length_bucket
-        return steps if steps is not None and counted.takes(batches, steps) else None
+        return steps if steps is not None and takes(batches, steps) else None
 
     def _number(self, value: int) -> jax.Array:
         if value not in self._numbers:

@@ -36,13 +36,11 @@ from cocodc_jax.core.state import (
     TrainState,
     landed,
 )
-from cocodc_jax.exchange.base import Exchange, Times
-from cocodc_jax.exchange.lowered_program import LoweredProgram
+from cocodc_jax.exchange.base import Exchange, LoweredProgram, SyncSpec, Times
 from cocodc_jax.exchange.model_state import make_average
 from cocodc_jax.exchange.moments import MomentPrograms
 from cocodc_jax.exchange.regional_outer import RegionalOuterModels
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.program.merge import (
     jit_remember,
     make_gap,

@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState
+from cocodc_jax.exchange.collectives import gather_all, mean_for_all
 from cocodc_jax.exchange.model_state import averaged
-from cocodc_jax.exchange.per_step import gather_all, mean_for_all
+from cocodc_jax.program.batches import scan
 from cocodc_jax.program.frozen import joined
-from cocodc_jax.program.length_buckets import scan
 from cocodc_jax.sharding.local_regions import (
     LocalRegions,
     for_all_regions,
@@ -74,7 +74,7 @@ def make_steps(
       `steps(state, batches, participating, num_steps, frozen) -> (state, (losses,
       aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who takes a step)
       or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape. See
-      `length_buckets.scan` for num_steps and `TrainState` for frozen. With `correct`
+      `batches.scan` for num_steps and `TrainState` for frozen. With `correct`
       the regions' outer state is a sixth argument.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None

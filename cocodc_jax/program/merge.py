@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import sync as core
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.compressors import Compressors
-from cocodc_jax.exchange.sync_spec import SyncSpec
+from cocodc_jax.exchange.base import SyncSpec
+from cocodc_jax.exchange.shared_outer import Compressors
 from cocodc_jax.program.frozen import joined
 from cocodc_jax.sharding.local_regions import where_participating
 from cocodc_jax.sharding.mesh import REGION

@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import AppliedSync, TrainState
-from cocodc_jax.exchange.base import Times
+from cocodc_jax.exchange.base import LoweredProgram, Times
 from cocodc_jax.exchange.elastic_exchange import ElasticExchange
-from cocodc_jax.exchange.lowered_program import LoweredProgram
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import checks
 from cocodc_jax.program.assemble import assemble, checked

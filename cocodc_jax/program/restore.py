@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncState
+from cocodc_jax.exchange.base import SyncSpec
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.program.fit import with_counts
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import where_participating

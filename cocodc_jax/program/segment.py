@@ -35,7 +35,7 @@ more for each way in which evaluations and checkpoints cut it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -45,17 +45,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState
-from cocodc_jax.exchange.crossings import make_crossing
-from cocodc_jax.exchange.lowered_program import LoweredProgram, first_starts
+from cocodc_jax.exchange.base import LoweredProgram, SyncSpec
+from cocodc_jax.exchange.in_program import make_crossing
 from cocodc_jax.exchange.pseudo_gradient import start_step_of
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.program.merge import make_merge, make_remember, merge_arguments
 from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
-from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
+from cocodc_jax.sync.schedules.base import (
+    FINISH,
+    START,
+    Event,
+    Schedule,
+    events_at,
+    nothing,
+    replaced,
+)
 
 PyTree = Any
 # Norm of a mean (float32 scalar), and metrics of its merge (each `[R]`).
@@ -376,3 +383,32 @@ class Segments:
         """Compiler options of the platform."""
         platform = self._spec.mesh.devices.flat[0].platform
         return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}
+
+
+def first_starts(schedule: Schedule) -> Iterator[tuple[Event, int, Event | None]]:
+    """Follow a schedule to the first start of each fragment.
+
+    It chooses as if all fragments were equal.
+
+    Yields:
+      The start, the steps from it to the next event, and that event if it is the
+      `FINISH` of the same sync.
+    """
+    num_fragments = schedule.num_fragments
+
+    def observe(name: str) -> list:
+        return [] if name == "applied" else [1.0] * num_fragments
+
+    state, seen = schedule.init(), set()
+    while len(seen) < num_fragments:
+        step = schedule.next_step(state)
+        events = list(events_at(schedule, state, step, observe))
+        state = events[-1][0]
+        ahead = schedule.next_step(state)
+        first = schedule.next_event(state, ahead, observe)[1]
+        for _, start in events:
+            if start is None or start.kind != START or start.fragment_id in seen:
+                continue
+            seen.add(start.fragment_id)
+            is_own = first == start._replace(kind=FINISH, since_step=0)
+            yield start, ahead - step, first if is_own else None

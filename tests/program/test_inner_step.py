@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.per_step import mean_over_regions
+from cocodc_jax.exchange.collectives import mean_over_regions
 from cocodc_jax.program import inner_step as step
 from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import REGION, make_mesh

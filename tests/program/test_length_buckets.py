@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.program import length_buckets as counted
+from cocodc_jax.program import batches as counted
 from cocodc_jax.program.region_program import RegionProgram
 from tests.numerics import assert_within_ulps
 

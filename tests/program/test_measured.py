@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.exchange import combine as combining
+from cocodc_jax.exchange import between_hosts as combining
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.outer_mesh import outer_sharding

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange import collectives, flat_buffer, per_step
-from cocodc_jax.exchange import combine as combining
+from cocodc_jax.exchange import between_hosts as combining
+from cocodc_jax.exchange import collectives, flat_buffer
 from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.sharding.mesh import INSIDE, REGION, make_mesh
 from cocodc_jax.sharding.outer_mesh import PROCESS
@@ -116,7 +116,7 @@ def test_packed_means_are_the_means(kind):
         "b": jnp.asarray(RNG.normal(size=(8, 5)), jnp.bfloat16),
     }
     mapped = region_shard_map(
-        lambda x: for_all_regions(per_step.mean_for_all(x, kind), block.size),
+        lambda x: for_all_regions(collectives.mean_for_all(x, kind), block.size),
         mesh,
         in_specs=P(REGION),
         out_specs=P(REGION),
@@ -139,7 +139,7 @@ def test_packed_messages_of_all_are_the_messages():
     tree = {"q": np.arange(12, dtype=np.int8).reshape(4, 3), "s": np.ones((4, 2), "f4")}
     for kind in (None, *collectives.ALL_REDUCES):
         mapped = region_shard_map(
-            lambda x, kind=kind: per_step.gather_all(x, kind),
+            lambda x, kind=kind: collectives.gather_all(x, kind),
             mesh,
             in_specs=P(REGION),
             out_specs=P(REGION),

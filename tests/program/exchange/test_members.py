@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange import combine as combining
+from cocodc_jax.exchange import between_hosts as combining
 from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.sharding.mesh import INSIDE as AXES
 from cocodc_jax.sharding.outer_mesh import PROCESS

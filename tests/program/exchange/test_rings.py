@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.exchange.crossings import make_ring_sum
+from cocodc_jax.exchange.in_program import make_ring_sum
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.exchange import between_hosts as outer_mesh
-from cocodc_jax.exchange.shard_buffer import ShardBuffer
+from cocodc_jax.exchange.flat_buffer import ShardBuffer
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import outer_placement, transfer

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.crossings import (
+from cocodc_jax.exchange.base import SyncSpec
+from cocodc_jax.exchange.in_program import (
     joined,
     make_crossing,
     shares_everywhere,
 )
 from cocodc_jax.exchange.regional_outer import make_regional_send
-from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.program import inner_step as step
 from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import make_mesh, regional
