@@ -29,7 +29,7 @@ from cocodc_jax.aot.programs import (
     recomputed_flops,
 )
 from cocodc_jax.aot.targets import Target
-from cocodc_jax.exchange.base import LoweredProgram
+from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.sharding.mesh import REGION
 

@@ -16,7 +16,7 @@ from cocodc_jax.aot import written
 from cocodc_jax.aot.collectives import BETWEEN_SLICES
 from cocodc_jax.aot.targets import GPUS_PER_HOST, Target
 from cocodc_jax.chips import Chip
-from cocodc_jax.exchange.base import LoweredProgram
+from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.build import build_program, check_model, list_evaluation, mesh_of
 from cocodc_jax.run.config import TrainConfig

@@ -1,8 +1,7 @@
 """What the programs of a run are made from, and how messages cross regions.
 
 A `SyncSpec` specifies the syncs. An `Exchange` sends a fragment's message and never
-waits: the mean that it returns arrives later; `transport.py` chooses one. A
-`LoweredProgram` is compiled without running.
+waits: the mean that it returns arrives later; `transport.py` chooses one.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.shardings import Shardings
@@ -27,30 +26,10 @@ from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.robust import VERDICT
+from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT
 from cocodc_jax.sync.schedules.base import Event
 
 PyTree = Any
-
-
-class LoweredProgram(NamedTuple):
-    """One compiled program of a run.
-
-    Attributes:
-      name: what it does, with the fragment's number if it handles one fragment.
-      program: result of `jax.jit`.
-      arguments: shapes, dtypes and shardings, for `program.lower(*arguments)`.
-      sent_bytes: bytes that one region sends in it, as the run counts them.
-      num_steps: inner steps in it.
-      options: compiler options.
-    """
-
-    name: str
-    program: Any
-    arguments: tuple
-    sent_bytes: int = 0
-    num_steps: int = 0
-    options: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +46,7 @@ class SyncSpec:
         see there.
       user_inputs: what only the user knows.
       local: how a device computes its regions.
+      devices: what compiles and runs programs.
       model_state: of the model, None if it has none.
     """
 
@@ -78,6 +58,7 @@ class SyncSpec:
     loss_fn: AnyLossFn
     user_inputs: UserInputs
     local: LocalRegions
+    devices: Devices
     model_state: ModelState | None = None
 
     @property
@@ -146,14 +127,17 @@ class Exchange(abc.ABC):
           *arrays: of the message, see the class.
         """
 
-    @abc.abstractmethod
-    def list_programs(self, fragment_id: int, *arrays: Any) -> tuple[Callable, tuple]:
-        """Return the program of the inner mesh that `send` runs, and its arguments.
-
-        Args:
-          fragment_id: which.
-          *arrays: shapes and shardings of a message without a rank, see the class.
-        """
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
+        """Return the bytes of one region's message; 0 for a single region."""
+        spec, num_regions = self._spec, self.num_regions
+        if num_regions == 1:
+            return 0
+        message, part = spec.sync.message, spec.outer_shapes[fragment_id]
+        size = message.num_bytes(part, num_regions, rank)
+        size += LENGTH_BYTES if spec.sync.robust else 0
+        # A pseudo-gradient has columns for the times of all regions.
+        times = 1 if message.compressor(rank) is not None else num_regions
+        return size + (8 * times if spec.is_measured else 0)
 
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes of what arrives with a mean, by name, as `send` returns it."""

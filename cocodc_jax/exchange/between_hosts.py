@@ -35,14 +35,12 @@ from cocodc_jax.exchange.collectives import (
 )
 from cocodc_jax.exchange.flat_buffer import ShardBuffer
 from cocodc_jax.exchange.pseudo_gradient import (
-    abstract_sent,
     jit_messages,
     make_restore,
     robust_mean,
     start_step_of,
     with_length,
 )
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
 from cocodc_jax.sync.fragments import Fragment
@@ -56,13 +54,25 @@ PyTree = Any
 class OnOuterMesh(Exchange):
     """Compiled programs that encode fragments and average them between hosts."""
 
-    def __init__(self, spec: SyncSpec, all_reduce: str, is_alone: bool = False):
-        """Compile nothing."""
+    def __init__(self, spec: SyncSpec, all_reduce: str, num_elastic: int | None = None):
+        """Compile nothing.
+
+        Args:
+          spec: of the run.
+          all_reduce: see `collectives.ALL_REDUCES`.
+          num_elastic: maximum number of elastic regions, of which this is one; None if
+            the outer mesh has all regions.
+        """
         super().__init__(spec)
         self.all_reduce = all_reduce
-        self._is_alone = is_alone
+        self._is_alone, self._num_elastic = num_elastic is not None, num_elastic
         self._num_times = spec.regions.num if spec.is_measured else 0
         self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
+
+    @property
+    def num_regions(self) -> int:
+        """Maximum number of regions that send messages."""
+        return self._num_elastic or super().num_regions
 
     def send(
         self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
@@ -70,7 +80,7 @@ class OnOuterMesh(Exchange):
         """Send a fragment; see `Exchange.send`."""
         staged, buffer, state, arriving = self.encoded(event, weights, times, *arrays)
         channel = self._spec.shardings.channel(event.fragment_id)
-        rows = transfer.gather_rows(buffer, channel.rows)
+        rows = self._spec.devices.gather_rows(buffer, channel.rows)
         mean, measured, told = arriving(rows, weights)
         told = told if measured is None else {**told, "times": measured}
         return staged, mean, told, state
@@ -106,21 +116,6 @@ class OnOuterMesh(Exchange):
 
         return staged, buffer, state, self._arriving(combine, host, start_step)
 
-    def list_programs(self, fragment_id: int, *arrays: Any) -> tuple[Callable, tuple]:
-        """Return the program that encodes a fragment; see `Exchange.list_programs`.
-
-        The one that communicates runs on the host's CPU.
-        """
-        spec = self._spec
-        encode, _ = self._make(fragment_id, 0, arrays[-1])
-        told = None
-        if self._num_times:
-            where = cast(Sharding, spec.shardings.region.key)
-            told = jax.ShapeDtypeStruct(
-                (self._num_times, 2), np.float32, sharding=where
-            )
-        return encode, (*abstract_sent(spec, *arrays), told)
-
     def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
         """Return the function that averages a sync, and the shape of the rows sent."""
         k, start_step = sync_id
@@ -144,7 +139,8 @@ class OnOuterMesh(Exchange):
         compressor = self._spec.sync.message.compressor(rank)
         pack = functools.partial(make_buffer, compressor=compressor, layout=layout)
         where = layout.sharding if layout else None
-        encode = jit_messages(self._spec, k, rank, kept, pack, where)
+        size = self.num_bytes(k, rank)
+        encode = jit_messages(self._spec, k, rank, kept, pack, where, size)
         return encode, self._make_combine(k, rank)
 
     def _message_shapes(self, k: int, rank: int) -> PyTree:
@@ -193,7 +189,7 @@ class OnOuterMesh(Exchange):
             mean, times, told = combine(rows, weights)
             return restore(mean, start_step), times, told
 
-        return jax.jit(arriving, out_shardings=(mean, host, host))
+        return spec.devices.jit(arriving, out_shardings=(mean, host, host))
 
     def places(self, k: int) -> tuple[Sharding, Sharding]:
         """Return the sharding that a fragment is averaged in, and that of its mean."""
@@ -204,14 +200,14 @@ class OnOuterMesh(Exchange):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
-        return transfer.put(np.array(weights, float), sharding)
+        return self._spec.devices.put(np.array(weights, float), sharding)
 
     def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
         """Place `times` as regional `[R, 2]`; other processes set their own rows."""
         where = cast(Sharding, self._spec.shardings.region.key)
         shape = (self._num_times, 2)
         rows = np.broadcast_to(np.asarray(times, np.float32), shape)
-        return jax.make_array_from_callback(shape, where, rows.__getitem__)
+        return self._spec.devices.put(rows, where)
 
 
 def make_buffer(
@@ -324,11 +320,6 @@ def make_robust_combine(
         return mean, times, told
 
     return combine
-
-
-def times_bytes(compressor: Compressor | None, num_times: int) -> int:
-    """Return the bytes that the times add to one region's message."""
-    return 8 * (num_times if compressor is None else min(num_times, 1))
 
 
 def sent_shapes(

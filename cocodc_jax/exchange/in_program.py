@@ -29,7 +29,6 @@ from cocodc_jax.core.sync import Measured
 from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
 from cocodc_jax.exchange.pseudo_gradient import (
-    abstract_sent,
     filter_block,
     in_specs,
     make_messages,
@@ -38,7 +37,6 @@ from cocodc_jax.exchange.pseudo_gradient import (
     start_step_of,
     sum_of_block,
 )
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
 from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.sync.factors import SummedFactors
@@ -299,11 +297,6 @@ class InProgram(Exchange):
         )
         return staged, mean, told, state
 
-    def list_programs(self, fragment_id: int, *arrays: Any) -> tuple[Callable, tuple]:
-        """Return the program that sends a fragment; see `Exchange.list_programs`."""
-        program = self._make(fragment_id, 0, arrays[-1])
-        return program, abstract_sent(self._spec, *arrays)
-
     def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
         shardings = self._spec.shardings
         keeps = STAGED in self._spec.sync.copies
@@ -320,7 +313,12 @@ class InProgram(Exchange):
             mean, told = crossing.arrive(crossed, arguments[-1])
             return staged, mean, state, told
 
-        return jax.jit(sent, out_shardings=out_shardings)
+        return self._spec.devices.jit(
+            sent,
+            f"send fragment {fragment_id}",
+            self.num_bytes(fragment_id, rank),
+            out_shardings=out_shardings,
+        )
 
     def weights(self, weights: tuple[float, ...]) -> jax.Array:
         """Place the regions' weights on the mesh."""
@@ -328,4 +326,5 @@ class InProgram(Exchange):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
     def _placed(self, weights: tuple[float, ...]) -> jax.Array:
-        return transfer.put(np.array(weights, float), regional(self._spec.mesh))
+        where = regional(self._spec.mesh)
+        return self._spec.devices.put(np.array(weights, float), where)

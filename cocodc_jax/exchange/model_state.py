@@ -94,7 +94,12 @@ def make_average(spec: SyncSpec) -> Callable | None:
     mapped = region_shard_map(
         average, spec.mesh, in_specs=P(REGION), out_specs=P(REGION)
     )
-    return jax.jit(mapped, donate_argnums=0, out_shardings=regional(spec.mesh))
+    return spec.devices.jit(
+        mapped,
+        "mean of model state",
+        donate_argnums=0,
+        out_shardings=regional(spec.mesh),
+    )
 
 
 def make_mean(mesh: jax.sharding.Mesh) -> Callable:

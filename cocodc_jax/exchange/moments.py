@@ -19,10 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange, LoweredProgram, SyncSpec
+from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.between_hosts import OnOuterMesh, make_combine
 from cocodc_jax.exchange.pseudo_gradient import sum_of_block
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import for_all_regions
 from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.region_map import (
@@ -50,6 +49,13 @@ class MomentPrograms:
                 "holds none of Adam's; use adamw, or leave it out"
             )
         self._programs: dict[tuple[str, ...], Callable] = {}
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds after which the moments due repeat."""
+        sync = self._spec.sync
+        assert sync.moments is not None
+        return math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
 
     def due(self, event: Event) -> tuple[str, ...]:
         """Return the names of the moments that are sent with a sync."""
@@ -84,32 +90,8 @@ class MomentPrograms:
             self._programs[due] = make(due)
         host = np.array(weights, float)
         if self._inside:
-            host = transfer.put(host, regional(self._spec.mesh))
+            host = self._spec.devices.put(host, regional(self._spec.mesh))
         return self._programs[due](opt_state, host)
-
-    def list_programs(self, opt_state: PyTree) -> list[LoweredProgram]:
-        """List the programs of the inner mesh; those between hosts are not included."""
-        sync = self._spec.sync
-        assert sync.moments is not None
-        if not self._inside:
-            return []
-        every = math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
-        found = {sync.moments.due(n): None for n in range(1, every + 1)}
-        weights = jax.ShapeDtypeStruct(
-            (self._spec.regions.num,),
-            jnp.result_type(float),
-            sharding=regional(self._spec.mesh),
-        )
-        return [
-            LoweredProgram(
-                f"mean of moments {', '.join(due)}",
-                self._make_inside(due),
-                (opt_state, weights),
-                self.num_bytes(due),
-            )
-            for due in found
-            if due
-        ]
 
     def _make_inside(self, due: tuple[str, ...]) -> Callable:
         spec = self._spec
@@ -120,13 +102,15 @@ class MomentPrograms:
             new = _handed_out(opt_state, as_varying(mean), due, spec.local.size)
             return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
 
-        return jax.jit(
+        return spec.devices.jit(
             region_shard_map(
                 average,
                 spec.mesh,
                 in_specs=(P(REGION), P(REGION)),
                 out_specs=(P(REGION), P()),
             ),
+            f"mean of moments {', '.join(due)}",
+            self.num_bytes(due),
             donate_argnums=0,
             out_shardings=(spec.shardings.region.opt_state, None),
         )
@@ -135,6 +119,7 @@ class MomentPrograms:
         spec, exchange = self._spec, self._exchange
         assert isinstance(exchange, OnOuterMesh)
         channel, mesh = spec.shardings.channel(0), spec.mesh
+        devices = spec.devices
         shapes = moments.take(self._shapes, due)
         common = _common_dtype(jax.tree.leaves(shapes))
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
@@ -143,8 +128,8 @@ class MomentPrograms:
             found = moments.take(opt_state, due)
             return flat_buffer.pack(jax.tree.map(lambda x: x.astype(common), found))
 
-        pack = jax.jit(lay_out, out_shardings=spec.shardings.region.key)
-        cross = jax.jit(
+        pack = devices.jit(lay_out, out_shardings=spec.shardings.region.key)
+        cross = devices.jit(
             make_combine(None, channel.host, wide, all_reduce=exchange.all_reduce),
             out_shardings=channel.host,
         )
@@ -152,17 +137,17 @@ class MomentPrograms:
             lambda where: NamedSharding(mesh, P(*where.spec[1:])),
             moments.take(spec.shardings.region.opt_state, due),
         )
-        hand_out = jax.jit(
+        hand_out = devices.jit(
             functools.partial(_handed_out, due=due, num_regions=spec.regions.num),
             donate_argnums=0,
             out_shardings=spec.shardings.region.opt_state,
         )
 
         def average(opt_state, weights):
-            rows = transfer.gather_rows(pack(opt_state), channel.rows)
-            mean, _ = cross(rows, transfer.put(weights, channel.host))
+            rows = devices.gather_rows(pack(opt_state), channel.rows)
+            mean, _ = cross(rows, devices.put(weights, channel.host))
             one = jax.tree.leaves(mean)[0]
-            return hand_out(opt_state, transfer.move(mean, inside)), one
+            return hand_out(opt_state, devices.move(mean, inside)), one
 
         return average
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.sync import Measured, encode
 from cocodc_jax.exchange.base import SyncSpec
-from cocodc_jax.sharding.mesh import REGION, regional
+from cocodc_jax.sharding.mesh import REGION
 from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.needs import STAGED
@@ -74,6 +74,7 @@ def jit_messages(
     kept: PyTree,
     pack: Callable,
     where: NamedSharding | None = None,
+    sent_bytes: int = 0,
 ) -> Callable:
     """Make the program that encodes a fragment but does not send it.
 
@@ -84,6 +85,7 @@ def jit_messages(
       kept: shapes of the compressors' state, `[R, ...]`.
       pack: `pack(messages, times) -> [R, n]`, a flat buffer.
       where: sharding of the buffer; None replicates it inside each region.
+      sent_bytes: of one region's message.
 
     Returns:
       `encode(params, stale_params, state, weights, keys, start_step, times) ->
@@ -104,7 +106,12 @@ def jit_messages(
     staged = shardings.staged[fragment_id] if STAGED in spec.sync.copies else None
     kept = shardings.of_regions(fragment_id, kept)
     lying = where or shardings.region.key
-    return jax.jit(encode, out_shardings=(staged, lying, kept))
+    return spec.devices.jit(
+        encode,
+        f"send fragment {fragment_id}",
+        sent_bytes,
+        out_shardings=(staged, lying, kept),
+    )
 
 
 def in_specs(spec: SyncSpec) -> tuple:
@@ -117,19 +124,6 @@ def start_step_of(spec: SyncSpec, event: Event) -> np.int32 | None:
     """Return the step that a sync's key derives from; None if no average draws."""
     draws = spec.sync.message.average.draws
     return np.int32(event.start_step) if draws else None
-
-
-def abstract_sent(
-    spec: SyncSpec, region: Any, stale_params: PyTree, compressor_state: PyTree
-) -> tuple:
-    """Return the arguments of `make_messages`'s function as shapes and shardings."""
-    weights = jax.ShapeDtypeStruct(
-        (spec.regions.num,), jnp.result_type(float), sharding=regional(spec.mesh)
-    )
-    draws = spec.sync.message.average.draws
-    start_step = jax.ShapeDtypeStruct((), np.int32) if draws else None
-    state = (stale_params, compressor_state, weights, region.key, start_step)
-    return (region.params, *state)
 
 
 def make_restore(spec: SyncSpec, fragment_id: int) -> Callable:

@@ -17,9 +17,8 @@ from cocodc_jax.core import reduce
 from cocodc_jax.core import regional as core
 from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.core.sync import outer_parts
-from cocodc_jax.exchange.base import LoweredProgram, SyncSpec, Times
+from cocodc_jax.exchange.base import SyncSpec, Times
 from cocodc_jax.exchange.in_program import everywhere
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.sharding.mesh import REGION
 from cocodc_jax.sharding.region_map import (
@@ -27,7 +26,6 @@ from cocodc_jax.sharding.region_map import (
     pmean_over_regions,
     region_shard_map,
 )
-from cocodc_jax.sharding.shardings import with_shardings
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import mean_of_decoded
 from cocodc_jax.sync.needs import STAGED
@@ -49,13 +47,35 @@ class RegionalOuterModels:
         self._spec, self._outer = spec, outer
         self._compressor = spec.sync.message.compressor() or identity()
         self._partners = matchings(spec.regions.num)
-        make_send = functools.partial(
+        self._make_send = functools.partial(
             make_regional_send, spec, outer, self._compressor, self._partners
         )
-        self._send = [jax.jit(make_send(k)) for k in range(len(spec.fragments))]
-        self._step = jax.jit(make_regional_step(spec, outer), donate_argnums=(0, 1))
-        where = spec.place.lay_sync(self.shapes(None)).outer
-        self._new_outer = jax.jit(self._make, out_shardings=where)
+        each, where = range(len(spec.fragments)), spec.place.lay_sync(self.shapes(None))
+        keeps = STAGED in spec.sync.copies
+        self._send = [
+            spec.devices.jit(
+                self._make_send(k),
+                f"send fragment {k}",
+                self.num_bytes(k),
+                out_shardings=(
+                    spec.shardings.staged[k] if keeps else None,
+                    spec.place.lay_flight(k, self.flight_shapes(k)).mean,
+                    where.outer.opt_states[k],
+                ),
+            )
+            for k in each
+        ]
+        step = make_regional_step(spec, outer)
+        self._step = [
+            spec.devices.jit(
+                step,
+                f"outer step {k}",
+                donate_argnums=(0, 1),
+                out_shardings=(*where.outer.entry(k), None),
+            )
+            for k in each
+        ]
+        self._new_outer = spec.devices.jit(self._make, out_shardings=where.outer)
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
         """Return the state before the first step; see `SharedOuterModel.init`."""
@@ -80,15 +100,14 @@ class RegionalOuterModels:
         def send(params, part, state):
             regions = for_all_regions(params, num_regions)
             keys = jnp.zeros((num_regions, 2), jnp.uint32)
-            send = self._send[fragment_id]
+            send = self._make_send(fragment_id)
             return send(regions, part, state, keys, jnp.zeros((), jnp.int32))[1]
 
         own = outer.entry(fragment_id)
         return InFlight(jax.eval_shape(send, self._spec.params, *own), {})
 
-    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes of one region's message; no schedule sets a rank here."""
-        del rank
+    def num_bytes(self, fragment_id: int) -> int:
+        """Return the bytes of one region's message."""
         outer = jax.eval_shape(self._make, self._spec.params)
         part, state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
@@ -115,7 +134,7 @@ class RegionalOuterModels:
         k, step = event.fragment_id, event.start_step
         # The same draw in every region, and after a restart.
         rng = np.random.default_rng((self._outer.seed, step, k))
-        matching = transfer.put(
+        matching = self._spec.devices.put(
             np.int32(rng.integers(len(self._partners))),
             NamedSharding(self._spec.mesh, P()),
         )
@@ -132,34 +151,12 @@ class RegionalOuterModels:
         del rank
         return sync.compressors
 
-    def list_programs(
-        self, fragment_id: int, region: RegionState, sync: SyncState
-    ) -> list[LoweredProgram]:
-        """List a fragment's sync programs; see `SharedOuterModel.list_programs`."""
-        k, outer = fragment_id, sync.outer
-        own = (outer.params[k], outer.opt_states[k])
-        matching = jax.ShapeDtypeStruct((), np.int32)
-        sent = (region.params, *own, region.key, matching)
-        flight = self.flight_shapes(k)
-        arrived = with_shardings(flight, self._spec.place.lay_flight(k, flight)).mean
-        return [
-            LoweredProgram(
-                f"send fragment {k}", self._send[k], sent, self.num_bytes(k)
-            ),
-            LoweredProgram(f"outer step {k}", self._step, (*own, arrived)),
-        ]
-
-    def abstract_broadcast(self, fragment_id: int) -> Fragment:
-        """Return shapes and shardings of the result of `on_mesh`."""
-        part = self.shapes(None).outer.params[fragment_id]
-        return with_shardings(part, self._spec.place.lay(fragment_id, part))
-
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
     ) -> tuple[SyncState, jax.Array]:
         """Take the outer steps; return the state and the norm of the mean."""
         k, outer = fragment_id, sync.outer
-        params, opt_state, norm = self._step(
+        params, opt_state, norm = self._step[k](
             outer.params[k], outer.opt_states[k], flight.mean
         )
         outer = outer.updated(k, params, opt_state)

@@ -18,20 +18,16 @@ from cocodc_jax.core.state import (
     SyncState,
 )
 from cocodc_jax.core.sync import outer_parts, outer_step
-from cocodc_jax.exchange.base import Exchange, LoweredProgram, SyncSpec, Times
-from cocodc_jax.exchange.between_hosts import times_bytes
-from cocodc_jax.sharding import transfer
+from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
 from cocodc_jax.sharding.local_regions import (
     for_all_regions,
     where_participating,
 )
-from cocodc_jax.sharding.shardings import with_shardings
 from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.robust import LENGTH_BYTES
 from cocodc_jax.sync.schedules.base import Event, replaced
 
 PyTree = Any
@@ -49,27 +45,27 @@ class SharedOuterModel:
         outer = spec.sync.outer
         assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
-        self._place = spec.place
+        self._place, self._devices = spec.place, spec.devices
         self.compressors = Compressors(spec)
         each = range(len(spec.fragments))
         self._step = self._make_steps()
         self._broadcast = [
-            jax.jit(
+            self._devices.jit(
                 functools.partial(self.broadcast, k),
                 out_shardings=spec.shardings.fragments[k],
             )
             for k in each
         ]
-        self._copy = jax.jit(_copies)
-        self._take = jax.jit(_take, donate_argnums=0)
-        self._start = jax.jit(outer.start) if outer.start else None
+        self._copy = self._devices.jit(_copies)
+        self._take = self._devices.jit(_take, donate_argnums=0)
+        self._start = self._devices.jit(outer.start) if outer.start else None
         self._join = self._make_join()
         shapes = self.shapes(spec.sync.schedule.init())
         self._where = spec.place.lay_sync(shapes)
         outer = self._where.outer
         if self._place.has_channels:  # One program, so one channel.
             outer = self._on_one_channel(shapes.outer)
-        self._new_outer = jax.jit(self._outer_of, out_shardings=outer)
+        self._new_outer = self._devices.jit(self._outer_of, out_shardings=outer)
         # By rank of the messages, if the schedule sets one.
         self._new_regional: dict[int, Callable] = {}
 
@@ -80,9 +76,9 @@ class SharedOuterModel:
           params: one region's parameters, on the mesh.
           schedule: the schedule's state; compressor states have its rank.
         """
-        outer = self._new_outer(transfer.move(params, self._place.params()))
+        outer = self._new_outer(self._devices.move(params, self._place.params()))
         if self._place.has_channels:
-            outer = transfer.move(outer, self._where.outer)
+            outer = self._devices.move(outer, self._where.outer)
         rank = schedule.rank
         if rank not in self._new_regional:
             self._new_regional[rank] = self._make_regional(schedule)
@@ -96,7 +92,8 @@ class SharedOuterModel:
             return lambda _: found
         where = self._place.lay_sync(shapes)
         make = functools.partial(self._regional_of, rank=schedule.rank)
-        return jax.jit(make, out_shardings=(where.compressors, where.stale_params))
+        found = where.compressors, where.stale_params
+        return self._devices.jit(make, out_shardings=found)
 
     def _outer_of(self, params: PyTree) -> OuterState:
         parts = outer_parts(self._spec.fragments, params)
@@ -126,15 +123,6 @@ class SharedOuterModel:
     def _on_one_channel(self, outer: OuterState) -> OuterState:
         lay = functools.partial(self._place.lay, channel=0)
         return OuterState(*(tuple(map(lay, range(len(x)), x)) for x in outer))
-
-    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes that one region sends for a sync."""
-        spec, part = self._spec, self._spec.outer_shapes[fragment_id]
-        message, num_regions = spec.sync.message, self._exchange.num_regions
-        told = num_regions if spec.is_measured else 0
-        size = message.num_bytes(part, num_regions, rank)
-        size += LENGTH_BYTES if spec.sync.robust else 0
-        return size + times_bytes(message.compressor(rank), told)
 
     def send(
         self,
@@ -183,38 +171,12 @@ class SharedOuterModel:
         """Return the compressor states resized to messages of `rank`."""
         return self.compressors.resized(sync, rank)
 
-    def list_programs(
-        self, fragment_id: int, region: RegionState, sync: SyncState
-    ) -> list[LoweredProgram]:
-        """List the programs of the inner mesh that a fragment's sync runs."""
-        k = fragment_id
-        stale = (
-            sync.stale_params[k] if sync.stale_params else self.abstract_broadcast(k)
-        )
-        region = self._sending(k, region)
-        send = self._exchange.list_programs(k, region, stale, sync.compressors[k])
-        sent = LoweredProgram(f"send fragment {k}", *send, self.num_bytes(k))
-        if not self._place.on_mesh:  # The host takes the outer step.
-            return [sent]
-        params, opt_state = sync.outer.params[k], sync.outer.opt_states[k]
-        flight = self.flight_shapes(k)
-        mean, kept = with_shardings(flight, self._place.lay_flight(k, flight))
-        arguments = (params, opt_state, mean, kept.get(STALE))
-        return [sent, LoweredProgram(f"outer step {k}", self._step[k], arguments)]
-
     def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
         """Return the leaves that hold some of the fragment; all for a robust mean."""
         if self._spec.sync.robust:
             return region
         only = self._spec.fragments.only(region.params, fragment_id)
         return region._replace(params=only)
-
-    def abstract_broadcast(self, fragment_id: int) -> Fragment:
-        """Return shapes and shardings of the result of `on_mesh`."""
-        return with_shardings(
-            self._spec.outer_shapes[fragment_id],
-            self._spec.shardings.fragments[fragment_id],
-        )
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
@@ -236,7 +198,7 @@ class SharedOuterModel:
             return flight.mean
         outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
-        return transfer.move(flight.mean, where)
+        return self._devices.move(flight.mean, where)
 
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, in the same placement."""
@@ -252,7 +214,7 @@ class SharedOuterModel:
             return self._broadcast[fragment_id](*self.given(part, state))
         if self._start is not None:
             part = self._start(part, state)
-        return transfer.move(part, self._spec.shardings.fragments[fragment_id])
+        return self._devices.move(part, self._spec.shardings.fragments[fragment_id])
 
     def given(self, params: Fragment, opt_state: PyTree) -> tuple[Fragment, PyTree]:
         """Return the last two arguments of `broadcast`."""
@@ -295,15 +257,16 @@ class SharedOuterModel:
         place, optimizer = self._place, self._outer.optimizer
         own, shapes = functools.partial(outer_step, optimizer), self._spec.outer_shapes
         if not place.is_divided:  # One program for all fragments of equal shapes.
-            return [jax.jit(own, donate_argnums=(0, 1))] * len(shapes)
+            return [self._devices.jit(own, donate_argnums=(0, 1))] * len(shapes)
 
         def on_mesh(k, *arguments):
             *state, norm = self.step_on_mesh(k, *arguments)
             return *(place.offload(k, tree) for tree in state), norm
 
         return [
-            jax.jit(
+            self._devices.jit(
                 functools.partial(on_mesh, k) if place.on_mesh else own,
+                f"outer step {k}" if place.on_mesh else "",
                 donate_argnums=(0, 1),
                 # Results keep the placement of the arguments.
                 out_shardings=(
@@ -325,14 +288,14 @@ class SharedOuterModel:
             # A copy: an output that aliases an input would be donated later.
             return _copies(fragments.join(parts))
 
-        return jax.jit(join, out_shardings=place.params())
+        return self._devices.jit(join, out_shardings=place.params())
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
         parts = sync.outer.params
         if self._place.has_channels:  # Joined in one program, so on one channel.
-            parts = transfer.move(parts, self._on_one_channel(sync.outer).params)
-        return transfer.move(self._join(parts), self._spec.shardings.params)
+            parts = self._devices.move(parts, self._on_one_channel(sync.outer).params)
+        return self._devices.move(self._join(parts), self._spec.shardings.params)
 
     def hand_out(
         self, event: Event, sync: SyncState
@@ -348,7 +311,7 @@ class SharedOuterModel:
         if not spec.sync.schedule.is_by_region:
             return sync, outer, None
         each = np.isin(np.arange(spec.regions.num), event.participating or ())
-        participating = transfer.put(each, spec.shardings.region.key)
+        participating = self._devices.put(each, spec.shardings.region.key)
         stale = self._take(sync.stale_params[k], outer, participating)
         stale_params = replaced(sync.stale_params, k, stale)
         sync = dataclasses.replace(sync, stale_params=stale_params)
@@ -401,7 +364,7 @@ class Compressors:
         message = self._spec.sync.message
         assert isinstance(message, Ranked | SummedFactors)
         shapes = jax.eval_shape(lambda x: x, part)
-        return jax.jit(
+        return self._spec.devices.jit(
             jax.vmap(lambda state: message.resize(state, shapes, rank)),
             out_shardings=self.where(fragment_id, shapes, rank),
         )

@@ -20,6 +20,7 @@ from cocodc_jax.core.checks import (
 )
 from cocodc_jax.core.regional import make_correct
 from cocodc_jax.exchange.base import Exchange, SyncSpec
+from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import checks
 from cocodc_jax.program import inner_step as step
@@ -188,8 +189,9 @@ def assemble(
     param_specs: PyTree | None,
     local_regions: str,
     optimizer_memory: str,
+    devices: Devices,
 ) -> Parts:
-    """Build the parts of a program; compiles nothing.
+    """Build the parts of a program on `devices`; compiles nothing.
 
     Raises:
       ValueError: see `RegionProgram`.
@@ -221,6 +223,7 @@ def assemble(
         given.regions.num,
         method.per_step,
         given.model_state,
+        devices,
     )
     if "second_moment" in method.needs:
         checks.check_second_moment(given.user_inputs, first.abstract().opt_state)
@@ -240,23 +243,27 @@ def assemble(
     )
     # Losses are replicated inside a region: a process reads its own regions'.
     inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
-    exchange, syncs = _syncs(given, shardings, local, inner)
+    exchange, syncs = _syncs(given, shardings, local, inner, devices)
     length_bucket = LENGTH_BUCKET if is_cpu(mesh) and not given.overlap else None
     return Parts(
         shardings,
         with_shardings(given.whole, where),
         first,
         Batches(mesh, given.own.num, length_bucket),
-        RegionMetrics(mesh),
+        RegionMetrics(mesh, devices),
         correct is not None,
-        inner.compiled(),
+        inner.compiled(devices),
         exchange,
         syncs,
     )
 
 
 def _syncs(
-    given: Given, shardings: Shardings, local: LocalRegions, inner: InnerSteps
+    given: Given,
+    shardings: Shardings,
+    local: LocalRegions,
+    inner: InnerSteps,
+    devices: Devices,
 ) -> tuple[Exchange | None, Executor | None]:
     if given.method.sync is None:
         return None, None
@@ -270,6 +277,7 @@ def _syncs(
         given.loss_fn,
         given.user_inputs,
         local,
+        devices,
         given.model_state,
     )
     exchange = given.transport.exchange_of(spec, given.exchange, overlap)

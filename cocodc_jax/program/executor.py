@@ -36,7 +36,7 @@ from cocodc_jax.core.state import (
     TrainState,
     landed,
 )
-from cocodc_jax.exchange.base import Exchange, LoweredProgram, SyncSpec, Times
+from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
 from cocodc_jax.exchange.model_state import make_average
 from cocodc_jax.exchange.moments import MomentPrograms
 from cocodc_jax.exchange.regional_outer import RegionalOuterModels
@@ -149,6 +149,7 @@ class Executor:
     ):
         """Wrap every program in one jit; compiles nothing."""
         self._spec, self._exchange = spec, exchange
+        self._devices = spec.devices
         sync, self._schedule = spec.sync, spec.sync.schedule
         each = range(len(spec.fragments))
         self._moments = None
@@ -166,7 +167,8 @@ class Executor:
                 self._segments = Segments(
                     spec,
                     self._outer,
-                    lambda event: self._exchange.weights(self._weights(event)),
+                    exchange,
+                    self._weights,
                     steps,
                 )
         self._average_state = make_average(spec)
@@ -175,13 +177,15 @@ class Executor:
         self._guard = CollectiveGuard(is_inside and spec.mesh.devices.size > 1)
         shardings = spec.shardings
         self._copy = [
-            jax.jit(
+            spec.devices.jit(
                 functools.partial(spec.fragments.take, fragment_id=k, lead=1),
                 out_shardings=shardings.staged[k],
             )
             for k in each
         ]
-        self._gaps = {n: jax.jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
+        self._gaps = {
+            n: spec.devices.jit(make_gap(spec, n)) for n in needs.MEASURED_NOW
+        }
         self.merges = [self._make_merge(k) for k in each]
         self._remember = None
         if sync.merge.has_feedback:
@@ -196,7 +200,9 @@ class Executor:
                 lambda o, d: o - d.astype(o.dtype), outer, own
             )
         )
-        self._see = jax.jit(functools.partial(needs.of_mean, self._schedule.needs))
+        self._see = spec.devices.jit(
+            functools.partial(needs.of_mean, self._schedule.needs)
+        )
         self._is_seen = needs.wants_mean(self._schedule.needs)
         self._do = {
             START: self._start,
@@ -288,7 +294,7 @@ class Executor:
         """Apply the events of `state.step`."""
         last = None
         if needs.wants_batch(self._spec.sync.merge.needs):
-            last = jax.tree.map(lambda x: x[num_steps - 1], batches)
+            last = self._devices.at(batches, num_steps - 1)
         run = _Run.of(state, last, times, merged or {})
         observe = functools.partial(self._observe, run)
         for schedule, event in events_at(
@@ -360,7 +366,9 @@ class Executor:
         """Return the bytes of one region's message; 0 for a single region."""
         if self._exchange.num_regions == 1:
             return 0
-        return self._outer.num_bytes(fragment_id, rank)
+        if isinstance(self._outer, RegionalOuterModels):
+            return self._outer.num_bytes(fragment_id)
+        return self._exchange.num_bytes(fragment_id, rank)
 
     # Midway.
 
@@ -429,12 +437,15 @@ class Executor:
 
     def _restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that a mean left out; waits for the verdict."""
-        verdict = flight.kept.get(VERDICT)
         if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
             is_new = event.start_step >= self._restored_step
             verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
-        if verdict is None or not (bad := left_out(np.asarray(verdict))).any():
+        elif VERDICT in flight.kept:
+            verdict = self._devices.read(flight.kept[VERDICT])
+        else:
+            return flight
+        if not (bad := left_out(verdict)).any():
             return flight
         self._restored_step = run.step
         run.launch(event.sync_id, flight)
@@ -471,8 +482,9 @@ class Executor:
     def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
         where = self._spec.shardings.region
         only = merging(self._spec, fragment_id, where)
-        return jax.jit(
+        return self._devices.jit(
             make_merge(self._spec, fragment_id, is_late=is_late),
+            f"merge fragment {fragment_id}",
             donate_argnums=0,
             out_shardings=(only.params, where.key),
         )
@@ -515,17 +527,25 @@ class Executor:
             return found
         each = range(len(self._spec.fragments))
         outer = tuple(self._outer.on_mesh(run.sync, k) for k in each)
-        return np.asarray(self._gaps[name](run.region.params, outer)).tolist()
+        gaps = self._gaps[name](run.region.params, outer)
+        return self._devices.read(gaps).tolist()
 
     def _read(self, sync: SyncState) -> list[Applied]:
         """Read the observations that the schedule lacks; waits for devices."""
-        num_params = self._spec.fragments.num_params
+        num_params, read = self._spec.fragments.num_params, self._devices.read
         return [
-            Applied(k, num_params[k], {name: _plain(x) for name, x in seen.items()})
+            Applied(
+                k, num_params[k], {name: read(x).tolist() for name, x in seen.items()}
+            )
             for k, seen in sync.observed
         ]
 
     # Between steps.
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of intervals after which a run has compiled all its programs."""
+        return self._moments.num_rounds if self._moments else 1
 
     def settle(self, state: TrainState) -> TrainState:
         """Send the starts that wait for inner steps, with their own programs."""
@@ -594,74 +614,6 @@ class Executor:
     def copy(self, region: RegionState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' current fragment."""
         return self._copy[fragment_id](region.params)
-
-    # What a run compiles.
-
-    def list_programs(
-        self,
-        region: RegionState,
-        sync: SyncState,
-        batches: PyTree,
-        participating: Any,
-        frozen: PyTree,
-    ) -> list[LoweredProgram]:
-        """List the programs that syncs run on the inner mesh."""
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches
-        )
-        segments = {}
-        if self._segments is not None:
-            segments = self._segments.list_programs(
-                region, sync, batches, participating, self.sent_bytes, frozen
-            )
-        found = []
-        for k, merge in enumerate(self.merges):
-            of_fragment = self._outer.list_programs(k, region, sync)
-            arguments = self._abstract_merge(k, region, batch, frozen)
-            of_fragment.append(LoweredProgram(f"merge fragment {k}", merge, arguments))
-            if k in segments:
-                segment, finishes = segments[k]
-                of_fragment = [segment, *(() if finishes else of_fragment[1:])]
-            found += of_fragment
-        if self._moments:
-            found += self._moments.list_programs(region.opt_state)
-        if self._average_state is not None:
-            states = (region.model_state, self._checked(region))
-            found.append(
-                LoweredProgram("mean of model state", self._average_state, states)
-            )
-        return found
-
-    def _abstract_merge(
-        self, k: int, region: RegionState, batch: PyTree, frozen: PyTree
-    ) -> tuple:
-        """Return shapes and shardings of a merge's arguments."""
-        spec, step = self._spec, jax.ShapeDtypeStruct((), np.int32)
-        everyone = jax.ShapeDtypeStruct(
-            (spec.regions.num,), bool, sharding=spec.shardings.region.key
-        )
-        copies = needs.REGIONAL_COPIES
-        return merge_arguments(
-            spec.sync.merge.needs,
-            merging(spec, k, region),
-            {
-                n: self._abstract_copy(k, region)
-                for n in copies
-                if n in spec.sync.copies
-            },
-            self._outer.abstract_broadcast(k),
-            batch,
-            jax.ShapeDtypeStruct((), np.float32),
-            everyone if self._schedule.is_by_region else None,
-            step if self._schedule.is_measured else None,
-            step,
-            frozen,
-        )
-
-
-def _plain(x: jax.Array) -> Any:
-    """Convert an observation to Python: a number, or one row per region."""
-    return float(x) if x.ndim == 0 else transfer.local_rows(x).tolist()
 
 
 def _where(x: jax.Array) -> Any:

@@ -231,7 +231,7 @@ def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
 def jit_remember(spec: SyncSpec, fragment_id: int) -> Callable:
     """Compile `make_remember` as its own program, which donates the state."""
     part = spec.outer_shapes[fragment_id]
-    return jax.jit(
+    return spec.devices.jit(
         make_remember(spec, fragment_id),
         donate_argnums=2,
         out_shardings=Compressors(spec).where(fragment_id, part),

@@ -6,6 +6,7 @@ goes in and comes out. Nothing here waits for a device.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import AppliedSync, TrainState
-from cocodc_jax.exchange.base import LoweredProgram, Times
+from cocodc_jax.exchange.base import Times
 from cocodc_jax.exchange.elastic_exchange import ElasticExchange
+from cocodc_jax.exchange.programs import Devices, LoweredProgram, Recorder
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import checks
-from cocodc_jax.program.assemble import assemble, checked
+from cocodc_jax.program.assemble import Parts, assemble, checked
 from cocodc_jax.program.frozen import Trainable, copied, joined, split
 from cocodc_jax.program.warm_start import Adopted, adopt
 from cocodc_jax.sharding import transfer
@@ -129,15 +131,21 @@ class RegionProgram:
             model_state,
             trainable,
         )
-        parts = assemble(given, param_specs, local_regions, optimizer_memory)
         self.regions, self.num_regions = given.regions, given.own.num
-        self.mesh, self.shardings = given.mesh, parts.shardings
-        self.method, self.fragments = given.method, given.fragments
-        self.model_state, self.exchange = given.model_state, parts.exchange
-        self.trained, self.param_shapes = given.trained, parts.whole
+        self.mesh, self.method = given.mesh, given.method
+        self.fragments = given.fragments
+        self.model_state, self.trained = given.model_state, given.trained
+        self._assemble = functools.partial(
+            assemble, given, param_specs, local_regions, optimizer_memory
+        )
+        self._use(self._assemble(Devices()))
+
+    def _use(self, parts: Parts) -> None:
+        """Use the compiled functions of `parts`."""
+        self.shardings, self.param_shapes = parts.shardings, parts.whole
+        self.exchange, self._corrects = parts.exchange, parts.corrects
         self._first, self._batches, self._read = parts.first, parts.batches, parts.read
         self._steps, self._syncs = parts.steps, parts.syncs
-        self._corrects = parts.corrects
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
@@ -217,29 +225,43 @@ class RegionProgram:
         Args:
           batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
         """
-        state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
-        batches, counted = self._batches.abstract(batches)
-        room = jax.tree.leaves(batches)[0].shape[0]
-        params, frozen = split(self.param_shapes, self.trained)
-        participating = None
-        if not self.regions.are_even:
-            participating = jax.ShapeDtypeStruct((room, self.num_regions), bool)
-        outer = (state.sync.outer,) if self._corrects and state.sync else ()
-        steps = (state.region, batches, participating, counted, frozen, *outer)
-        sent_bytes = num_steps * self.bytes_per_step
-        inner = LoweredProgram("inner steps", self._steps, steps, sent_bytes, num_steps)
-        found = [
-            LoweredProgram(
-                "first state", self._first.make, (params, self._first.shapes[1])
-            ),
-            inner,
-            LoweredProgram("mean of regions", self._read.mean, (state.region.params,)),
-        ]
-        if self._syncs is None or state.sync is None:
-            return found
-        return found + self._syncs.list_programs(
-            state.region, state.sync, batches, participating, frozen
+        recorder, listing = Recorder(), copy.copy(self)
+        listing._use(self._assemble(recorder))
+        params, _ = split(self.param_shapes, self.trained)
+        key_data = listing._first.shapes[1]
+        listing._first.make(
+            params, recorder.put(key_data, NamedSharding(self.mesh, P()))
         )
+        state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
+        listing._inner_steps(state, *listing._batches.abstract(batches), num_steps)
+        listing._read.mean(state.region.params)
+        if self._syncs is not None:
+            listing._list_syncs(state, batches, self._syncs.num_rounds)
+        return [self._listed(each, num_steps) for each in recorder.found.values()]
+
+    def _list_syncs(self, state: TrainState, batches: PyTree, rounds: int) -> None:
+        """Follow the schedule until every fragment was sent and merged."""
+        assert self.method.sync is not None
+        interval = self.method.sync.schedule.sync_interval
+        missing = set(range(len(self.fragments)))
+        while missing or state.step < rounds * interval:
+            num_steps = self.steps_to_event(state) or 0
+            of_steps = jax.tree.map(
+                lambda x, n=num_steps: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype),
+                batches,
+            )
+            state, output = self.advance(state, of_steps)
+            missing -= {each.fragment_id for each in output.syncs}
+
+    def _listed(self, listed: LoweredProgram, num_steps: int) -> LoweredProgram:
+        """Fill in the inner steps of a program, and what regions send at each."""
+        if listed.name == "inner steps":
+            sent_bytes = num_steps * self.bytes_per_step
+            return listed._replace(num_steps=num_steps, sent_bytes=sent_bytes)
+        if "inner steps" in listed.name:
+            batches = jax.tree.leaves(listed.arguments[1])
+            return listed._replace(num_steps=batches[0].shape[0])
+        return listed
 
     @property
     def length_bucket(self) -> int | None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core.state import RegionState
 from cocodc_jax.exchange.collectives import mean_over_regions
 from cocodc_jax.exchange.model_state import make_mean
+from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.program import checks, merge
 from cocodc_jax.program import inner_step as step
 from cocodc_jax.sharding.local_regions import for_all_regions
@@ -46,6 +47,7 @@ class InitState:
         of_all: int,
         per_step: PerStep | None,
         model_state: ModelState | None,
+        devices: Devices,
     ):
         """Compile nothing."""
         self._optimizer, self._per_step = optimizer, per_step
@@ -61,7 +63,7 @@ class InitState:
             lambda _: regional(shardings.mesh), (state.per_step, state.model_state)
         )
         self.lies = shardings.region._replace(per_step=kept, model_state=of_model)
-        self.make = jax.jit(self._make, out_shardings=self.lies)
+        self.make = devices.jit(self._make, "first state", out_shardings=self.lies)
 
     def key_data(self, key: jax.Array) -> jax.Array:
         """Return a key's data, as `make` takes it.
@@ -101,13 +103,14 @@ class RegionMetrics:
       first: `first(outputs, num_steps)`, of leaves `[room, R]`.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, devices: Devices):
         """Compile nothing."""
         mean = functools.partial(
             mean_over_regions, in_flat_buffer=wants_flat_buffer(mesh)
         )
-        self.mean = jax.jit(
-            region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P())
+        self.mean = devices.jit(
+            region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P()),
+            "mean of regions",
         )
         self.mean_state = make_mean(mesh)
         # Small: replicated to every process.
@@ -115,7 +118,7 @@ class RegionMetrics:
         self.are_finite = jax.jit(step.are_finite, out_shardings=everywhere)
         self.drift = jax.jit(merge.region_drift, out_shardings=everywhere)
         self.are_equal = jax.jit(_are_equal, out_shardings=everywhere)
-        self.first = jax.jit(
+        self.first = devices.jit(
             lambda outputs, num_steps: jax.tree.map(lambda x: x[:num_steps], outputs),
             static_argnums=1,
             out_shardings=NamedSharding(mesh, P(None, REGION)),

@@ -35,31 +35,27 @@ more for each way in which evaluations and checkpoints cut it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState
-from cocodc_jax.exchange.base import LoweredProgram, SyncSpec
+from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.in_program import make_crossing
+from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.pseudo_gradient import start_step_of
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.program.merge import make_merge, make_remember, merge_arguments
-from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.schedules.base import (
     FINISH,
-    START,
     Event,
-    Schedule,
-    events_at,
     nothing,
     replaced,
 )
@@ -214,10 +210,11 @@ class InnerSteps(NamedTuple):
     region: RegionState
     losses: NamedSharding
 
-    def compiled(self) -> Callable:
+    def compiled(self, devices: Devices) -> Callable:
         """Compile the steps alone; see `inner_step.make_steps`."""
         where = self.region, self.losses
-        return jax.jit(self.run, donate_argnums=0, out_shardings=where)
+        name = "inner steps"
+        return devices.jit(self.run, name, donate_argnums=0, out_shardings=where)
 
 
 class Segments:
@@ -227,10 +224,12 @@ class Segments:
         self,
         spec: SyncSpec,
         outer: SharedOuterModel,
-        weights_of: Callable[[Event], jax.Array],
+        exchange: Exchange,
+        weights_of: Callable[[Event], tuple[float, ...]],
         steps: InnerSteps,
     ):
         """Compile nothing."""
+        self._exchange = exchange
         self._spec, self._outer, self._steps = spec, outer, steps
         self._weights_of = weights_of
         self._programs: dict[Segment, Callable] = {}
@@ -264,10 +263,7 @@ class Segments:
             region,
             batches,
             participating,
-            tuple(
-                self._start(event, sync, segment, self._weights_of)
-                for event in sync.leaving
-            ),
+            tuple(self._start(event, sync, segment) for event in sync.leaving),
             outer,
             self._told(finish, step, frozen),
         )
@@ -284,56 +280,12 @@ class Segments:
         sync = dataclasses.replace(sync, outer=new)
         return region, sync, outputs, {finish.sync_id: merged}
 
-    def list_programs(
-        self,
-        region: RegionState,
-        sync: SyncState,
-        batches: PyTree,
-        participating: Any,
-        num_bytes: Callable[[Event], int],
-        frozen: PyTree,
-    ) -> dict[int, tuple[LoweredProgram, bool]]:
-        """List the first segment of each fragment, cut by events alone."""
-        found = {}
-        for event, num_steps, finish in first_starts(self._spec.sync.schedule):
-            k = event.fragment_id
-            segment = Segment(((k, 0),), None if finish is None else k)
-            of_steps = jax.tree.map(
-                lambda x, n=num_steps: jax.ShapeDtypeStruct(
-                    (n, *x.shape[1:]), x.dtype, sharding=x.sharding
-                ),
-                (batches, participating),
-            )
-            start = self._start(event, sync, segment, self._abstract_weights)
-            own = None if finish is None else sync.outer.entry(k)
-            told = self._told(finish, num_steps, frozen)
-            listed = LoweredProgram(
-                f"start fragment {k}, inner steps{'' if finish is None else ', merge'}",
-                self._make(segment, sync),
-                (region, *of_steps, (start,), own, told),
-                num_bytes(event),
-                num_steps,
-                self._options,
-            )
-            found[k] = listed, finish is not None
-        return found
-
-    def _abstract_weights(self, event: Event) -> jax.ShapeDtypeStruct:
-        del event
-        spec = self._spec
-        where = regional(spec.mesh)
-        return jax.ShapeDtypeStruct(
-            (spec.regions.num,), jnp.result_type(float), sharding=where
-        )
-
-    def _start(
-        self, event: Event, sync: SyncState, segment: Segment, weights_of: Callable
-    ) -> tuple:
+    def _start(self, event: Event, sync: SyncState, segment: Segment) -> tuple:
         k = event.fragment_id
         return (
             None if k == segment.after else self._outer.given(*sync.outer.entry(k)),
             sync.compressors[k],
-            weights_of(event),
+            self._exchange.weights(self._weights_of(event)),
             start_step_of(self._spec, event),
         )
 
@@ -365,8 +317,12 @@ class Segments:
             k = segment.after
             outer = tuple(spec.place.lay(k, x) for x in sync.outer.entry(k))
             merged = NamedSharding(spec.mesh, P()), shardings.region.key
-        return jax.jit(
+        names = ", ".join(str(k) for k, _ in segment.before)
+        merges = "" if segment.after is None else ", merge"
+        return spec.devices.jit(
             make_segment(spec, self._outer, self._steps.run, segment),
+            f"start fragment {names}, inner steps{merges}",
+            sum(self._exchange.num_bytes(*each) for each in segment.before),
             donate_argnums=(0, 4),
             out_shardings=(
                 self._steps.region,
@@ -383,32 +339,3 @@ class Segments:
         """Compiler options of the platform."""
         platform = self._spec.mesh.devices.flat[0].platform
         return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}
-
-
-def first_starts(schedule: Schedule) -> Iterator[tuple[Event, int, Event | None]]:
-    """Follow a schedule to the first start of each fragment.
-
-    It chooses as if all fragments were equal.
-
-    Yields:
-      The start, the steps from it to the next event, and that event if it is the
-      `FINISH` of the same sync.
-    """
-    num_fragments = schedule.num_fragments
-
-    def observe(name: str) -> list:
-        return [] if name == "applied" else [1.0] * num_fragments
-
-    state, seen = schedule.init(), set()
-    while len(seen) < num_fragments:
-        step = schedule.next_step(state)
-        events = list(events_at(schedule, state, step, observe))
-        state = events[-1][0]
-        ahead = schedule.next_step(state)
-        first = schedule.next_event(state, ahead, observe)[1]
-        for _, start in events:
-            if start is None or start.kind != START or start.fragment_id in seen:
-                continue
-            seen.add(start.fragment_id)
-            is_own = first == start._replace(kind=FINISH, since_step=0)
-            yield start, ahead - step, first if is_own else None

@@ -15,7 +15,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
-from cocodc_jax.exchange.base import LoweredProgram
+from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.cross_process_check import gather

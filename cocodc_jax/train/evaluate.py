@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange.base import LoweredProgram
+from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.ambient import (
     in_own_context,

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
@@ -22,19 +23,6 @@ FAMILY = {
 FUSED = "streaming_diloco, fused"
 
 
-class Recorder:
-    """A compiled function that remembers what it was called with."""
-
-    def __init__(self, program):
-        self.program, self.calls = program, []
-
-    def __call__(self, *arguments):
-        # Shapes alone are evaluated with tracers, which lie nowhere.
-        if not isinstance(jax.tree.leaves(arguments)[0], jax.core.Tracer):
-            self.calls.append(jax.tree.map(described, arguments))
-        return self.program(*arguments)
-
-
 def described(x):
     """Return shape, dtype and where the parts lie; of host values nothing of that."""
     sharding = getattr(x, "sharding", None)
@@ -44,28 +32,22 @@ def described(x):
     return f"{np.shape(x)} {np.dtype(x.dtype).kind} {spec}"
 
 
-def record(program):
-    """Have a program remember the calls of everything that it lists."""
-    program._steps = Recorder(program._steps)
-    if program._syncs is None:
-        return
-    executor = program._syncs
-    executor.merges = [Recorder(each) for each in executor.merges]
-    outer, segments = executor._outer, executor._segments
-    if segments is not None:
-        make_segment, of_starts = segments._make, {}
-        segments._make = lambda segment, sync: of_starts.setdefault(
-            segment.before, Recorder(make_segment(segment, sync))
-        )
-    if hasattr(outer, "_exchange"):
-        make = outer._exchange._make
-        made = {}
-        outer._exchange._make = lambda k, rank, state: made.setdefault(
-            k, Recorder(make(k, rank, state))
-        )
-    else:
-        outer._send = [Recorder(each) for each in outer._send]
-        outer._step = Recorder(outer._step)
+class Watched(Devices):
+    """Devices that remember what programs with names were called with."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def jit(self, function, name="", sent_bytes=0, **options):
+        program = super().jit(function, **options)
+
+        def call(*arguments):
+            if name:
+                found = jax.tree.map(described, arguments)
+                self.calls.setdefault(name, []).append(found)
+            return program(*arguments)
+
+        return call
 
 
 @pytest.mark.parametrize("name", [*FAMILY, FUSED])
@@ -84,7 +66,8 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
         param_specs=tiny.SPECS | {"embed": P(None, "model")},
         transport=Transport(overlap=overlap),
     )
-    record(program)
+    watched = Watched()
+    program._use(program._assemble(watched))
     state = tiny.start(program)
     num_steps = program.steps_to_event(state) or 2
     for _ in range(4):
@@ -94,18 +77,16 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
         tiny.make_batch(0),
     )
     listed = {each.name: each for each in program.list_programs(batches)}
-    called = {n: x for n, x in listed.items() if isinstance(x.program, Recorder)}
+    program.mean_params(state)
     per_fragment = {"data_parallel": 0, "noloco": 3}.get(name, 2)
     if overlap == "yes":  # The window is all.
         per_fragment = 1
-    assert len(called) == 1 + per_fragment * len(program.fragments)
-    seen = 0
-    for each in called.values():
+    assert len(listed) == 3 + per_fragment * len(program.fragments)
+    assert watched.calls.keys() == listed.keys()
+    for each in listed.values():
         expected = jax.tree.map(described, each.arguments)
-        for call in each.program.calls:
-            seen += 1
+        for call in watched.calls[each.name]:
             assert call == expected, each.name
-    assert seen >= 4
 
 
 def test_a_program_lists_what_it_sends(tiny):

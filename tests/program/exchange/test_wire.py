@@ -22,6 +22,7 @@ from cocodc_jax.exchange.in_program import (
     make_crossing,
     shares_everywhere,
 )
+from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.regional_outer import make_regional_send
 from cocodc_jax.program import inner_step as step
 from cocodc_jax.sharding.local_regions import LocalRegions
@@ -95,7 +96,15 @@ def make_setting(mesh, sync):
     local = LocalRegions.of(mesh, NUM_REGIONS)
     place = OuterPlacement("mesh", "mesh", shardings)
     return SyncSpec(
-        sync, regions, fragments, place, shapes, loss_fn, UserInputs(), local
+        sync,
+        regions,
+        fragments,
+        place,
+        shapes,
+        loss_fn,
+        UserInputs(),
+        local,
+        Devices(),
     )
 
 

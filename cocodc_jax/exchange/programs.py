@@ -1,0 +1,153 @@
+"""What compiles and runs the programs of a run: devices, or a recorder that lists them.
+
+All parts of a program get one of both. With a `Recorder` the same code that trains goes
+through a schedule with shapes in place of arrays. So what is listed, for compiling
+ahead, is what a run compiles, with the arguments that it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Sharding
+
+from cocodc_jax.sharding import transfer
+
+PyTree = Any
+
+
+class LoweredProgram(NamedTuple):
+    """One compiled program of a run.
+
+    Attributes:
+      name: what it does, with the fragment's number if it handles one fragment.
+      program: result of `jax.jit`.
+      arguments: shapes, dtypes and shardings, for `program.lower(*arguments)`.
+      sent_bytes: bytes that one region sends in it, as the run counts them.
+      num_steps: inner steps in it.
+      options: compiler options.
+    """
+
+    name: str
+    program: Any
+    arguments: tuple
+    sent_bytes: int = 0
+    num_steps: int = 0
+    options: Mapping[str, Any] = {}
+
+
+class Devices:
+    """Compiles programs, runs them, and moves arrays between devices."""
+
+    is_real = True
+
+    def jit(
+        self, function: Callable, name: str = "", sent_bytes: int = 0, **options: Any
+    ) -> Callable:
+        """Compile a function by `jax.jit(function, **options)`.
+
+        Args:
+          function: to be compiled.
+          name: of a program that is listed; "" for others, such as those of hosts.
+          sent_bytes: see `LoweredProgram`.
+          **options: of `jax.jit`.
+        """
+        del name, sent_bytes
+        return jax.jit(function, **options)
+
+    def put(self, tree: PyTree, shardings: Any) -> PyTree:
+        """Place host values; see `transfer.put`."""
+        return transfer.put(tree, shardings)
+
+    def move(self, tree: PyTree, shardings: Any) -> PyTree:
+        """Move device arrays; see `transfer.move`."""
+        return transfer.move(tree, shardings)
+
+    def gather_rows(self, rows: jax.Array, sharding: Sharding) -> jax.Array:
+        """Move regional arrays; see `transfer.gather_rows`."""
+        return transfer.gather_rows(rows, sharding)
+
+    def at(self, tree: PyTree, index: int) -> PyTree:
+        """Select an entry of the leading axis of every leaf."""
+        return jax.tree.map(lambda x: x[index], tree)
+
+    def read(self, x: jax.Array) -> np.ndarray:
+        """Read this process's rows of an array, or a scalar; waits for it."""
+        return np.asarray(x) if x.ndim == 0 else transfer.local_rows(x)
+
+
+class Recorder(Devices):
+    """Runs nothing: evaluates shapes, and lists the programs that are called.
+
+    What it reads is 1 if it is measured, so that all fragments are equal, and 0 if it
+    is a verdict or a count.
+
+    Attributes:
+      found: the programs by name, with the arguments of their first call.
+    """
+
+    is_real = False
+
+    def __init__(self):
+        """List nothing yet."""
+        self.found: dict[str, LoweredProgram] = {}
+
+    def jit(
+        self, function: Callable, name: str = "", sent_bytes: int = 0, **options: Any
+    ) -> Callable:
+        """Return a function that records its call and evaluates shapes."""
+        program: Any = jax.jit(function, **options)
+
+        def record(*arguments: Any) -> Any:
+            if name and name not in self.found:
+                self.found[name] = LoweredProgram(
+                    name,
+                    program,
+                    jax.tree.map(_shape, arguments),
+                    sent_bytes,
+                    options=options.get("compiler_options") or {},
+                )
+            return program.eval_shape(*arguments)
+
+        return record
+
+    def put(self, tree: PyTree, shardings: Any) -> PyTree:
+        """Return shapes with these shardings."""
+        if isinstance(shardings, Sharding):
+            shardings = jax.tree.map(lambda _: shardings, tree)
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(*_kind(x), sharding=where),
+            tree,
+            shardings,
+        )
+
+    move = put
+
+    def gather_rows(self, rows: Any, sharding: Sharding) -> Any:
+        """Return the rows' shape with this sharding."""
+        return self.put(rows, sharding)
+
+    def at(self, tree: PyTree, index: int) -> PyTree:
+        """Return the shapes of an entry."""
+        del index
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+    def read(self, x: Any) -> np.ndarray:
+        """Return ones, or zeros of integers."""
+        is_measured = np.issubdtype(x.dtype, np.floating)
+        return np.full(x.shape, 1 if is_measured else 0, x.dtype)
+
+
+def _kind(x: Any) -> tuple[tuple[int, ...], Any]:
+    return np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    where = getattr(x, "sharding", None)
+    # Results whose sharding is the compiler's choice have that of no device.
+    if isinstance(getattr(where, "mesh", None), AbstractMesh):
+        where = None
+    return jax.ShapeDtypeStruct(*_kind(x), sharding=where)
