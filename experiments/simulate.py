@@ -46,7 +46,7 @@ from cocodc_jax.network import (
 from cocodc_jax.network.faults import Finding
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import Timeline
-from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.report.runs import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import one_line
 
