@@ -19,11 +19,11 @@ import numpy as np
 
 from cocodc_jax.network.collectives import (
     CollectiveCost,
+    best_order,
     collective_cost,
     cost_of,
 )
 from cocodc_jax.network.links import LinkState, Topology
-from cocodc_jax.network.orders import best_order
 from cocodc_jax.sync.pairs import matchings
 from cocodc_jax.sync.rings import ByRings
 

@@ -1,17 +1,114 @@
-"""Messages of syncs on their way: when they leave, and when all of them are there."""
+"""Messages of syncs on their way: when they leave, and when all of them are there.
+
+Every sync is a collective over all regions, so two syncs under way use the same links,
+as one shared resource. `sharing="fair"` gives each of k transfers 1/k of the links, as
+TCP streams on one bottleneck do (processor sharing); `sharing="fifo"` sends them one
+after the other in the order in which they became ready. Delays are not shared: a
+transfer gives up the links when its last byte has left and arrives one collective's
+latency later.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
-from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.crossings import Cost
-from cocodc_jax.network.observed import Times
 from cocodc_jax.network.timeline import SyncRecord
 from cocodc_jax.network.workload import FORWARD_SHARE, Workload
 from cocodc_jax.sync.schedules import Event
+
+SHARINGS = ("fair", "fifo")
+
+Times = list[tuple[float, float]]  # Seconds of a step and of a sync, in each region.
+
+
+@dataclasses.dataclass
+class _Transfer:
+    ready_s: float
+    num_bytes: float
+    left: float = 1.0  # share of its transfer time still to go
+
+
+class Channel:
+    """Runs transfers through time, event by event.
+
+    Args:
+      cost: (seconds, bytes) -> cost of the collective with the links of that moment.
+      change_times_s: moments at which the links, hence the costs, change.
+      sharing: "fair" or "fifo".
+    """
+
+    def __init__(
+        self, cost: Cost, change_times_s: tuple[float, ...] = (), sharing: str = "fair"
+    ):
+        if sharing not in SHARINGS:
+            raise ValueError(f"sharing={sharing!r} must be one of {SHARINGS}")
+        self._cost = cost
+        self._changes = change_times_s
+        self._is_fifo = sharing == "fifo"
+        self._now_s = 0.0
+        self._unfinished: dict[int, _Transfer] = {}  # in order of readiness
+        self._arrivals_s: list[float | None] = []
+
+    def submit(self, ready_s: float, num_bytes: float) -> int:
+        """Add a transfer and return its id.
+
+        Transfers are submitted in the order of their ready times, none before a moment
+        that the simulation has already passed.
+        """
+        last_s = max((x.ready_s for x in self._unfinished.values()), default=0.0)
+        earliest_s = max(self._now_s, last_s)
+        assert ready_s >= earliest_s - 1e-9, (ready_s, self._now_s, last_s)
+        transfer_id = len(self._arrivals_s)
+        self._arrivals_s.append(None)
+        self._unfinished[transfer_id] = _Transfer(ready_s, num_bytes)
+        return transfer_id
+
+    def arrived(self, transfer_id: int, time_s: float) -> bool:
+        """Whether a transfer has arrived by `time_s`, which all else must have too."""
+        while self._now_s < time_s and self._unfinished:
+            self._advance(time_s)
+        arrival = self._arrivals_s[transfer_id]
+        return arrival is not None and arrival <= time_s
+
+    def arrival_s(self, transfer_id: int) -> float:
+        """Run until a transfer has arrived and return when that was, in seconds.
+
+        Right only if whatever is submitted later is ready no earlier than this.
+        """
+        while (arrival := self._arrivals_s[transfer_id]) is None:
+            self._advance(math.inf)
+        return arrival
+
+    def _advance(self, limit_s: float) -> None:
+        """Move to the next event or to `limit_s`, whichever is sooner."""
+        done_s = self._completions_s()
+        events = [t for t in self._changes if t > self._now_s]
+        waiting = (t.ready_s for t in self._unfinished.values())
+        events += [t for t in waiting if t > self._now_s][:1]
+        next_s = min([limit_s, *events, *done_s.values()])
+        assert next_s < math.inf, "a transfer waits for links that never come back"
+        for transfer_id, end_s in done_s.items():
+            if end_s <= next_s:
+                transfer = self._unfinished.pop(transfer_id)
+                latency_s = self._cost(end_s, transfer.num_bytes).latency_s
+                self._arrivals_s[transfer_id] = end_s + latency_s
+            elif end_s < math.inf:
+                transfer = self._unfinished[transfer_id]
+                transfer.left *= (end_s - next_s) / (end_s - self._now_s)
+        self._now_s = next_s
+
+    def _completions_s(self) -> dict[int, float]:
+        """When each transfer under way ends if nothing else happens."""
+        now_s = self._now_s
+        active = [(i, t) for i, t in self._unfinished.items() if t.ready_s <= now_s]
+        if self._is_fifo:
+            active = active[:1]
+        alone_s = {i: self._cost(now_s, t.num_bytes).transfer_s for i, t in active}
+        return {i: now_s + len(active) * t.left * alone_s[i] for i, t in active}
 
 
 class Route:
@@ -20,7 +117,6 @@ class Route:
     def __init__(
         self, channel: Channel, cost: Cost, host_bytes_per_s: float, num_regions: int
     ):
-        """Begin with nothing on the way."""
         self.channel = channel
         self.bytes_sent = np.zeros(num_regions)
         self._cost, self._host_bytes_per_s = cost, host_bytes_per_s
@@ -42,7 +138,7 @@ class Flight:
     Attributes:
       start: the event of its start.
       route: its way.
-      times: seconds of a step and of a sync that each region had measured as it left.
+      times: what each region had measured as it left.
       left_s: when each region was ready to send, `[M]`.
       start_s: when its first byte could leave.
       layers: (layer, transfer id), the one that is needed first in front.
@@ -112,7 +208,7 @@ def stall(
 ) -> np.ndarray:
     """Return how long each region waits for a sync that it merges now, `[M]`.
 
-    Args: as of `depart`; layer l of L is needed l/L of the forward pass later.
+    Layer l of L is needed l/L of the forward pass later.
     """
     waited = np.zeros_like(clocks)
     for layer, transfer in flight.layers:
@@ -126,7 +222,6 @@ class Watch:
     """What regions have measured of syncs by the time that they send the next one."""
 
     def __init__(self, num_regions: int, is_layered: bool):
-        """Begin with nothing measured."""
         self._sync_s = np.zeros(num_regions)
         # The first layer leaves no more than a backward pass before a step's end.
         self._lead = 1 - FORWARD_SHARE if is_layered else 0.0

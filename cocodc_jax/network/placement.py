@@ -23,9 +23,13 @@ import math
 import random
 from collections.abc import Sequence
 
-from cocodc_jax.network.collectives import collective_cost, point_to_point_s
+from cocodc_jax.network.collectives import (
+    Order,
+    best_order,
+    collective_cost,
+    point_to_point_s,
+)
 from cocodc_jax.network.links import LinkState
-from cocodc_jax.network.orders import Order, best_order
 
 EXACT_SITES = 6
 

@@ -17,9 +17,8 @@ than H / N, and starts closer than tau would share the links and come late.
 import dataclasses
 import math
 
-from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.collectives import Order, best_order, collective_cost
 from cocodc_jax.network.links import Topology
-from cocodc_jax.network.orders import Order, best_order
 from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.schedules import Schedule, adaptive

@@ -1,7 +1,7 @@
 """Timeline of a training run over a network, event by event.
 
 The events are those of a schedule of `cocodc_jax.sync.schedules`, in its order: at a
-start a message enters the network (`channel.Channel`), and at its finish a region that
+start a message enters the network (`flights.Channel`), and at its finish a region that
 gets there before the message waits: that is the stall. A collective starts when the
 last region that takes part is ready and arrives everywhere at once. Seconds here are
 simulated (`sim_s`), never measured.
@@ -21,18 +21,17 @@ the model behind the utilization table of Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from cocodc_jax.network import crossings, flights
-from cocodc_jax.network.channel import Channel
-from cocodc_jax.network.flights import Flight, Route, Watch
+from cocodc_jax.network.flights import Channel, Flight, Route, Watch
 from cocodc_jax.network.links import Topology
-from cocodc_jax.network.observed import Observer
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import FINISH, START, Event, Schedule, events_at
+from cocodc_jax.sync.schedules import FINISH, START, Applied, Event, Schedule, events_at
 from cocodc_jax.sync.schedules.base import check_at_least
 
 
@@ -69,7 +68,10 @@ def simulate(
     if schedule is None:
         return _undisturbed(topology, workload, num_steps)
     routes = _routes(topology, workload, schedule, collective, order, sharing)
-    run = _Run(workload, bound(schedule, workload), routes, effective_rank)
+    fastest = min(workload.step_time_s)
+    ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
+    bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
+    run = _Run(workload, bound, routes, effective_rank)
     run.run(num_steps)
     return Timeline(
         topology.regions,
@@ -82,29 +84,14 @@ def simulate(
     )
 
 
-def bound(schedule: Schedule, workload: Workload) -> Schedule:
-    """Return the schedule for regions whose steps take as long as the workload says."""
-    fastest = min(workload.step_time_s)
-    ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
-    return schedule.bind(Regions(ratios, (1,) * len(ratios)))
-
-
 def _check_sizes(
-    topology: Topology,
-    workload: Workload,
-    schedule: Schedule | None,
-    num_steps: int,
+    topology: Topology, workload: Workload, schedule: Schedule | None, num_steps: int
 ) -> None:
-    given = len(workload.fragment_bytes)
-    pairs = (
-        ("step_time_s", workload.step_time_s, topology.num_regions),
-        (
-            "fragment_bytes",
-            workload.fragment_bytes,
-            schedule.num_fragments if schedule else given,
-        ),
-    )
-    for name, values, expected in pairs:
+    wanted = {"step_time_s": topology.num_regions}
+    if schedule is not None:
+        wanted["fragment_bytes"] = schedule.num_fragments
+    for name, expected in wanted.items():
+        values = getattr(workload, name)
         if len(values) != expected:
             raise ValueError(
                 f"{name}={values!r} has {len(values)} entries; {expected} are needed"
@@ -140,13 +127,13 @@ def _routes(
         ways = [crossings.collective(topology, collective, order, largest)]
     else:
         ways = [collective]
-    routes = []
-    for way in ways:
-        cost = crossings.over_time(topology, way)
-        channel = Channel(cost, topology.change_times_s, sharing)
-        host = workload.host_bytes_per_s
-        routes.append(Route(channel, cost, host, topology.num_regions))
-    return routes
+    num, host_bytes_per_s = topology.num_regions, workload.host_bytes_per_s
+    return [
+        Route(
+            Channel(cost, topology.change_times_s, sharing), cost, host_bytes_per_s, num
+        )
+        for cost in (crossings.over_time(topology, way) for way in ways)
+    ]
 
 
 class _Run:
@@ -167,8 +154,10 @@ class _Run:
         self.stall_s = np.zeros_like(self.step_s)
         self.marks = [(0, tuple(self.clocks.tolist()))]
         self.records: list[SyncRecord] = []
-        self.observer = Observer(schedule.num_fragments, effective_rank)
         self.first_rank = schedule.init().rank
+        self.effective_rank = np.inf if effective_rank is None else effective_rank
+        self.last_start = [0] * schedule.num_fragments
+        self.new: list[Applied] = []  # what the schedule has not asked about yet
         self.in_flight: dict[tuple[int, int], Flight] = {}
         self.due: list[Flight] = []
         self.watch = Watch(len(self.step_s), workload.is_layered)
@@ -177,7 +166,7 @@ class _Run:
         state = self.schedule.init()
         while (step := self.schedule.next_step(state)) <= num_steps:
             self.advance(step)
-            for after, event in events_at(self.schedule, state, step, self.observer):
+            for after, event in events_at(self.schedule, state, step, self.observe):
                 state = after
                 if event is not None:
                     self.carry_out(event, step)
@@ -189,7 +178,24 @@ class _Run:
 
     def advance(self, step: int) -> None:
         self.clocks = self.clocks + (step - self.marks[-1][0]) * self.step_s
-        self.observer.at(step)
+        self.step = step
+
+    def observe(self, name: str) -> Any:
+        """Return what a schedule asks for, see `Schedule.next_event`.
+
+        Adaptive schedules rank fragments by how fast they change, which a network
+        model does not know. Here all change equally fast, per parameter and step, so
+        that of equals the one that has waited longest is served. What syncs and steps
+        take is simulated, and reported as in a run: each message carries what had been
+        measured as it left.
+        """
+        if name == "applied":
+            new, self.new = self.new, []
+            return new
+        if name in ("drift", "distance", "tokens"):
+            power = 2 if name == "distance" else 1
+            return [float(self.step - x) ** power for x in self.last_start]
+        raise ValueError(f"the schedule needs {name!r}, which no network model knows")
 
     def carry_out(self, event: Event, step: int) -> None:
         sync_id = event.fragment_id, event.start_step
@@ -198,21 +204,26 @@ class _Run:
         # A message of zero, as if sent before the first step, was never on its way.
         elif event.kind == FINISH and sync_id in self.in_flight:
             flight = self.in_flight.pop(sync_id)
-            self.observer.applied(flight.start, flight.times)
+            # As one parameter, which moved the more the longer it was gathered.
+            norm = float(flight.start.start_step - flight.start.since_step)
+            rank, times = self.effective_rank, flight.times
+            seen = {"norm": norm, "effective_rank": rank, "times": times}
+            self.new.append(Applied(event.fragment_id, 1, seen))
             self.due.append(flight)
             if not self.workload.is_layered:
                 self.merge_due(step)
 
     def start(self, event: Event) -> Flight:
-        self.observer.started(event)
+        self.last_start[event.fragment_id] = event.start_step
         is_measured, route = self.schedule.is_measured, self.routes[0]
         if self.schedule.is_by_region:
             assert event.participating is not None
             route = self.routes[event.participating[0]]
         scale = event.rank / self.first_rank if event.rank else 1.0
         times = self.watch.times(self.clocks, self.step_s) if is_measured else []
-        given = self.workload, route, self.clocks, self.step_s
-        flight = flights.depart(event, scale, *given, times)
+        flight = flights.depart(
+            event, scale, self.workload, route, self.clocks, self.step_s, times
+        )
         if is_measured:
             self.watch.unseen.append(flight)
         return flight

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.network import direct
+from cocodc_jax.network.collectives import settled_s
 from cocodc_jax.network.gloo import payload_share
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.network.settle import settled_s
 
 
 def own_links(num, delay_s, bytes_per_s=1e6):

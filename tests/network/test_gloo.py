@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.network import gloo
-from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.collectives import settled_s as settled
+from cocodc_jax.network.flights import Channel
 from cocodc_jax.network.gloo import Phase, seconds_of
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.network.settle import settled_s as settled
 
 MIB = 2**20
 NAMES = sorted(gloo.PHASES)

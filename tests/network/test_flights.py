@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.collectives import CollectiveCost
+from cocodc_jax.network.flights import Channel
 
 
 def seconds_are_bytes(time_s, num_bytes):
