@@ -13,9 +13,12 @@ until it succeeds: e^{rate (s + c)} - 1 times the mean time of one failure and r
 - Together, one job: any of M regions ends all, which go on from the last checkpoint:
   rate = M / F. Daly (2006) has the same with failures during a restart, from memory.
 - Alone, each region a job of its own: rate = 1 / F, s the time between syncs, and the
-  others go on. Any quorum other than one region makes those that are left wait: there
-  is a formula for the share of time that so many are there (`quorum_share`), but not
-  for what they lose, and `simulated` draws it.
+  others go on. Any quorum other than one region makes those that are left wait. Where
+  nothing is lost but time, with availability a = F / (F + R) and quorum q,
+
+      g = sum_{k >= q} (k / M) C(M, k) a^k (1 - a)^(M - k)
+
+  but there is no formula for what they lose, and `simulated` draws it.
 """
 
 from __future__ import annotations
@@ -40,22 +43,12 @@ class Failures:
     repair_s: float
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
         if not 0 < self.between_s < math.inf:
             raise ValueError(f"between_s={self.between_s} must be positive and finite")
         if not 0 <= self.repair_s < math.inf:
             raise ValueError(
                 f"repair_s={self.repair_s} must be finite and not negative"
             )
-
-    @property
-    def availability(self) -> float:
-        """Share of the time in which a region is there."""
-        return self.between_s / (self.between_s + self.repair_s)
 
 
 def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -> float:
@@ -122,9 +115,7 @@ def simulated(
         if is_there[m]:
             kept_s += _kept(worked_s[m], sync_s)
             worked_s[m] = 0.0
-            mean_s = failures.repair_s
-        else:
-            mean_s = failures.between_s
+        mean_s = failures.repair_s if is_there[m] else failures.between_s
         is_there[m] = not is_there[m]
         heapq.heappush(events, (now + rng.exponential(mean_s), m))
     kept_s += sum(_kept(work, sync_s) for work in worked_s)
@@ -133,15 +124,3 @@ def simulated(
 
 def _kept(worked_s: float, sync_s: float) -> float:
     return worked_s // sync_s * sync_s if sync_s else worked_s
-
-
-def quorum_share(failures: Failures, num_regions: int, quorum: int) -> float:
-    """Return the goodput where nothing is lost but time: sync_s = 0.
-
-    sum_{k >= quorum} (k / M) C(M, k) a^k (1 - a)^(M - k)       a the availability
-    """
-    a, total = failures.availability, num_regions
-    return sum(
-        k / total * math.comb(total, k) * a**k * (1 - a) ** (total - k)
-        for k in range(quorum, total + 1)
-    )
