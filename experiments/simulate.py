@@ -44,6 +44,7 @@ from cocodc_jax.network import (
 )
 from cocodc_jax.network.faults import Finding, watch_links
 from cocodc_jax.network.links import Topology
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.runs import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
@@ -66,7 +67,7 @@ def run_simulation(values: flags.FlagValues) -> None:
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
     _check_rank(values, method)
     folder = _folder(values)
-    timeline = exchanges.simulate_method(
+    timeline = simulate_method(
         topology,
         work,
         method,

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from cocodc_jax.network.crossings import Cost
+from cocodc_jax.network.exchanges import Cost
 from cocodc_jax.network.timeline import SyncRecord
 from cocodc_jax.network.workload import FORWARD_SHARE, Workload
 from cocodc_jax.sync.schedules import Event

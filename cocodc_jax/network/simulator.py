@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from cocodc_jax.network import crossings, flights
+from cocodc_jax.network import exchanges, flights
 from cocodc_jax.network.flights import Channel, Flight, Route, Watch
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.network.workload import Workload
+from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import FINISH, START, Applied, Event, Schedule, events_at
 from cocodc_jax.sync.schedules.base import check_at_least
@@ -40,7 +41,7 @@ def simulate(
     workload: Workload,
     schedule: Schedule | None,
     num_steps: int,
-    collective: str | crossings.Crossing = "ring",
+    collective: str | exchanges.Crossing = "ring",
     order: Sequence[int] | None = None,
     sharing: str = "fair",
     effective_rank: float | None = None,
@@ -84,6 +85,39 @@ def simulate(
     )
 
 
+def simulate_method(
+    topology: Topology,
+    workload: Workload,
+    method: Method,
+    num_steps: int,
+    collective: str | None = None,
+    order: Sequence[int] | None = None,
+    sharing: str = "fair",
+    effective_rank: float | None = None,
+) -> Timeline:
+    """Simulate a method, see `simulate`.
+
+    Raises:
+      ValueError: as `simulate`, or if the method is for another number of regions or
+        leaves no choice of a collective.
+    """
+    num = topology.num_regions
+    if method.num_regions not in (None, num):
+        raise ValueError(
+            f"regions={num} must be {method.num_regions} for method={method.name!r}"
+        )
+    return simulate(
+        topology,
+        workload,
+        exchanges.schedule_of(method),
+        num_steps,
+        exchanges.crossing(method, collective),
+        order,
+        sharing,
+        effective_rank,
+    )
+
+
 def _check_sizes(
     topology: Topology, workload: Workload, schedule: Schedule | None, num_steps: int
 ) -> None:
@@ -113,18 +147,18 @@ def _routes(
     topology: Topology,
     workload: Workload,
     schedule: Schedule,
-    collective: str | crossings.Crossing,
+    collective: str | exchanges.Crossing,
     order: Sequence[int] | None,
     sharing: str,
 ) -> list[Route]:
     """Return the way of all messages, or one for each region that comes alone."""
     if schedule.is_by_region:
         each = range(topology.num_regions)
-        ways = [crossings.answered(m, workload.answer_share) for m in each]
+        ways = [exchanges.answered(m, workload.answer_share) for m in each]
     elif isinstance(collective, str):
         whole = range(schedule.num_fragments)
         largest = max(size for p in whole for _, size in workload.messages([p]))
-        ways = [crossings.collective(topology, collective, order, largest)]
+        ways = [exchanges.collective(topology, collective, order, largest)]
     else:
         ways = [collective]
     num, host_bytes_per_s = topology.num_regions, workload.host_bytes_per_s
@@ -132,7 +166,7 @@ def _routes(
         Route(
             Channel(cost, topology.change_times_s, sharing), cost, host_bytes_per_s, num
         )
-        for cost in (crossings.over_time(topology, way) for way in ways)
+        for cost in (exchanges.over_time(topology, way) for way in ways)
     ]
 
 
