@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from cocodc_jax.netlab import kernel, launch, schedule
+from cocodc_jax.netlab import kernel, launch
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
@@ -68,7 +68,7 @@ def _define_links(values: flags.FlagValues) -> None:
     known = ", ".join(world.world_regions())
     text("world", None, f"cloud regions, comma-separated, of {known}")
     text("links", None, "YAML file with regions, links, changes (network/world.py)")
-    text("schedule", None, "YAML list of changes of the links (netlab/schedule.py)")
+    text("schedule", None, "YAML list of changes of the links (network/world.py)")
 
 
 def _define_lab(values: flags.FlagValues) -> None:
@@ -122,7 +122,7 @@ def build_topology(values: flags.FlagValues) -> Topology:
     if not values.schedule:
         return topology
     try:
-        changes = schedule.load_changes(values.schedule, topology.regions)
+        changes = world.load_changes(values.schedule, topology.regions)
     except OSError as error:
         raise ValueError(f"--schedule={values.schedule}: {error.strerror}") from error
     return dataclasses.replace(topology, changes=topology.changes + changes)

@@ -113,10 +113,13 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def show_tail(log: pathlib.Path) -> None:
-    """Show the last lines of a child's log on standard error."""
-    lines = said(log.read_text(errors="replace"))[-_TAIL_LINES:]
-    print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+def explain(who: str, code: int, log: pathlib.Path | None, tail: bool = True) -> None:
+    """Say on standard error how a child ended, and the last lines of its log."""
+    where = f"; {log}" if log else ""
+    print(f"{who} ended with exit code {code}{where}", file=sys.stderr)
+    if log and tail:
+        lines = said(log.read_text(errors="replace"))[-_TAIL_LINES:]
+        print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
 def said(text: str) -> list[str]:
@@ -129,7 +132,6 @@ class Group:
     """Processes that end together."""
 
     def __init__(self, grace_s: float):
-        """Start nothing yet."""
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen] = {}
         self._logs: list[pathlib.Path | None] = []
@@ -139,8 +141,7 @@ class Group:
     def start(self, command: Sequence[str], env: dict, log: pathlib.Path | None):
         """Start one more process."""
         process = start_child(command, env, log)
-        number = len(self._logs)
-        self._running[number] = process
+        self._running[len(self._logs)] = process
         self._logs.append(log)
         if self._is_asked:
             process.terminate()
@@ -161,7 +162,7 @@ class Group:
                 ended = exit_code(self._running.pop(number).returncode)
                 if ended and not code:
                     code = ended
-                    self._explain(number, code)
+                    explain(f"process {number}", code, self._logs[number])
                     end_s = time.monotonic() + _FAREWELL_S
                     self._kill_at_s = min(self._kill_at_s, end_s)
             if time.monotonic() > self._kill_at_s:
@@ -173,10 +174,3 @@ class Group:
         """End all that still runs."""
         for process in self._running.values():
             process.kill()
-
-    def _explain(self, number: int, code: int) -> None:
-        log = self._logs[number]
-        where = f"; {log}" if log else ""
-        print(f"process {number} ended with exit code {code}{where}", file=sys.stderr)
-        if log:
-            show_tail(log)

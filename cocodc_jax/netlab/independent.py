@@ -32,7 +32,6 @@ class Region:
     def __init__(
         self, command: Sequence[str], log: pathlib.Path | None, num_processes: int = 1
     ):
-        """Start nothing yet."""
         self._command, self._log, self._num = list(command), log, num_processes
         self.processes: list[subprocess.Popen] = []
         self.lives = 0

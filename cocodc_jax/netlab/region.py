@@ -108,9 +108,6 @@ def _run(settings: Settings) -> int:
         # A timer of 0 would never ring.
         signal.setitimer(signal.ITIMER_REAL, max(settings.grace_s, _SHORTEST_GRACE_S))
 
-    def kill(*_):
-        _kill_children()
-
     process = subprocess.Popen(
         settings.command,
         cwd=settings.folder,
@@ -120,10 +117,9 @@ def _run(settings: Settings) -> int:
         preexec_fn=functools.partial(_prepare_command, os.getpid()),
     )
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGALRM, kill)
+    signal.signal(signal.SIGALRM, _kill_children)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    code = process.wait()
-    return code if code >= 0 else 128 - code
+    return children.exit_code(process.wait())
 
 
 def _prepare_command(parent_pid: int) -> None:
@@ -139,7 +135,7 @@ def _children() -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-def _kill_children() -> None:
+def _kill_children(*_: object) -> None:
     for pid in _children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -66,7 +66,6 @@ class Relay:
     """Reads packets, lets the shaper hold them, and writes those that are due."""
 
     def __init__(self, settings: Settings):
-        """Start the clock of the links; see `Settings`."""
         self._settings = settings
         self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
         if settings.changes_path:
@@ -82,7 +81,7 @@ class Relay:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Carries packets until `stop` is called, then writes the counters."""
+        """Carry packets until `stop` is called, then writes the counters."""
         fds, report_s, look_s = self._settings.tun_fds, 0.0, 0.0
         while not self._is_stopped:
             wait_s = min(self._shaper.next_s - self._now_s(), _IDLE_S)

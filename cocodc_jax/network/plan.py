@@ -100,6 +100,10 @@ class NetworkPlan:
 def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     """Choose a plan for the links as they are at time 0.
 
+    Args:
+      topology: regions and links.
+      job: what is to be trained, and the wishes.
+
     Raises:
       ValueError: if there is one region only, which needs no network.
     """
