@@ -142,9 +142,8 @@ def rounds_s(
 def cost_of(state: LinkState, rounds: Sequence[Round]) -> CollectiveCost:
     """Return the cost of any list of rounds, collectives of your own included."""
     sent = [0.0] * state.num_regions
-    for step in rounds:
-        for source, _, size in step:
-            sent[source] += size
+    for source, _, size in itertools.chain(*rounds):
+        sent[source] += size
     seconds, latency = rounds_s(state, rounds), rounds_s(state, rounds, False)
     return CollectiveCost(seconds, latency, tuple(sent))
 

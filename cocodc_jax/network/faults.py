@@ -288,15 +288,15 @@ def explain(
     if num > 2 and np.all(shares):
         return [("network", (), left)]
     while True:
-        candidates = []
-        for i in range(num):
-            for kind, cells in (("sender", np.s_[i, :]), ("receiver", np.s_[:, i])):
-                count = int(left[cells].sum())
-                if count > 1 and 2 * count > there[cells].sum():
-                    candidates.append((count, kind, i, cells))
-        if not candidates:
+        each = [
+            (int(left[cells].sum()), kind, i, cells)
+            for i in range(num)
+            for kind, cells in (("sender", np.s_[i, :]), ("receiver", np.s_[:, i]))
+        ]
+        most = [x for x in each if x[0] > 1 and 2 * x[0] > there[x[3]].sum()]
+        if not most:
             break
-        _, kind, i, cells = max(candidates, key=lambda found: found[0])
+        _, kind, i, cells = max(most, key=lambda found: found[0])
         line = np.zeros_like(left)
         line[cells] = left[cells]
         left = left & ~line

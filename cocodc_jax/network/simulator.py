@@ -106,16 +106,12 @@ def simulate_method(
         raise ValueError(
             f"regions={num} must be {method.num_regions} for method={method.name!r}"
         )
-    return simulate(
-        topology,
-        workload,
+    schedule, way = (
         exchanges.schedule_of(method),
-        num_steps,
         exchanges.crossing(method, collective),
-        order,
-        sharing,
-        effective_rank,
     )
+    more = order, sharing, effective_rank
+    return simulate(topology, workload, schedule, num_steps, way, *more)
 
 
 def _check_sizes(

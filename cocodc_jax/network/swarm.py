@@ -57,10 +57,8 @@ class Failure:
 
     def __post_init__(self):
         if not 0 <= self.start_s < self.end_s:
-            raise ValueError(
-                f"start_s={self.start_s} must be at least 0 and before end_s="
-                f"{self.end_s}"
-            )
+            rule = f"must be at least 0 and before end_s={self.end_s}"
+            raise ValueError(f"start_s={self.start_s} {rule}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,8 +275,7 @@ class _State:
         """Move a site from the stage with the fewest batches to that with the most."""
         stages = self.stages
         loads = [self._load(s) for s in range(len(stages))]
-        target = max(range(len(stages)), key=loads.__getitem__)
-        source = min(range(len(stages)), key=loads.__getitem__)
+        target, source = loads.index(max(loads)), loads.index(min(loads))
         rates = [1 / seconds for seconds in self._swarm.batch_s]
         site = best_move(stages, rates, source, target)
         if site is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
-from cocodc_jax.network.timeline import SyncRecord, Timeline
+from cocodc_jax.network.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,8 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for pid, name in ((_REGION_PID, "regions"), (_NETWORK_PID, "network")):
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     for region, name in enumerate(timeline.regions):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": _REGION_PID,
-            "tid": region,
-            "args": {"name": name},
-        }
+        track = {"pid": _REGION_PID, "tid": region}
+        yield {"ph": "M", "name": "thread_name", **track, "args": {"name": name}}
 
 
 def _span(name: str, begin_s: float, end_s: float, pid: int, tid: int, **args: Any):
@@ -108,7 +103,7 @@ def plot_timeline(
     max_syncs: int = 24,
     clock: str = "simulated",
 ) -> None:
-    """Draws when regions compute and wait, and when each fragment is in flight.
+    """Draw when regions compute and wait, and when each fragment is in flight.
 
     Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
@@ -134,10 +129,8 @@ def plot_timeline(
 def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
     """Draw a row a region and a row a fragment, as `plot_timeline` does."""
     shown = timeline.syncs[:max_syncs]
-    if len(shown) < len(timeline.syncs):
-        limit = max(sync.merge_s for sync in shown)
-    else:
-        limit = timeline.sim_s
+    is_all = len(shown) == len(timeline.syncs)
+    limit = timeline.sim_s if is_all else max(sync.merge_s for sync in shown)
     num_regions, fragments = len(timeline.regions), _fragments(timeline)
     for region in range(num_regions):
         for kind, begin, end, _, _ in region_spans(timeline, region):
@@ -145,7 +138,8 @@ def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
     rows = {p: num_regions + i for i, p in enumerate(fragments)}
     for sync in shown:
         for p in sync.fragments:
-            _draw_sync(axes, sync, rows[p])
+            _bar(axes, rows[p], sync.start_s, sync.arrival_s, "on the network")
+            _bar(axes, rows[p], sync.arrival_s, sync.merge_s, "arrived, not merged yet")
     axes.set_yticks(
         np.arange(num_regions + len(fragments)),
         [*timeline.regions, *(f"fragment {p}" for p in fragments)],
@@ -156,11 +150,6 @@ def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
 
 def _fragments(timeline: Timeline) -> list[int]:
     return sorted({p for sync in timeline.syncs for p in sync.fragments})
-
-
-def _draw_sync(axes: Axes, sync: SyncRecord, row: int) -> None:
-    _bar(axes, row, sync.start_s, sync.arrival_s, "on the network")
-    _bar(axes, row, sync.arrival_s, sync.merge_s, "arrived, not merged yet")
 
 
 def _bar(axes: Axes, row: int, begin_s: float, end_s: float, kind: str) -> None:

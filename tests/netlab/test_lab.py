@@ -85,19 +85,6 @@ def test_a_region_shares_its_downlink_in_order_of_arrival():
     assert times(shaper) == pytest.approx(expected)
 
 
-def test_unequal_pairs():
-    rates = [[1, 10e6], [5e6, 1]]
-    links = conditions(rate_bps=rates)
-    shaper = Shaper([links], buffer_s=1, seed=0)
-    shaper.send(0.0, 0, 1, PACKET)
-    shaper.send(0.0, 1, 0, PACKET)
-    found = arrivals(shaper)
-    assert [(t, target) for t, target, _ in found] == [
-        (pytest.approx(0.101), 1),
-        (pytest.approx(0.102), 0),
-    ]
-
-
 def test_a_full_queue_drops_its_tail():
     shaper = Shaper([conditions()], buffer_s=0.0105, seed=0)
     for i in range(100):
@@ -257,13 +244,6 @@ def test_windows_hold_two_round_trips():
     assert plan.usual_window_bytes(near) == pytest.approx(10e6)
     assert plan.usual_window_bytes(conditions(mbit=1e6)) == 2**28
     assert plan.usual_window_bytes(conditions(1)) == 0
-
-
-def test_a_queue_without_an_end_drops_nothing():
-    shaper = Shaper([conditions(mbit=0.01)], buffer_s=math.inf, seed=0)
-    for _ in range(100):
-        shaper.send(0.0, 0, 1, PACKET)
-    assert times(shaper)[-1] == pytest.approx(100 + 0.1)
 
 
 def test_hosts_give_the_own_name_the_regions_address():
