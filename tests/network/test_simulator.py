@@ -251,19 +251,17 @@ def test_one_region_never_waits():
 @pytest.mark.parametrize(
     ("sizes", "num_steps", "message"),
     [
-        (([2], (1.0,)), 1, r"step_time_s=\(1.0,\) has 1 entries; 2 are"),
-        (([1, 1],), 1, "fragment_bytes=.* has 2 entries; 1 are needed"),
-        (([2],), 0, "num_steps=0 must be at least 1"),
-        (([2],), 2.5, "num_steps=2.5 must be a whole number, at least 1"),
-        (([1], (0.0, 1.0)), 1, "step_time_s=.* must be positive numbers"),
-        (([1, 1, 1], (1.0, 1.0), 2), 1, "num_layers=2 must be 1 or at least"),
+        (((2.0,), (1.0,)), 1, r"step_time_s=\(1.0,\) has 1 entries; 2 are needed"),
+        (((1.0, 1.0), (1.0, 1.0)), 1, "fragment_bytes=.* has 2 entries; 1 are needed"),
+        (((2.0,), (1.0, 1.0)), 0, "num_steps=0 must be at least 1"),
+        (((2.0,), (1.0, 1.0)), 2.5, "num_steps=2.5 must be a whole number, at least 1"),
+        (((1.0,), (0.0, 1.0)), 1, "step_time_s=.* must be positive numbers"),
+        (((1.0,) * 3, (1.0, 1.0), 2), 1, "num_layers=2 must be 1 or at least"),
     ],
 )
 def test_errors(sizes, num_steps, message):
-    fragments, *more = sizes
     with pytest.raises(ValueError, match=message):
-        simulate(PAIR, Workload(tuple(fragments), *(more or [(1.0, 1.0)])),
-                 staggered(1), num_steps)  # fmt: skip
+        simulate(PAIR, Workload(*sizes), staggered(1), num_steps)
 
 
 @st.composite
