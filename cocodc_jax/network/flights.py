@@ -5,7 +5,8 @@ as one shared resource. `sharing="fair"` gives each of k transfers 1/k of the li
 TCP streams on one bottleneck do (processor sharing); `sharing="fifo"` sends them one
 after the other in the order in which they became ready. Delays are not shared: a
 transfer gives up the links when its last byte has left and arrives one collective's
-latency later.
+latency later. Before a message enters the network its hosts encode, copy and sum it,
+one message after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import numpy as np
 
 from cocodc_jax.network.exchanges import Cost
 from cocodc_jax.network.timeline import SyncRecord
-from cocodc_jax.network.workload import FORWARD_SHARE, Workload
 from cocodc_jax.sync.schedules import Event
 
 SHARINGS = ("fair", "fifo")
@@ -39,33 +39,43 @@ class Channel:
       cost: (seconds, bytes) -> cost of the collective with the links of that moment.
       change_times_s: moments at which the links, hence the costs, change.
       sharing: "fair" or "fifo".
+      host_bytes_per_s: see `Workload`.
     """
 
     def __init__(
-        self, cost: Cost, change_times_s: tuple[float, ...] = (), sharing: str = "fair"
+        self,
+        cost: Cost,
+        change_times_s: tuple[float, ...] = (),
+        sharing: str = "fair",
+        host_bytes_per_s: float = math.inf,
     ):
         if sharing not in SHARINGS:
             raise ValueError(f"sharing={sharing!r} must be one of {SHARINGS}")
-        self._cost = cost
-        self._changes = change_times_s
+        self.bytes_sent = np.zeros(())  # by each region, once something was sent
+        self._cost, self._changes = cost, change_times_s
+        self._host_bytes_per_s, self._host_free_s = host_bytes_per_s, 0.0
         self._is_fifo = sharing == "fifo"
         self._now_s = 0.0
         self._unfinished: dict[int, _Transfer] = {}  # in order of readiness
         self._arrivals_s: list[float | None] = []
 
-    def submit(self, ready_s: float, num_bytes: float) -> int:
-        """Add a transfer and return its id.
+    def send(self, ready_s: float, num_bytes: float) -> tuple[int, np.ndarray]:
+        """Send a message; return its transfer's id and what each region sends.
 
-        Transfers are submitted in the order of their ready times, none before a moment
-        that the simulation has already passed.
+        Messages are sent in the order of their ready times, none before a moment that
+        the simulation has already passed.
         """
+        host_s = num_bytes / self._host_bytes_per_s
+        self._host_free_s = ready_s = max(ready_s, self._host_free_s) + host_s
         last_s = max((x.ready_s for x in self._unfinished.values()), default=0.0)
         earliest_s = max(self._now_s, last_s)
         assert ready_s >= earliest_s - 1e-9, (ready_s, self._now_s, last_s)
         transfer_id = len(self._arrivals_s)
         self._arrivals_s.append(None)
         self._unfinished[transfer_id] = _Transfer(ready_s, num_bytes)
-        return transfer_id
+        sent = np.asarray(self._cost(ready_s, num_bytes).bytes_sent)
+        self.bytes_sent = self.bytes_sent + sent
+        return transfer_id, sent
 
     def arrived(self, transfer_id: int, time_s: float) -> bool:
         """Whether a transfer has arrived by `time_s`, which all else must have too."""
@@ -77,7 +87,7 @@ class Channel:
     def arrival_s(self, transfer_id: int) -> float:
         """Run until a transfer has arrived and return when that was, in seconds.
 
-        Right only if whatever is submitted later is ready no earlier than this.
+        Right only if whatever is sent later is ready no earlier than this.
         """
         while (arrival := self._arrivals_s[transfer_id]) is None:
             self._advance(math.inf)
@@ -111,33 +121,13 @@ class Channel:
         return {i: now_s + len(active) * t.left * alone_s[i] for i, t in active}
 
 
-class Route:
-    """A way across the network, with the hosts before it."""
-
-    def __init__(
-        self, channel: Channel, cost: Cost, host_bytes_per_s: float, num_regions: int
-    ):
-        self.channel = channel
-        self.bytes_sent = np.zeros(num_regions)
-        self._cost, self._host_bytes_per_s = cost, host_bytes_per_s
-        self._host_free_s = 0.0
-
-    def send(self, ready_s: float, num_bytes: float) -> tuple[int, np.ndarray]:
-        """Send one message; return its transfer's id and what each region sends."""
-        host_s = num_bytes / self._host_bytes_per_s
-        self._host_free_s = enters_s = max(ready_s, self._host_free_s) + host_s
-        sent = np.asarray(self._cost(enters_s, num_bytes).bytes_sent)
-        self.bytes_sent = self.bytes_sent + sent
-        return self.channel.submit(enters_s, num_bytes), sent
-
-
 @dataclasses.dataclass(eq=False)
 class Flight:
     """One sync on its way.
 
     Attributes:
       start: the event of its start.
-      route: its way.
+      channel: its way.
       times: what each region had measured as it left.
       left_s: when each region was ready to send, `[M]`.
       start_s: when its first byte could leave.
@@ -146,7 +136,7 @@ class Flight:
     """
 
     start: Event
-    route: Route
+    channel: Channel
     times: Times
     left_s: np.ndarray
     start_s: float
@@ -155,13 +145,12 @@ class Flight:
 
     def arrived(self, time_s: float) -> bool:
         """Whether all of it is there; `time_s` as of `Channel.arrived`."""
-        channel = self.route.channel
-        return all([channel.arrived(transfer, time_s) for _, transfer in self.layers])
+        return all([self.channel.arrived(i, time_s) for _, i in self.layers])
 
     @property
     def arrival_s(self) -> float:
         """When all of it is there, as of `Channel.arrival_s`."""
-        return max(self.route.channel.arrival_s(i) for _, i in self.layers)
+        return max(self.channel.arrival_s(i) for _, i in self.layers)
 
     def record(self, step: int, merge_s: float, stall_s: np.ndarray) -> SyncRecord:
         """Return what is reported of it after its merge."""
@@ -176,62 +165,3 @@ class Flight:
             float(np.mean(stall_s)),
             tuple(self.bytes_sent.tolist()),
         )
-
-
-def depart(
-    start: Event,
-    scale: float,
-    workload: Workload,
-    route: Route,
-    clocks: np.ndarray,
-    step_s: np.ndarray,
-    times: Times,
-) -> Flight:
-    """Send a sync's messages, each as soon as the last region that takes part is ready.
-
-    The backward pass ends with layer 0, so the deepest layer is ready first.
-    """
-    who = slice(None) if start.participating is None else list(start.participating)
-    flight = Flight(start, route, times, clocks, np.inf, [], np.zeros_like(clocks))
-    for layer, num_bytes in workload.messages((start.fragment_id,)):
-        lead = (1 - FORWARD_SHARE) * layer / workload.num_layers
-        ready_s = float(np.max((clocks - lead * step_s)[who]))
-        flight.start_s = min(flight.start_s, ready_s)
-        transfer, sent = route.send(ready_s, num_bytes * scale)
-        flight.layers.insert(0, (layer, transfer))
-        flight.bytes_sent = flight.bytes_sent + sent
-    return flight
-
-
-def stall(
-    flight: Flight, workload: Workload, clocks: np.ndarray, step_s: np.ndarray
-) -> np.ndarray:
-    """Return how long each region waits for a sync that it merges now, `[M]`.
-
-    Layer l of L is needed l/L of the forward pass later.
-    """
-    waited = np.zeros_like(clocks)
-    for layer, transfer in flight.layers:
-        lag = FORWARD_SHARE * layer / workload.num_layers * step_s
-        arrival_s = flight.route.channel.arrival_s(transfer)
-        waited = waited + np.maximum(0.0, arrival_s - (clocks + waited + lag))
-    return waited
-
-
-class Watch:
-    """What regions have measured of syncs by the time that they send the next one."""
-
-    def __init__(self, num_regions: int, is_layered: bool):
-        self._sync_s = np.zeros(num_regions)
-        # The first layer leaves no more than a backward pass before a step's end.
-        self._lead = 1 - FORWARD_SHARE if is_layered else 0.0
-        self.unseen: list[Flight] = []
-
-    def times(self, clocks: np.ndarray, step_s: np.ndarray) -> Times:
-        """Return seconds of a step and of the last sync to arrive (0: none has)."""
-        now = float(np.max(clocks - self._lead * step_s))
-        seen = [flight for flight in self.unseen if flight.arrived(now)]
-        for flight in sorted(seen, key=lambda flight: flight.arrival_s):
-            self._sync_s = flight.arrival_s - flight.left_s
-            self.unseen.remove(flight)
-        return list(zip(step_s.tolist(), self._sync_s.tolist(), strict=True))

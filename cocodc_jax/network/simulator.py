@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from cocodc_jax.network import exchanges, flights
-from cocodc_jax.network.flights import Channel, Flight, Route, Watch
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.flights import Channel, Flight, Times
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.timeline import SyncRecord, Timeline
-from cocodc_jax.network.workload import Workload
+from cocodc_jax.network.workload import FORWARD_SHARE, Workload
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import FINISH, START, Applied, Event, Schedule, events_at
@@ -68,12 +68,13 @@ def simulate(
     _check_sizes(topology, workload, schedule, num_steps)
     if schedule is None:
         return _undisturbed(topology, workload, num_steps)
-    routes = _routes(topology, workload, schedule, collective, order, sharing)
+    channels = _channels(topology, workload, schedule, collective, order, sharing)
     fastest = min(workload.step_time_s)
     ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
     bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
-    run = _Run(workload, bound, routes, effective_rank)
+    run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
+    num = topology.num_regions
     return Timeline(
         topology.regions,
         tuple(run.records),
@@ -81,7 +82,7 @@ def simulate(
         tuple(run.step_s.tolist()),
         tuple(run.marks),
         tuple(run.stall_s.tolist()),
-        tuple(np.sum([route.bytes_sent for route in routes], axis=0).tolist()),
+        tuple(sum((each.bytes_sent for each in channels), np.zeros(num)).tolist()),
     )
 
 
@@ -106,12 +107,9 @@ def simulate_method(
         raise ValueError(
             f"regions={num} must be {method.num_regions} for method={method.name!r}"
         )
-    schedule, way = (
-        exchanges.schedule_of(method),
-        exchanges.crossing(method, collective),
-    )
-    more = order, sharing, effective_rank
-    return simulate(topology, workload, schedule, num_steps, way, *more)
+    schedule = exchanges.schedule_of(method)
+    given = exchanges.crossing(method, collective), order, sharing, effective_rank
+    return simulate(topology, workload, schedule, num_steps, *given)
 
 
 def _check_sizes(
@@ -139,14 +137,14 @@ def _undisturbed(topology: Topology, workload: Workload, num_steps: int) -> Time
     )
 
 
-def _routes(
+def _channels(
     topology: Topology,
     workload: Workload,
     schedule: Schedule,
     collective: str | exchanges.Crossing,
     order: Sequence[int] | None,
     sharing: str,
-) -> list[Route]:
+) -> list[Channel]:
     """Return the way of all messages, or one for each region that comes alone."""
     if schedule.is_by_region:
         each = range(topology.num_regions)
@@ -157,13 +155,9 @@ def _routes(
         ways = [exchanges.collective(topology, collective, order, largest)]
     else:
         ways = [collective]
-    num, host_bytes_per_s = topology.num_regions, workload.host_bytes_per_s
-    return [
-        Route(
-            Channel(cost, topology.change_times_s, sharing), cost, host_bytes_per_s, num
-        )
-        for cost in (exchanges.over_time(topology, way) for way in ways)
-    ]
+    costs = [exchanges.over_time(topology, way) for way in ways]
+    times_s, host_bytes_per_s = topology.change_times_s, workload.host_bytes_per_s
+    return [Channel(cost, times_s, sharing, host_bytes_per_s) for cost in costs]
 
 
 class _Run:
@@ -173,10 +167,10 @@ class _Run:
         self,
         workload: Workload,
         schedule: Schedule,
-        routes: Sequence[Route],
+        channels: Sequence[Channel],
         effective_rank: float | None,
     ):
-        self.workload, self.schedule, self.routes = workload, schedule, routes
+        self.workload, self.schedule, self.channels = workload, schedule, channels
         self.step_s = np.asarray(workload.step_time_s)
         if schedule.is_by_region:
             self.step_s = np.full_like(self.step_s, self.step_s.min())
@@ -190,7 +184,8 @@ class _Run:
         self.new: list[Applied] = []  # what the schedule has not asked about yet
         self.in_flight: dict[tuple[int, int], Flight] = {}
         self.due: list[Flight] = []
-        self.watch = Watch(len(self.step_s), workload.is_layered)
+        self.unseen: list[Flight] = []  # not measured yet
+        self.sync_s = np.zeros_like(self.step_s)  # of the last one that is
 
     def run(self, num_steps: int) -> None:
         state = self.schedule.init()
@@ -244,26 +239,48 @@ class _Run:
                 self.merge_due(step)
 
     def start(self, event: Event) -> Flight:
+        """Send a sync's messages, each as soon as the last region taking part is ready.
+
+        The backward pass ends with layer 0, so the deepest layer is ready first.
+        """
         self.last_start[event.fragment_id] = event.start_step
-        is_measured, route = self.schedule.is_measured, self.routes[0]
-        if self.schedule.is_by_region:
-            assert event.participating is not None
-            route = self.routes[event.participating[0]]
+        channel, who = self.channels[0], slice(None)
+        if event.participating is not None:
+            who = list(event.participating)
+            if self.schedule.is_by_region:
+                channel = self.channels[who[0]]
         scale = event.rank / self.first_rank if event.rank else 1.0
-        times = self.watch.times(self.clocks, self.step_s) if is_measured else []
-        flight = flights.depart(
-            event, scale, self.workload, route, self.clocks, self.step_s, times
-        )
-        if is_measured:
-            self.watch.unseen.append(flight)
+        times = self.measured() if self.schedule.is_measured else []
+        sent = np.zeros_like(self.clocks)
+        flight = Flight(event, channel, times, self.clocks, np.inf, [], sent)
+        for layer, num_bytes in self.workload.messages((event.fragment_id,)):
+            lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
+            ready_s = float(np.max((self.clocks - lead * self.step_s)[who]))
+            flight.start_s = min(flight.start_s, ready_s)
+            transfer, sent = channel.send(ready_s, num_bytes * scale)
+            flight.layers.insert(0, (layer, transfer))
+            flight.bytes_sent = flight.bytes_sent + sent
+        if self.schedule.is_measured:
+            self.unseen.append(flight)
         return flight
+
+    def measured(self) -> Times:
+        """Return seconds of a step and of the last sync to arrive (0: none has)."""
+        # The first layer leaves no more than a backward pass before a step's end.
+        lead = 1 - FORWARD_SHARE if self.workload.is_layered else 0.0
+        now = float(np.max(self.clocks - lead * self.step_s))
+        seen = [flight for flight in self.unseen if flight.arrived(now)]
+        for flight in sorted(seen, key=lambda flight: flight.arrival_s):
+            self.sync_s = flight.arrival_s - flight.left_s
+            self.unseen.remove(flight)
+        return list(zip(self.step_s.tolist(), self.sync_s.tolist(), strict=True))
 
     def merge_due(self, step: int) -> None:
         while self.due:
             self.merge(self.due.pop(0), step)
 
     def merge(self, flight: Flight, step: int) -> None:
-        stall = flights.stall(flight, self.workload, self.clocks, self.step_s)
+        stall = self.stall(flight)
         merging = np.ones(len(stall), bool)
         if self.schedule.is_by_region:
             alone = list(flight.start.participating or ())
@@ -273,3 +290,15 @@ class _Run:
         self.stall_s = self.stall_s + stall
         merge_s = float(np.max(self.clocks[merging]))
         self.records.append(flight.record(step, merge_s, stall))
+
+    def stall(self, flight: Flight) -> np.ndarray:
+        """Return how long each region waits for a sync that it merges now, `[M]`.
+
+        Layer l of L is needed l/L of the forward pass later.
+        """
+        waited = np.zeros_like(self.clocks)
+        for layer, transfer in flight.layers:
+            lag = FORWARD_SHARE * layer / self.workload.num_layers * self.step_s
+            arrival_s = flight.channel.arrival_s(transfer)
+            waited = waited + np.maximum(0.0, arrival_s - (self.clocks + waited + lag))
+        return waited
