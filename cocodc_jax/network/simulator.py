@@ -74,7 +74,9 @@ def simulate(
     bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
     run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
-    num = topology.num_regions
+    bytes_sent = np.zeros(topology.num_regions)
+    for channel in channels:
+        bytes_sent += channel.bytes_sent
     return Timeline(
         topology.regions,
         tuple(run.records),
@@ -82,7 +84,7 @@ def simulate(
         tuple(run.step_s.tolist()),
         tuple(run.marks),
         tuple(run.stall_s.tolist()),
-        tuple(sum((each.bytes_sent for each in channels), np.zeros(num)).tolist()),
+        tuple(bytes_sent.tolist()),
     )
 
 
