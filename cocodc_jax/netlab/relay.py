@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from cocodc_jax.netlab import children, kernel
+from cocodc_jax.netlab import children, region
 from cocodc_jax.netlab.shaper import Conditions, Shaper
 
 TICK_S = 0.0005
@@ -71,7 +71,7 @@ class Relay:
         if settings.changes_path:
             self._shaper.changes_from_s = math.inf
         self._region_of = {
-            kernel.packed_address(i): i for i in range(len(settings.tun_fds))
+            region.packed_address(i): i for i in range(len(settings.tun_fds))
         }
         self._source_of = {fd: i for i, fd in enumerate(settings.tun_fds)}
         self._start_s = time.monotonic()

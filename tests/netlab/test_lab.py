@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocodc_jax.netlab import kernel, plan, region, relay
+from cocodc_jax.netlab import plan, region, relay
 from cocodc_jax.netlab.shaper import Conditions, Shaper
 from cocodc_jax.network.links import Link, LinkChange, Topology, uniform
 
@@ -289,10 +289,10 @@ def test_the_relay_reads_what_the_lab_writes():
 def test_missing_permissions_are_named():
     program = """
 import os
-from cocodc_jax.netlab import kernel
+from cocodc_jax.netlab import region
 if os.getuid() == 0:
     os.setuid(65534)
-print("; ".join(kernel.missing()))
+print("; ".join(region.missing()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -306,5 +306,5 @@ print("; ".join(kernel.missing()))
 
 
 def test_a_missing_device_is_named(monkeypatch):
-    monkeypatch.setattr(kernel, "_TUN_PATH", "/dev/net/no_tun")
-    assert "/dev/net/no_tun (No such file or directory" in kernel.missing()[-1]
+    monkeypatch.setattr(region, "_TUN_PATH", "/dev/net/no_tun")
+    assert "/dev/net/no_tun (No such file or directory" in region.missing()[-1]
