@@ -53,18 +53,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a region is given.
+    """What a region is given; what is not named here is as in `plan.Plan`.
 
     Attributes:
       region_id: from 0 to num_regions - 1.
-      num_regions: of the lab.
-      command: program and arguments.
       folder: in which the command runs.
-      mtu_bytes: largest packet.
-      window_bytes: TCP may have so much under way.
-      congestion_control: of TCP.
-      restarts_slowly: whether TCP does after a rest.
-      grace_s: between asking the command to end and killing it, in seconds.
       hosts_path: where the region's hosts file goes.
       socket_fd: to the lab.
       parent_pid: the lab's process; the region ends with it.

@@ -31,14 +31,10 @@ _IDLE_S = 0.1  # select does not return when a signal asks to stop
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the relay is given.
+    """What the relay is given; what is not named here is as in `plan.Plan`.
 
     Attributes:
-      regions: names, one per region.
       tun_fds: one non-blocking file descriptor per region.
-      conditions: of the links, over time.
-      buffer_s: longest wait in a queue.
-      seed: of loss and jitter.
       traffic_path: where the counters go, every second and at the end.
       changes_path: a file; the conditions' clock begins when it is there, at once for
         "".

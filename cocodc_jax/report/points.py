@@ -27,27 +27,18 @@ def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     axes = figure.subplots()
     sent = {n: row["bytes_sent_per_region"]["mean"] for n, row in methods.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in methods.items()}
-    shown = [name for name in methods if sent[name] > 0]
+    points = {n: (size, losses[n]) for n, size in sent.items() if size > 0}
     axes.set_xscale("log")
-    axes.scatter(
-        [sent[name] for name in shown],
-        [losses[name] for name in shown],
-        color=COLORS[2],
-        s=22,
-        zorder=3,
-    )
+    axes.scatter(*zip(*points.values(), strict=True), color=COLORS[2], s=22, zorder=3)
     axes.margins(x=0.08, y=0.06)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
     silent = [f"{n} {losses[n]:.3f}" for n in methods if not sent[n]]
-    axes.set_xlabel(
-        "bytes sent by each region (log scale)"
-        + (f"; nothing: {', '.join(silent)}" if silent else "")
-    )
+    nothing = f"; nothing: {', '.join(silent)}" if silent else ""
+    axes.set_xlabel(f"bytes sent by each region (log scale){nothing}")
     axes.set_ylabel("evaluation loss (nats per token)")
     tidy(axes, color="#eeeeee")
     axes.set_axisbelow(True)
     figure.draw_without_rendering()  # Lays the axes out: places are told in pixels.
-    points = {name: (sent[name], losses[name]) for name in shown}
     _label(axes, points)
     return figure
 
@@ -65,11 +56,8 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
         label = axes.annotate(name, point, fontsize=_FONT_SIZE)
         size = label.get_window_extent(renderer)
         label.remove()
-        free = (
-            place
-            for place in _places()
-            if _is_free(_box(at, place, size, scale), taken, inside)
-        )
+        boxes = ((place, _box(at, place, size, scale)) for place in _places())
+        free = (place for place, box in boxes if _is_free(box, taken, inside))
         place = next(free, (7.0, 0.0))  # Over others, rather than not at all.
         taken.append(_box(at, place, size, scale))
         _write(axes, name, point, place)
@@ -83,13 +71,8 @@ def _box(at: np.ndarray, place: tuple[float, float], size: Bbox, scale: float) -
 
 
 def _is_free(box: Bbox, taken: list[Bbox], inside: Bbox) -> bool:
-    return (
-        inside.x0 <= box.x0
-        and box.x1 <= inside.x1
-        and inside.y0 <= box.y0
-        and box.y1 <= inside.y1
-        and not any(box.overlaps(other) for other in taken)
-    )
+    is_inside = (box.min >= inside.min).all() and (box.max <= inside.max).all()
+    return is_inside and not any(box.overlaps(other) for other in taken)
 
 
 def _places() -> Iterator[tuple[float, float]]:

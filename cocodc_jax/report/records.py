@@ -121,9 +121,7 @@ class MetricsWriter:
             infinite (the trainer stops such a run before it is recorded).
         """
         checked = check_record(record)
-        with writing(self._file.name):
-            self._file.write(_to_line(checked))
-            self._file.flush()
+        _append(self._file, checked)
         self._show(checked)
 
     def write_timing(
@@ -151,9 +149,7 @@ class MetricsWriter:
         }
         if mfu is not None:
             timing["mfu"] = float(mfu)
-        with writing(self._timing.name):
-            self._timing.write(_to_line(timing))
-            self._timing.flush()
+        _append(self._timing, timing)
         self._show({"kind": "timing", **timing})
 
     def _show(self, record: Mapping[str, Any]) -> None:
@@ -220,10 +216,9 @@ def bytes_until(path: str | os.PathLike[str], step: int) -> int:
     path = pathlib.Path(path)
     if not path.exists():
         return 0
-    lines = path.read_bytes().split(b"\n")
-    records = read_records(path)
-    kept = sum(record["step"] <= step for record in records)
-    return sum(len(line) + 1 for line in lines[:kept])
+    data = path.read_bytes()
+    kept = sum(record["step"] <= step for record in _parse(path, data))
+    return sum(len(line) + 1 for line in data.split(b"\n")[:kept])
 
 
 def perplexity(loss: float) -> float | None:
@@ -267,8 +262,10 @@ def _plain(value: Any, field: str) -> Any:
     return number.tolist()
 
 
-def _to_line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"
+def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
+    with writing(file.name):
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        file.flush()
 
 
 def _open_at(path: pathlib.Path, size: int) -> BinaryIO:
