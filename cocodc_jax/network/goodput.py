@@ -1,14 +1,14 @@
 """Goodput: the share of their time in which regions do steps that count.
 
 Steps do not count that are done again, or lost with a region; time does not that is
-spent broken, waiting for others, or saving. Where regions fail by themselves, at rate
+spent broken or waiting for others. Where regions fail by themselves, at rate
 1/F each (F the mean time between failures, exponential), and what was done is kept
 every s seconds (a sync for a region alone, a checkpoint for all), the share is
 
-    g = s / ((e^{rate (s + c)} - 1) (1 / rate + R))             c seconds to keep it
+    g = s / ((e^{rate s} - 1) (1 / rate + R))
 
-R the mean time until it goes on. A stretch of s + c seconds without a failure is tried
-until it succeeds: e^{rate (s + c)} - 1 times the mean time of one failure and repair.
+R the mean time until it goes on. A stretch of s seconds without a failure is tried
+until it succeeds: e^{rate s} - 1 times the mean time of one failure and repair.
 
 - Together, one job: any of M regions ends all, which go on from the last checkpoint:
   rate = M / F. Daly (2006) has the same with failures during a restart, from memory.
@@ -51,7 +51,7 @@ class Failures:
             )
 
 
-def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -> float:
+def kept_share(rate: float, repair_s: float, kept_s: float) -> float:
     """Return the share of time whose work is kept, g of the module.
 
     >>> round(kept_share(1 / 90, 10, 0), 6)
@@ -59,16 +59,14 @@ def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -
     """
     if kept_s == 0:
         return 1 / (1 + rate * repair_s)
-    tries = math.expm1(min(rate * (kept_s + save_s), 700))
+    tries = math.expm1(min(rate * kept_s, 700))
     return kept_s / (tries * (1 / rate + repair_s))
 
 
-def together(
-    failures: Failures, num_regions: int, checkpoint_s: float, save_s: float = 0
-) -> float:
+def together(failures: Failures, num_regions: int, checkpoint_s: float) -> float:
     """Return the goodput where any region's failure stops all."""
     rate = num_regions / failures.between_s
-    return kept_share(rate, failures.repair_s, checkpoint_s, save_s)
+    return kept_share(rate, failures.repair_s, checkpoint_s)
 
 
 def alone(failures: Failures, sync_s: float) -> float:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MAX_SYNCS = 24  # that are drawn
+
 _REGION_PID, _NETWORK_PID = 1, 2
 
 _COLORS = {
@@ -100,12 +102,11 @@ def plot_timeline(
     timeline: Timeline,
     path: str | os.PathLike[str],
     title: str,
-    max_syncs: int = 24,
     clock: str = "simulated",
 ) -> None:
     """Draw when regions compute and wait, and when each fragment is in flight.
 
-    Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
+    Only the time of the first `MAX_SYNCS` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
 
     Raises:
@@ -117,7 +118,7 @@ def plot_timeline(
     rows = len(timeline.regions) + len(_fragments(timeline))
     figure = Figure(figsize=(10, 1.6 + 0.3 * rows), layout="constrained")
     axes = figure.subplots()
-    draw_timeline(axes, timeline, max_syncs)
+    draw_timeline(axes, timeline)
     axes.set_xlabel(f"{clock} seconds")
     axes.set_title(title)
     draw_legend(figure)
@@ -126,9 +127,9 @@ def plot_timeline(
     write_whole(path, picture.getvalue())
 
 
-def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
+def draw_timeline(axes: Axes, timeline: Timeline) -> None:
     """Draw a row a region and a row a fragment, as `plot_timeline` does."""
-    shown = timeline.syncs[:max_syncs]
+    shown = timeline.syncs[:MAX_SYNCS]
     is_all = len(shown) == len(timeline.syncs)
     limit = timeline.sim_s if is_all else max(sync.merge_s for sync in shown)
     num_regions, fragments = len(timeline.regions), _fragments(timeline)

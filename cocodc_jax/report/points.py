@@ -71,8 +71,8 @@ def _box(at: np.ndarray, place: tuple[float, float], size: Bbox, scale: float) -
 
 
 def _is_free(box: Bbox, taken: list[Bbox], inside: Bbox) -> bool:
-    is_inside = (box.min >= inside.min).all() and (box.max <= inside.max).all()
-    return is_inside and not any(box.overlaps(other) for other in taken)
+    is_inside = np.all(box.min >= inside.min) and np.all(box.max <= inside.max)
+    return bool(is_inside) and not any(box.overlaps(other) for other in taken)
 
 
 def _places() -> Iterator[tuple[float, float]]:
@@ -106,9 +106,7 @@ def _write(
     )
 
 
-def frontier(
-    points: Sequence[Point], published: Sequence[Point] = (), title: str = ""
-) -> Figure:
+def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure:
     """Plot loss against bytes a step; what is on the frontier has color and number."""
     figure = new_figure(height_in=5.6, width_in=9.0)
     axes = figure.subplots()
@@ -137,7 +135,6 @@ def frontier(
     axes.set_ylabel("evaluation loss after all steps (nats per token)")
     _name(axes, edge, families)
     _add_legend(figure, axes, families, bool(published))
-    axes.set_title(title, fontsize="medium")
     return figure
 
 

@@ -35,11 +35,6 @@ def test_by_hand():
     assert together(failures, 2, stretch) == pytest.approx(stretch / 300)
 
 
-def test_saving_takes_its_time():
-    """Without failures to speak of, s of s + c."""
-    assert kept_share(1e-12, 60, 900, 100) == pytest.approx(0.9, rel=1e-6)
-
-
 def test_a_stretch_is_the_expectation_of_tries():
     """The mean time until s seconds have passed without a failure, drawn."""
     rng, rate, repair, stretch = np.random.default_rng(0), 0.5, 3.0, 2.0
