@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.files import write_whole
-from cocodc_jax.netlab import children, independent
+from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
 from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 from cocodc_jax.run.build import check_elastic
@@ -65,7 +65,7 @@ class RefusedError(Exception):
 class Chaos:
     """The regions of a run, which it kills and restarts."""
 
-    def __init__(self, workdir: pathlib.Path, regions: Sequence[independent.Region]):
+    def __init__(self, workdir: pathlib.Path, regions: Sequence[children.Region]):
         """Take the regions of the run in `workdir`, which are not started yet."""
         self._workdir, self.regions = workdir, list(regions)
         self.kills = lines(workdir / KILLS_FILE)
@@ -256,18 +256,18 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     if own.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
-    told = independent.commands(
+    told = children.region_commands(
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
         workdir,
         own.regions,
         flags.value("via") or "",
     )
-    logs = independent.logs(workdir, own.regions)
+    logs = children.region_logs(workdir, own.regions)
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     chaos = Chaos(
-        workdir, [independent.Region(*each) for each in zip(told, logs, strict=True)]
+        workdir, [children.Region(*each) for each in zip(told, logs, strict=True)]
     )
     began_s, steps = time.time(), config.run.steps
     last_step = int(_LAST_KILL * steps)

@@ -152,7 +152,7 @@ def _write_report(
     workdir: pathlib.Path,
     console: Console,
 ) -> None:
-    from cocodc_jax.report import gantt, page, plots  # Matplotlib, on use.
+    from cocodc_jax.report import page, plots  # Matplotlib, on use.
 
     target = flags.value("target_method")
     if target in diverged:
@@ -170,7 +170,7 @@ def _write_report(
     }
     if any(run.of_kind("sync") for run in runs):
         figures["fragments_in_flight"] = (
-            gantt.fragments_in_flight(runs),
+            plots.fragments_in_flight(runs),
             "When each fragment was in flight; a mark is a sync without delay.",
         )
     pictures = []

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from cocodc_jax import methods
 from cocodc_jax.files import write_whole
-from cocodc_jax.netlab import kernel
+from cocodc_jax.netlab import region
 from cocodc_jax.report.plots import save_png
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
@@ -282,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), {"Flags": options(values)}))
             return 0
         comparison = Comparison(values, train)
-        if lacks := kernel.missing():
+        if lacks := region.missing():
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
         workdir = pathlib.Path(values.workdir)
         make_folder(workdir)

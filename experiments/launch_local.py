@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
-from cocodc_jax.netlab import children, independent
+from cocodc_jax.netlab import children
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_elastic
@@ -66,7 +66,7 @@ def launch(
     """Start the processes and wait until they end."""
     command = [*commands.python_m("train"), *train_flags]
     told = {
-        processes.ADDRESS: independent.free_addresses(1)[0],
+        processes.ADDRESS: children.free_addresses(1)[0],
         processes.COUNT: str(count),
     }
     group = children.Group(grace_s)
@@ -96,10 +96,10 @@ def launch_elastic(
 ) -> int:
     """Start every region as a run of its own, and wait for their end."""
     command = [*commands.python_m("train"), *train_flags]
-    each = independent.commands(command, workdir, count, via)
-    logs = independent.logs(workdir, count)
+    each = children.region_commands(command, workdir, count, via)
+    logs = children.region_logs(workdir, count)
     regions = [
-        independent.Region(*its, num_processes) for its in zip(each, logs, strict=True)
+        children.Region(*its, num_processes) for its in zip(each, logs, strict=True)
     ]
     asked_s: list[float] = []
 
@@ -114,7 +114,7 @@ def launch_elastic(
             region.start()
             if asked_s:  # Told to stop while it was started.
                 region.send(signal.SIGTERM)
-        return independent.wait(
+        return children.wait(
             regions,
             lambda: restarts and not asked_s,
             lambda: asked_s[0] + grace_s if asked_s else math.inf,

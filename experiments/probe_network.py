@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cocodc_jax.files import write_whole
-from cocodc_jax.netlab import schedule
+from cocodc_jax.netlab import plan
 from cocodc_jax.netlab.probe import (
     COLLECTIVES,
     make_exchange,
@@ -131,8 +131,8 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
     # As the lab, which caps regions, and takes links as they are without changes.
     usual = dataclasses.replace(topology, changes=())
     cap_bps = gbps * 1e9 or math.inf
-    conditions = schedule.conditions_over_time(usual, cap_bps)[0]
-    mtu = values.mtu or schedule.usual_mtu_bytes(conditions)
+    conditions = plan.conditions_over_time(usual, cap_bps)[0]
+    mtu = values.mtu or plan.usual_mtu_bytes(conditions)
     state = topology.at()
     rate = np.minimum(state.bytes_per_s, cap_bps / 8)
     share = gloo.payload_share(mtu)

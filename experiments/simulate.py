@@ -41,12 +41,12 @@ from cocodc_jax.network import (
     plan,
     published,
     trace,
-    watch,
 )
-from cocodc_jax.network.faults import Finding
+from cocodc_jax.network.faults import Finding, watch_links
 from cocodc_jax.network.links import Topology
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
-from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.report.runs import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import one_line
 
@@ -67,7 +67,7 @@ def run_simulation(values: flags.FlagValues) -> None:
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
     _check_rank(values, method)
     folder = _folder(values)
-    timeline = exchanges.simulate_method(
+    timeline = simulate_method(
         topology,
         work,
         method,
@@ -89,7 +89,7 @@ def run_simulation(values: flags.FlagValues) -> None:
         seconds = None if needed is None else timeline.seconds_until(needed)
         summary |= {"target_loss": values.target_loss, "sim_s_to_target": seconds}
     _print_summary(summary)
-    named_s = watch.watch_links(topology, timeline)
+    named_s = watch_links(topology, timeline)
     for time_s, finding in named_s:
         print(f"- Faulty at {time_s:.4g} s: {finding.explain(topology.regions)}.")
     if folder:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from cocodc_jax.network import watch
+from cocodc_jax.network.faults import watch_steps
 from cocodc_jax.run import timeline
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if busy > 0 and quiet > 0:
         print(f"{'  sync in flight':18} {busy:.4g}")
         print(f"{'  none':18} {quiet:.4g}")
-    for step, finding in watch.watch_steps(found):
+    for step, finding in watch_steps(found):
         print(f"after step {since + step}: {finding.explain(found.regions)}")
     return 0
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from cocodc_jax.netlab import kernel, launch, schedule
+from cocodc_jax.netlab import launch, region
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
@@ -54,7 +54,7 @@ def _define_links(values: flags.FlagValues) -> None:
     number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
     count = functools.partial(flags.DEFINE_integer, flag_values=values)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
-    count("regions", 2, "regions", lower_bound=1, upper_bound=kernel.MAX_REGIONS)
+    count("regions", 2, "regions", lower_bound=1, upper_bound=region.MAX_REGIONS)
     number(
         "bandwidth_mbit",
         None,
@@ -68,7 +68,7 @@ def _define_links(values: flags.FlagValues) -> None:
     known = ", ".join(world.world_regions())
     text("world", None, f"cloud regions, comma-separated, of {known}")
     text("links", None, "YAML file with regions, links, changes (network/world.py)")
-    text("schedule", None, "YAML list of changes of the links (netlab/schedule.py)")
+    text("schedule", None, "YAML list of changes of the links (network/world.py)")
 
 
 def _define_lab(values: flags.FlagValues) -> None:
@@ -114,15 +114,15 @@ SECTIONS = {"The links": _define_links, "The lab": _define_lab}
 def build_topology(values: flags.FlagValues) -> Topology:
     """Return the network the flags describe."""
     topology = _links(values)
-    if topology.num_regions > kernel.MAX_REGIONS:
+    if topology.num_regions > region.MAX_REGIONS:
         raise ValueError(
             f"--links={values.links} has {topology.num_regions} regions; at most "
-            f"{kernel.MAX_REGIONS} are possible"
+            f"{region.MAX_REGIONS} are possible"
         )
     if not values.schedule:
         return topology
     try:
-        changes = schedule.load_changes(values.schedule, topology.regions)
+        changes = world.load_changes(values.schedule, topology.regions)
     except OSError as error:
         raise ValueError(f"--schedule={values.schedule}: {error.strerror}") from error
     return dataclasses.replace(topology, changes=topology.changes + changes)
@@ -173,7 +173,7 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
             f"grace_s={values.grace_s} must be below {_LONGEST_GRACE_S:g}, a day"
         )
     check_numbers(values)
-    known = kernel.congestion_controls()
+    known = region.congestion_controls()
     if values.congestion_control not in known:
         raise ValueError(
             f"congestion_control={values.congestion_control} is not allowed here; use "
@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
             print(render(commands.shown(__doc__), sections_of(SECTIONS, values)))
             return 0
         check_command(command)
-        if lacks := kernel.missing():
+        if lacks := region.missing():
             raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)
     except (ValueError, PermissionError, flags.Error) as error:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.netlab.kernel import missing
     from cocodc_jax.netlab.launch import LabError, run
     from cocodc_jax.netlab.plan import Plan, make_plan
+    from cocodc_jax.netlab.region import missing
     from cocodc_jax.netlab.shaper import Conditions, Shaper
 
 __all__ = [
@@ -40,7 +40,7 @@ _PLACES = {
     "Plan": "plan:Plan",
     "Shaper": "shaper:Shaper",
     "make_plan": "plan:make_plan",
-    "missing": "kernel:missing",
+    "missing": "region:missing",
     "run": "launch:run",
 }
 

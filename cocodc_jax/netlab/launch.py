@@ -194,7 +194,9 @@ class _Lab:
         code = children.exit_code(self._regions[region_id].wait())
         self._running.discard(region_id)
         if code and not self.exit_code:
-            _explain(region_id, code, self._plan.log_path(region_id))
+            log = self._plan.log_path(region_id)
+            # Region 0 has been on the terminal already.
+            children.explain(f"wan: region {region_id}", code, log, tail=region_id > 0)
             self.stop(code)
 
     def _relay_ended(self) -> None:
@@ -245,11 +247,3 @@ def _receive_device(region_id: int, connection: socket.socket) -> int:
         reason = message.decode() or "its process ended"
         raise LabError(f"region {region_id} could not be made: {reason}")
     return devices[0]
-
-
-def _explain(region_id: int, code: int, log: pathlib.Path) -> None:
-    print(
-        f"wan: region {region_id} ended with exit code {code}; {log}", file=sys.stderr
-    )
-    if region_id:  # Region 0 has been on the terminal already.
-        children.show_tail(log)

@@ -1,16 +1,21 @@
-"""What a run of the lab is: the regions, their links, the command."""
+"""What a run of the lab is: the regions, the command, the conditions over time."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
 from collections.abc import Sequence
 
-from cocodc_jax.netlab import schedule
 from cocodc_jax.netlab.shaper import Conditions
-from cocodc_jax.network.links import Topology
+from cocodc_jax.network.links import LinkChange, Topology
+
+_INTERNET_MTU_BYTES, _LARGEST_MTU_BYTES = 1500, 65000
+_PACKET_S = 0.001
+_SHORTEST_S = 0.2  # that windows are made for
+_LARGEST_WINDOW_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +95,7 @@ def make_plan(
     seed: int = 0,
     grace_s: float = 5.0,
 ) -> Plan:
-    """Plans a run over a network, with sizes that suit its links as they usually are.
+    """Plan a run over a network, with sizes that suit its links as they usually are.
 
     Args:
       topology: links and their changes.
@@ -105,17 +110,99 @@ def make_plan(
       grace_s: between asking a command to end and killing it.
     """
     undisturbed = dataclasses.replace(topology, changes=())
-    usual = schedule.conditions_over_time(undisturbed, region_bps)[0]
+    usual = conditions_over_time(undisturbed, region_bps)[0]
     return Plan(
         regions=topology.regions,
         command=tuple(command),
         logdir=logdir,
-        conditions=schedule.conditions_over_time(topology, region_bps),
-        mtu_bytes=mtu_bytes or schedule.usual_mtu_bytes(usual),
+        conditions=conditions_over_time(topology, region_bps),
+        mtu_bytes=mtu_bytes or usual_mtu_bytes(usual),
         buffer_s=buffer_s,
-        window_bytes=schedule.usual_window_bytes(usual),
+        window_bytes=usual_window_bytes(usual),
         congestion_control=congestion_control,
         restarts_slowly=restarts_slowly,
         seed=seed,
         grace_s=grace_s,
     )
+
+
+def conditions_over_time(
+    topology: Topology, region_bps: float = math.inf
+) -> tuple[Conditions, ...]:
+    """Return the conditions from each moment at which a link changes.
+
+    A change of all that a region sends (it names no receiver) holds for the region's
+    uplink too, and one of all that it receives for its downlink.
+    """
+    times = sorted({0.0, *topology.change_times_s})
+    return tuple(_conditions_at(topology, time, region_bps) for time in times)
+
+
+def _conditions_at(topology: Topology, time_s: float, region_bps: float) -> Conditions:
+    ids = range(topology.num_regions)
+    active = [c for c in topology.changes if c.start_s <= time_s < c.end_s]
+
+    def matrix(entry):
+        return tuple(tuple(entry(i, j) for j in ids) for i in ids)
+
+    def rate(i: int, j: int) -> float:
+        factors = [c.bandwidth_factor for c in active if _holds(c, i, j)]
+        return topology.links[i][j].bandwidth_gbps * 1e9 * math.prod(factors)
+
+    def delay(i: int, j: int) -> float:
+        extra = sum(c.extra_latency_s for c in active if _holds(c, i, j))
+        return topology.links[i][j].latency_s + extra
+
+    def cap(*ends: int | None) -> float:
+        whole = [c for c in active if (c.source, c.target) in (ends, (None, None))]
+        # A region that is cut off is so by its links: a meter of rate 0 has no end.
+        factors = [c.bandwidth_factor for c in whole if c.bandwidth_factor]
+        return region_bps * math.prod(factors)
+
+    return Conditions(
+        start_s=time_s,
+        rate_bps=matrix(rate),
+        delay_s=matrix(delay),
+        jitter_s=matrix(lambda i, j: topology.links[i][j].jitter_s),
+        loss=matrix(lambda i, j: topology.links[i][j].loss),
+        uplink_bps=tuple(cap(i, None) for i in ids),
+        downlink_bps=tuple(cap(None, j) for j in ids),
+    )
+
+
+def _holds(change: LinkChange, source: int, target: int) -> bool:
+    return change.source in (None, source) and change.target in (None, target)
+
+
+def usual_mtu_bytes(conditions: Conditions) -> int:
+    """Return the packet size to emulate with.
+
+    As large as the slowest meter passes within a millisecond, since a packet costs the
+    relay the same whatever its size, but no larger, since a packet behind it waits. On
+    lossy links it is the Internet's 1500, since losses are counted by packets.
+    """
+    if any(_between(conditions.loss)):
+        return _INTERNET_MTU_BYTES
+    slowest_bps = min(_between(conditions.rate_bps) + [*conditions.uplink_bps])
+    # A region by itself may have no meter.
+    size = min(slowest_bps / 8 * _PACKET_S, _LARGEST_MTU_BYTES)
+    return max(int(size), _INTERNET_MTU_BYTES)
+
+
+def usual_window_bytes(conditions: Conditions) -> int:
+    """Return what one TCP connection may have under way.
+
+    Enough to fill the fastest link for a round trip, and as much again for what waits
+    in queues; four times so much, as the kernel counts its own overhead and gives an
+    application half.
+    """
+    fastest = max([*_between(conditions.rate_bps), 0.0])
+    delay_s, ids = conditions.delay_s, range(conditions.num_regions)
+    pairs = itertools.combinations(ids, 2)
+    round_trips_s = [delay_s[i][j] + delay_s[j][i] for i, j in pairs]
+    seconds = max(_SHORTEST_S, 2 * max(round_trips_s, default=0.0))
+    return min(int(4 * fastest / 8 * seconds), _LARGEST_WINDOW_BYTES)
+
+
+def _between(matrix) -> list[float]:
+    return [x for i, row in enumerate(matrix) for j, x in enumerate(row) if i != j]

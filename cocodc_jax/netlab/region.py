@@ -5,40 +5,59 @@ sends its TUN device over the given socket, waits there for a byte, runs the com
 and ends with its exit code (128 + n after signal n). Whatever the command leaves
 running is killed. On SIGTERM, and when the lab is gone, the command has `grace_s` to
 end.
+
+Network and mount namespaces are anonymous: nothing names them, so the kernel takes
+them down, with the device in them, when the last process or descriptor in them is
+gone. No clean-up can be forgotten, also after kill -9. (A user looks inside one with
+`nsenter --net --target PID`.)
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
 import functools
+import ipaddress
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from cocodc_jax.netlab import children, kernel
+from cocodc_jax.netlab import children
 
+DEVICE = "wan0"
+MAX_REGIONS = 250
+
+_NETWORK = ipaddress.ip_network("10.77.0.0/24")
+_TUN_PATH = "/dev/net/tun"
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_PR_SET_CHILD_SUBREAPER = 36
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+_QUEUE_PACKETS = 10000  # in the device; the relay's queues are the ones that count
+
+_FIRST_WINDOW_PACKETS = 16
+_TCP = pathlib.Path("/proc/sys/net/ipv4")
 _COORDINATOR_PORT = 29400  # free: the namespace is new
 _SHORTEST_GRACE_S = 1e-3
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a region is given.
+    """What a region is given; what is not named here is as in `plan.Plan`.
 
     Attributes:
       region_id: from 0 to num_regions - 1.
-      num_regions: of the lab.
-      command: program and arguments.
       folder: in which the command runs.
-      mtu_bytes: largest packet.
-      window_bytes: TCP may have so much under way.
-      congestion_control: of TCP.
-      restarts_slowly: whether TCP does after a rest.
-      grace_s: between asking the command to end and killing it, in seconds.
       hosts_path: where the region's hosts file goes.
       socket_fd: to the lab.
       parent_pid: the lab's process; the region ends with it.
@@ -58,13 +77,48 @@ class Settings:
     parent_pid: int
 
 
+def missing() -> list[str]:
+    """Return what the lab needs and this process lacks, each with a remedy."""
+    lacks = []
+    status = pathlib.Path("/proc/self/status").read_text()
+    effective = int(status.split("CapEff:")[1].split()[0], 16)
+    absent = [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
+    if absent:
+        lacks.append(
+            f"the permission {' and '.join(absent)} (run as root, or where the kernel "
+            "lets users make namespaces, after `unshare --user --map-root-user`)"
+        )
+    if shutil.which("ip") is None:
+        lacks.append("the program `ip` (package iproute2)")
+    try:
+        os.close(os.open(_TUN_PATH, os.O_RDWR))
+    except OSError as error:
+        lacks.append(f"{_TUN_PATH} ({error.strerror}; kernel module tun)")
+    return lacks
+
+
+def address(region_id: int) -> str:
+    """Return the region's IPv4 address."""
+    return str(_NETWORK[region_id + 1])
+
+
+def packed_address(region_id: int) -> bytes:
+    """Return the region's address as it stands in packets."""
+    return _NETWORK[region_id + 1].packed
+
+
+def congestion_controls() -> list[str]:
+    """Return the algorithms of TCP that a network namespace of its own may use."""
+    return (_TCP / "tcp_allowed_congestion_control").read_text().split()
+
+
 def hosts(text: str, hostname: str, region_id: int, num_regions: int) -> str:
     """Return a hosts file in which the host's own name is the region's address."""
     entries = [line.partition("#")[0].split() for line in text.splitlines()]
     kept = [[name for name in entry if name != hostname] for entry in entries]
     lines = [" ".join(entry) for entry in kept if len(entry) > 1]
-    lines.append(f"{kernel.address(region_id)} {hostname}")
-    lines += [f"{kernel.address(i)} region{i}" for i in range(num_regions)]
+    lines.append(f"{address(region_id)} {hostname}")
+    lines += [f"{address(i)} region{i}" for i in range(num_regions)]
     return "\n".join(lines) + "\n"
 
 
@@ -77,26 +131,66 @@ def environment(settings: Settings) -> dict[str, str]:
     return kept | {
         "COCODC_PROCESS_ID": str(settings.region_id),
         "COCODC_NUM_PROCESSES": str(settings.num_regions),
-        "COCODC_COORDINATOR_ADDRESS": f"{kernel.address(0)}:{_COORDINATOR_PORT}",
-        "COCODC_LOCAL_ADDRESS": kernel.address(settings.region_id),
+        "COCODC_COORDINATOR_ADDRESS": f"{address(0)}:{_COORDINATOR_PORT}",
+        "COCODC_LOCAL_ADDRESS": address(settings.region_id),
     }
 
 
 def _make(settings: Settings) -> int:
     """Make the region; returns its TUN device."""
-    kernel.enter_new_namespaces()
+    _call(_libc.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
+    # Mounts made from here on stay here.
+    _mount(b"none", b"/", _MS_REC | _MS_PRIVATE)
     usual = pathlib.Path("/etc/hosts")
     path = pathlib.Path(settings.hosts_path)
     numbers = settings.region_id, settings.num_regions
     path.write_text(hosts(usual.read_text(), socket.gethostname(), *numbers))
-    kernel.show_file(str(path), str(usual))
-    kernel.set_tcp(
-        settings.mtu_bytes,
-        settings.window_bytes,
-        settings.congestion_control,
-        settings.restarts_slowly,
+    _mount(os.fsencode(path), os.fsencode(usual), _MS_BIND)
+    _set_tcp(settings)
+    return _open_tun(settings.region_id, settings.mtu_bytes)
+
+
+def _open_tun(region_id: int, mtu_bytes: int) -> int:
+    """Make the region's device, give it its address, and return it, non-blocking."""
+    # IPv4 only: the relay knows no other, and nobody shall pick another address.
+    if (ipv6 := pathlib.Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")).exists():
+        ipv6.write_text("1")
+    fd = os.open(_TUN_PATH, os.O_RDWR | os.O_NONBLOCK)
+    request = struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
+    fcntl.ioctl(fd, _TUNSETIFF, request)
+    commands = f"""link set lo up
+link set {DEVICE} mtu {mtu_bytes} txqueuelen {_QUEUE_PACKETS} up
+addr add {address(region_id)}/{_NETWORK.prefixlen} dev {DEVICE}
+"""
+    subprocess.run(
+        ["ip", "-batch", "-"],
+        input=commands,
+        text=True,
+        check=True,
+        capture_output=True,
     )
-    return kernel.open_tun(settings.region_id, settings.mtu_bytes)
+    return fd
+
+
+def _set_tcp(settings: Settings) -> None:
+    """Set TCP in this network namespace."""
+    least = max(settings.window_bytes, _FIRST_WINDOW_PACKETS * settings.mtu_bytes)
+    for name in ("tcp_rmem", "tcp_wmem"):
+        low, usual, high = map(int, (_TCP / name).read_text().split())
+        usual = max(usual, least)
+        (_TCP / name).write_text(f"{low} {usual} {max(usual, high)}")
+    (_TCP / "tcp_congestion_control").write_text(settings.congestion_control)
+    (_TCP / "tcp_slow_start_after_idle").write_text(str(int(settings.restarts_slowly)))
+
+
+def _mount(source: bytes, target: bytes, flags: int) -> None:
+    _call(_libc.mount, source, target, None, ctypes.c_ulong(flags), None)
+
+
+def _call(function, *arguments) -> None:
+    if function(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function.__name__}: {os.strerror(number)}")
 
 
 def _run(settings: Settings) -> int:
@@ -108,9 +202,6 @@ def _run(settings: Settings) -> int:
         # A timer of 0 would never ring.
         signal.setitimer(signal.ITIMER_REAL, max(settings.grace_s, _SHORTEST_GRACE_S))
 
-    def kill(*_):
-        _kill_children()
-
     process = subprocess.Popen(
         settings.command,
         cwd=settings.folder,
@@ -120,10 +211,9 @@ def _run(settings: Settings) -> int:
         preexec_fn=functools.partial(_prepare_command, os.getpid()),
     )
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGALRM, kill)
+    signal.signal(signal.SIGALRM, _kill_children)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    code = process.wait()
-    return code if code >= 0 else 128 - code
+    return children.exit_code(process.wait())
 
 
 def _prepare_command(parent_pid: int) -> None:
@@ -139,7 +229,7 @@ def _children() -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-def _kill_children() -> None:
+def _kill_children(*_: object) -> None:
     for pid in _children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -157,7 +247,8 @@ def main() -> int:
     """Run the region; returns the command's exit code."""
     settings = Settings(**json.loads(sys.argv[1]))
     children.die_with_parent(settings.parent_pid, signal.SIGTERM)
-    kernel.adopt_orphans()
+    # Descendants whose parents end become children of this process.
+    _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with socket.socket(fileno=settings.socket_fd) as lab:
         try:
             device = _make(settings)

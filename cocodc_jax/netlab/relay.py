@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from cocodc_jax.netlab import children, kernel
+from cocodc_jax.netlab import children, region
 from cocodc_jax.netlab.shaper import Conditions, Shaper
 
 TICK_S = 0.0005
@@ -31,14 +31,10 @@ _IDLE_S = 0.1  # select does not return when a signal asks to stop
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the relay is given.
+    """What the relay is given; what is not named here is as in `plan.Plan`.
 
     Attributes:
-      regions: names, one per region.
       tun_fds: one non-blocking file descriptor per region.
-      conditions: of the links, over time.
-      buffer_s: longest wait in a queue.
-      seed: of loss and jitter.
       traffic_path: where the counters go, every second and at the end.
       changes_path: a file; the conditions' clock begins when it is there, at once for
         "".
@@ -66,13 +62,12 @@ class Relay:
     """Reads packets, lets the shaper hold them, and writes those that are due."""
 
     def __init__(self, settings: Settings):
-        """Start the clock of the links; see `Settings`."""
         self._settings = settings
         self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
         if settings.changes_path:
             self._shaper.changes_from_s = math.inf
         self._region_of = {
-            kernel.packed_address(i): i for i in range(len(settings.tun_fds))
+            region.packed_address(i): i for i in range(len(settings.tun_fds))
         }
         self._source_of = {fd: i for i, fd in enumerate(settings.tun_fds)}
         self._start_s = time.monotonic()
@@ -82,7 +77,7 @@ class Relay:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Carries packets until `stop` is called, then writes the counters."""
+        """Carry packets until `stop` is called, then writes the counters."""
         fds, report_s, look_s = self._settings.tun_fds, 0.0, 0.0
         while not self._is_stopped:
             wait_s = min(self._shaper.next_s - self._now_s(), _IDLE_S)

@@ -175,13 +175,10 @@ class Shaper:
         heapq.heappush(self._heap, (time_s, self._order, stage, *packet))
 
     def _delay_s(self, links: Conditions, source: int, target: int) -> float:
-        delay_s, jitter_s = (
-            links.delay_s[source][target],
-            links.jitter_s[source][target],
-        )
-        if not jitter_s:
-            return delay_s
-        return max(0.0, delay_s + self._random.uniform(-jitter_s, jitter_s))
+        delay_s = links.delay_s[source][target]
+        if jitter_s := links.jitter_s[source][target]:
+            delay_s += self._random.uniform(-jitter_s, jitter_s)
+        return max(0.0, delay_s)
 
     def _links_at(self, now_s: float) -> Conditions:
         now_s -= self.changes_from_s

@@ -17,43 +17,15 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.network.collectives import (
-        collective_cost,
-    )
-    from cocodc_jax.network.exchanges import (
-        simulate_method,
-    )
-    from cocodc_jax.network.links import (
-        Link,
-        LinkChange,
-        Topology,
-        uniform,
-    )
-    from cocodc_jax.network.placement import (
-        Pipeline,
-        place,
-    )
-    from cocodc_jax.network.plan import (
-        Job,
-        NetworkPlan,
-        make_plan,
-    )
-    from cocodc_jax.network.simulator import (
-        simulate,
-    )
-    from cocodc_jax.network.timeline import (
-        SyncRecord,
-        Timeline,
-    )
-    from cocodc_jax.network.trace import (
-        write_trace,
-    )
-    from cocodc_jax.network.workload import (
-        Workload,
-    )
-    from cocodc_jax.network.world import (
-        load_topology,
-    )
+    from cocodc_jax.network.collectives import collective_cost
+    from cocodc_jax.network.links import Link, LinkChange, Topology, uniform
+    from cocodc_jax.network.placement import Pipeline, place
+    from cocodc_jax.network.plan import Job, NetworkPlan, make_plan
+    from cocodc_jax.network.simulator import simulate, simulate_method
+    from cocodc_jax.network.timeline import SyncRecord, Timeline
+    from cocodc_jax.network.trace import write_trace
+    from cocodc_jax.network.workload import Workload
+    from cocodc_jax.network.world import load_topology
 
 __all__ = [
     "Job",
@@ -91,7 +63,7 @@ _PLACES = {
     "make_plan": "plan:make_plan",
     "place": "placement:place",
     "simulate": "simulator:simulate",
-    "simulate_method": "exchanges:simulate_method",
+    "simulate_method": "simulator:simulate_method",
     "uniform": "links:uniform",
     "write_trace": "trace:write_trace",
 }

@@ -1,4 +1,4 @@
-"""Seconds and bytes of collectives over links of unequal speed.
+"""Seconds and bytes of collectives over links of unequal speed, and the best order.
 
 A collective is a list of rounds, a round a list of messages `(source, target, bytes)`.
 A region sends one message at a time and sends on what has reached it: the message of
@@ -20,22 +20,34 @@ begins late, they take
     direct           2 (2 a + 2 B / (M w))
     direct_gather    2 a + 2 B / w
 
+The best order of regions in a ring, tree or cube is exact by enumeration for up to
+`EXACT_REGIONS`; beyond that it is the nearest-neighbour order from every start,
+improved by 2-opt (reversing a stretch) and by swaps until neither helps, which is a
+local optimum and no more.
+
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from cocodc_jax.network import direct, gloo
-from cocodc_jax.network.links import LinkState
-from cocodc_jax.network.settle import settled_s
+from cocodc_jax.network.links import LinkState, transfer_s
 
-Round = list[tuple[int, int, float]]
-Builder = Callable[[Sequence[int], float], list[Round]]
+EXACT_REGIONS = 7
+
+Round = list[tuple[int, int, float]]  # (source, target, bytes)
+Order = tuple[int, ...]
+
+_REPEATS = 10  # of an exchange at most, until the staggering is the same as before
+_SETTLING = 4  # of them, which do not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,24 +71,16 @@ class CollectiveCost:
         return self.seconds - self.latency_s
 
 
-def reduce_scatter_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
-    """Ring reduce-scatter of a `num_bytes` vector: each region ends with 1/M of it."""
-    num = len(order)
-    step = [(order[i], order[(i + 1) % num], num_bytes / num) for i in range(num)]
-    return [list(step) for _ in range(num - 1)]
-
-
-def all_gather_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
+def gather_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
     """Ring all-gather: each region contributes `num_bytes` and ends with all M."""
     num = len(order)
     step = [(order[i], order[(i + 1) % num], num_bytes) for i in range(num)]
-    return [list(step) for _ in range(num - 1)]
+    return [step] * (num - 1)
 
 
 def ring_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
-    """Ring all-reduce: a reduce-scatter, then an all-gather of the M parts."""
-    part = num_bytes / len(order)
-    return reduce_scatter_rounds(order, num_bytes) + all_gather_rounds(order, part)
+    """Ring all-reduce: a reduce-scatter, then an all-gather, both of M parts."""
+    return 2 * gather_rounds(order, num_bytes / len(order))
 
 
 def tree_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
@@ -107,11 +111,11 @@ def pairs_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
     return [extra, *rounds, [(dst, src, size) for src, dst, size in extra]]
 
 
-ROUNDS: dict[str, Builder] = {
+ROUNDS: dict[str, Callable[[Sequence[int], float], list[Round]]] = {
     "ring": ring_rounds,
     "tree": tree_rounds,
     "pairs": pairs_rounds,
-    "gather": all_gather_rounds,
+    "gather": gather_rounds,
 }
 COLLECTIVES = (*ROUNDS, *gloo.PHASES, *direct.PHASES)
 
@@ -127,7 +131,7 @@ def rounds_s(
         arrivals = list(has_data)
         for source, target, size in step:
             begin = max(has_data[source], port_free[source])
-            busy = _transfer_s(size, rate[source][target]) if with_bytes else 0.0
+            busy = transfer_s(size, rate[source][target]) if with_bytes else 0.0
             port_free[source] = begin + busy
             arrival = begin + busy + delay[source][target]
             arrivals[target] = max(arrivals[target], arrival)
@@ -135,18 +139,11 @@ def rounds_s(
     return max(has_data)
 
 
-def _transfer_s(size: float, rate: float) -> float:
-    if size == 0:
-        return 0.0
-    return size / rate if rate > 0 else np.inf
-
-
 def cost_of(state: LinkState, rounds: Sequence[Round]) -> CollectiveCost:
     """Return the cost of any list of rounds, collectives of your own included."""
     sent = [0.0] * state.num_regions
-    for step in rounds:
-        for source, _, size in step:
-            sent[source] += size
+    for source, _, size in itertools.chain(*rounds):
+        sent[source] += size
     seconds, latency = rounds_s(state, rounds), rounds_s(state, rounds, False)
     return CollectiveCost(seconds, latency, tuple(sent))
 
@@ -193,9 +190,8 @@ def _direct_cost(
     state: LinkState, name: str, num_bytes: float, order: Sequence[int]
 ) -> CollectiveCost:
     """Return the cost with `order[k]` as the k-th process."""
-    ranks = state.subset(order)
+    ranks, num = state.subset(order), len(order)
     exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
-    num = len(order)
     part = direct.part_bytes(name, num, num_bytes)
     sent = (direct.PHASES[name] * (num - 1) * part,) * num
     return CollectiveCost(settled_s(ranks, exchange), 0.0, sent)
@@ -207,9 +203,33 @@ def _gloo_cost(
     """Return the cost with `order[k]` as gloo's rank k."""
     ranks = state.subset(order)
     seconds = settled_s(ranks, functools.partial(gloo.seconds_of, ranks, phases))
-    sent = gloo.bytes_sent(phases, len(order))
-    by_region = dict(zip(order, sent, strict=True))
+    by_region = dict(zip(order, gloo.bytes_sent(phases, len(order)), strict=True))
     return CollectiveCost(seconds, 0.0, tuple(by_region[i] for i in range(len(order))))
+
+
+def settled_s(
+    state: LinkState, exchange: Callable[[Sequence[float]], list[float]]
+) -> float:
+    """Return the seconds that ranks wait for a collective that they do repeatedly.
+
+    Each begins as long after its own end as the others do after theirs, as regions do
+    that wait for each other's fragments. At first each begins the longest delay there
+    and back after the rank before. It is the mean over ranks, who in the long run wait
+    equally, and over repeats where there is no end to the change. `exchange` returns
+    when each rank is done, of when each begins.
+    """
+    late_s = 2 * float(state.delay_s.max())
+    starts = [late_s * rank for rank in range(state.num_regions)]
+    taken: list[float] = []
+    for _ in range(_REPEATS):
+        ends = exchange(starts)
+        taken.append((sum(ends) - sum(starts)) / len(starts))
+        if math.isinf(taken[-1]):
+            return taken[-1]
+        before, starts = starts, [end - min(ends) for end in ends]
+        if all(map(math.isclose, starts, before)):
+            return taken[-1]
+    return statistics.fmean(taken[_SETTLING:])
 
 
 def point_to_point_s(
@@ -217,3 +237,56 @@ def point_to_point_s(
 ) -> float:
     """Return the seconds of one message between two regions."""
     return rounds_s(state, [[(source, target, num_bytes)]])
+
+
+def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
+    """Return the cheapest order of regions for a collective."""
+    if name not in ROUNDS:
+        return tuple(range(state.num_regions))
+    build = ROUNDS[name]
+
+    def cost(order: Order) -> tuple[float, Order]:
+        return rounds_s(state, build(order, num_bytes)), order
+
+    num = state.num_regions
+    if num <= EXACT_REGIONS:
+        # A ring turned by one place is the same ring, so its first region is fixed.
+        fixed = (0,) if name in ("ring", "gather") else ()
+        rest = itertools.permutations(range(len(fixed), num))
+        return min(cost(fixed + tail) for tail in rest)[1]
+    starts = (_nearest_neighbours(state, first, num_bytes) for first in range(num))
+    return _local_search(min(starts, key=cost), cost)
+
+
+def _local_search(order: Order, cost: Callable[[Order], tuple[float, Order]]) -> Order:
+    """Apply the first improving reversal or swap until there is none."""
+    seconds, _ = cost(order)
+    while True:
+        for candidate in _neighbours(order):
+            found_s, _ = cost(candidate)
+            if found_s < seconds * (1 - 1e-12):
+                order, seconds = candidate, found_s
+                break
+        else:
+            return order
+
+
+def _neighbours(order: Order) -> Iterator[Order]:
+    for i, j in itertools.combinations(range(len(order)), 2):
+        yield order[:i] + order[i : j + 1][::-1] + order[j + 1 :]
+        if j - i > 2:
+            middle = order[i + 1 : j]
+            yield (*order[:i], order[j], *middle, order[i], *order[j + 1 :])
+
+
+def _nearest_neighbours(state: LinkState, first: int, num_bytes: float) -> Order:
+    part = num_bytes / state.num_regions
+    with np.errstate(divide="ignore"):  # a link that is out takes for ever
+        seconds = part / state.bytes_per_s + state.delay_s
+    order = [first]
+    left = set(range(state.num_regions)) - {first}
+    while left:
+        row = seconds[order[-1]]
+        order.append(min(left, key=lambda j: (row[j], j)))
+        left.remove(order[-1])
+    return tuple(order)

@@ -28,7 +28,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from cocodc_jax.network.links import LinkState
+from cocodc_jax.network.links import LinkState, transfer_s
 
 PHASES = {"direct": 2, "direct_gather": 1}
 _PACKETS = 8192  # of an exchange in all, about; a part is cut in 2 to 32 of them
@@ -62,9 +62,7 @@ class _Exchange:
         self.phase = [-1] * self.num  # that a rank is in; past the last when it is done
         self.told: set[tuple[int, int, int]] = set()  # (phase, who is ready, for whom)
         self.unsent = [set[int]() for _ in range(self.num)]
-        self.missing: list[list[int]] = [
-            [self.num - 1] * phases for _ in range(self.num)
-        ]
+        self.missing = [[self.num - 1] * phases for _ in range(self.num)]
         self.ends_s = [math.inf] * self.num
         self.events: list[tuple[float, int, int, _Message | None]] = []
         self.order = itertools.count()
@@ -88,7 +86,7 @@ class _Exchange:
             heapq.heappush(self.events, (time_s, next(self.order), rank, message))
 
     def begin(self, now: float, rank: int) -> None:
-        """Return the next phase of a rank that has done one."""
+        """Begin the next phase of a rank, or note that it is done."""
         self.phase[rank] += 1
         phase = self.phase[rank]
         if phase == self.phases:
@@ -107,14 +105,13 @@ class _Exchange:
         return self.size if message.kind == _PART else _WORD_BYTES
 
     def give(self, now: float, message: _Message) -> None:
-        """Hands a message to its connection; all windows are open."""
+        """Hand a message to its connection; all windows are open."""
         i, j, size = message.source, message.target, self.packet_bytes(message)
         count = self.packets if message.kind == _PART else 1
         for index in range(count):
             begin = max(now, self.uplink_free[i])
             up = begin + size / self.line
-            rate = self.rate[i][j]
-            busy_s = size / rate if rate > 0 else math.inf
+            busy_s = transfer_s(size, self.rate[i][j])
             leaves = max(max(begin, self.link_free[i][j]) + busy_s, up)
             self.uplink_free[i], self.link_free[i][j] = up, leaves
             each = dataclasses.replace(message, is_last=index == count - 1)
@@ -140,11 +137,11 @@ class _Exchange:
 
     def go_on(self, now: float, rank: int) -> None:
         phase = self.phase[rank]
-        if 0 <= phase < self.phases and not self.unsent[rank]:
-            if self.missing[rank][phase] == 0:
-                self.missing[rank][phase] = -1  # once
-                is_last = phase == self.phases - 1
-                self.push(now if is_last else now + _BETWEEN_S, rank, None)
+        is_under_way = 0 <= phase < self.phases and not self.unsent[rank]
+        if is_under_way and self.missing[rank][phase] == 0:
+            self.missing[rank][phase] = -1  # once
+            is_last = phase == self.phases - 1
+            self.push(now if is_last else now + _BETWEEN_S, rank, None)
 
 
 def part_bytes(name: str, num_regions: int, num_bytes: float) -> float:

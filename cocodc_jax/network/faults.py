@@ -6,20 +6,28 @@ over the same pairs, so what a message takes is compared with what that pair too
 
     z = (x - median) / max(1.4826 MAD, 0.1 median)                      robust z-score
 
-a cell of the matrix of pairs (row sends, column receives) is bad where z is above
-`threshold` in `patience` of the last five syncs. Lateness is measured by `least` at
+a cell of the matrix of pairs (row sends, column receives) is bad where z is above the
+threshold in three of the last five syncs. Lateness is measured by `least` at
 least, by six times of which a busy machine delays messages now and then; a sixth of it
 does for one that is late alone, by four times as much as any other of the same sync: a
-link that loses packets delays nearly all of its messages, but not by much. Bad cells
-are then explained by as few causes as do (`causes.py`).
+link that loses packets delays nearly all of its messages, but not by much.
+
+Bad cells are then explained by as few causes as do, the one that explains most first:
+
+    most of a row       the sender        most of the row and of the column   the region
+    most of a column    the receiver      most of every row and column    the network
+    a cell by itself    the link
+
+Where two groups of at least two regions each have nothing but bad cells between them,
+the network is cut in two: a partition.
 
 Two regions have one cell each way: always a link. What is bad is not learned from, so a
 fault stays named as long as it lasts. A message that never came takes infinitely long;
 one that was not measured is NaN, and says nothing. The floor of a tenth of the median,
 the threshold and the patience are ours.
 
-Times of steps and lengths of messages, a number for each region, go the same way, by
-`Regions`: against a region's own past, and how many times it against the others.
+Times of steps, a number for each region, go the same way, by `Regions`: against a
+region's own past, and how many times it against the others.
 """
 
 from __future__ import annotations
@@ -27,15 +35,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
+from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 
-from cocodc_jax.network.causes import alone, explain
+from cocodc_jax.network.links import Topology
+from cocodc_jax.network.timeline import Timeline
 
 _WINDOW = 32  # healthy times that are remembered
-_LOOKED_AT = 5  # syncs among which `patience` bad ones are looked for
+_THRESHOLD = 6.0  # of scores, above which a time is bad
+_LOOKED_AT, _PATIENCE = 5, 3  # syncs that are looked at, bad ones of which are enough
 _LEAST_PAST = 3  # times by which anything can be judged
 _MAD_TO_SIGMA = 1.4826  # of normal numbers
+_ALONE = 4.0  # times as late as any other
+_LEAST_CELLS = 5  # of three regions, one of which did not come
+
+When = TypeVar("When", int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +60,7 @@ class Finding:
 
     Attributes:
       kind: "link", "sender", "receiver", "region", "partition" or "network" of
-        messages; "slow" or "unusual" of numbers; "gone" of a region that takes part no
+        messages; "slow" of steps; "gone" of a region that takes part no
         more, "silent" of one that is not heard and may be soon.
       where: the regions by number: two of a link, none of the network, those of the
         smaller part of a partition, else one.
@@ -85,15 +101,126 @@ class Finding:
         )
 
 
+class _Past:
+    """What is usual of an array of numbers, each by itself, and which are bad now."""
+
+    def __init__(self, floor: float = 0.1, least: float = 1e-12):
+        self._floor, self._least = floor, least
+        self._values: collections.deque[np.ndarray] = collections.deque(maxlen=_WINDOW)
+        self._bad: collections.deque[np.ndarray] = collections.deque(maxlen=_LOOKED_AT)
+
+    def _usual(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return medians of the past, and what deviations of each are measured by."""
+        if not self._values:
+            nothing = np.full(shape, np.nan)
+            return nothing, nothing
+        past = np.stack(self._values)
+        known = np.isfinite(past).sum(0) >= _LEAST_PAST
+        median = _median(past)
+        scale = _scale(median, _median(np.abs(past - median)), self._floor)
+        return np.where(known, median, np.nan), np.where(known, scale, np.nan)
+
+    def _is_bad(self, score: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(score, nan=0.0, posinf=np.inf) > _THRESHOLD
+
+    def _learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
+        """Take in new values; return which have been bad for long enough."""
+        self._bad.append(bad)
+        self._values.append(np.where(bad | ~np.isfinite(values), np.nan, values))
+        return bad & (np.stack(self._bad).sum(0) >= _PATIENCE)
+
+
+class Messages(_Past):
+    """Watches the times of messages between all pairs of regions."""
+
+    def observe(self, seconds: np.ndarray) -> list[Finding]:
+        """Take in one sync, and say what is faulty now."""
+        seconds = np.array(seconds, float)
+        np.fill_diagonal(seconds, np.nan)
+        median, scale = self._usual(seconds.shape)
+        late = seconds - median
+        score = robust_z(late, scale, self._least)
+        keen = robust_z(late, scale, self._least / _THRESHOLD)
+        bad = self._is_bad(score) | self._is_bad(keen) & _alone(late)
+        bad, numbers = self._learn(seconds, bad), (seconds, median, score)
+        return [
+            Finding(kind, where, *(float(np.median(x[cells])) for x in numbers))
+            for kind, where, cells in explain(bad, np.isnan(seconds))
+        ]
+
+
+class Regions(_Past):
+    """Watches a number of each region: seconds of a step."""
+
+    def __init__(self, floor: float = 0.1, against_others: bool = False):
+        super().__init__(floor)
+        self._against_others = against_others
+
+    def observe(self, values: np.ndarray) -> list[Finding]:
+        """Take in the numbers of one sync, `[M]`, and say whose are faulty now."""
+        values = np.array(values, float)
+        median, scale = self._usual(values.shape)
+        score = robust_z(values - median, scale)
+        bad = self._is_bad(score)
+        if self._against_others and bad.any():
+            with np.errstate(divide="ignore", invalid="ignore"):
+                grown = np.where(median > 0, values / median, 1.0)
+            bad &= _among_others(grown, self._floor) > _THRESHOLD
+        return [
+            Finding("slow", (int(i),), *(float(x[i]) for x in (values, median, score)))
+            for i in np.nonzero(self._learn(values, bad))[0]
+        ]
+
+
+def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndarray:
+    """Return a message's time between each pair, `[M, M]`, infinite in an outage."""
+    links = topology.at(time_s)
+    with np.errstate(divide="ignore"):
+        return links.delay_s + num_bytes / links.bytes_per_s
+
+
+def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Finding]]:
+    """Name what is faulty of a simulated network, as syncs meet it."""
+    others = max(topology.num_regions - 1, 1)
+    times = (
+        (
+            sync.start_s,
+            pair_seconds(topology, max(sync.bytes_sent) / others, sync.start_s),
+        )
+        for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s)
+    )
+    return _named(Messages(), times)
+
+
+def watch_steps(timeline: Timeline) -> list[tuple[int, Finding]]:
+    """Name the regions whose steps have become slow, and after which step."""
+    return _named(Regions(floor=0.5), timeline.stretches())
+
+
+def _named(
+    watch: Messages | Regions, observed: Iterable[tuple[When, np.ndarray]]
+) -> list[tuple[When, Finding]]:
+    """Return each finding with the moment at which it was new."""
+    found, seen = [], set()
+    for when, values in observed:
+        now = {(x.kind, x.where): x for x in watch.observe(values)}
+        found += [(when, x) for key, x in now.items() if key not in seen]
+        seen = set(now)
+    return found
+
+
 def robust_z(
-    value: np.ndarray,
-    median: np.ndarray | float,
-    mad: np.ndarray | float,
-    floor: float = 0.1,
-    least: float = 1e-12,
+    late: np.ndarray | float, scale: np.ndarray | float, least: float = 1e-12
 ) -> np.ndarray:
-    """Return robust z-scores."""
-    return _times(value - median, _scale(median, mad, floor), least)
+    """Return robust z-scores of deviations from the median."""
+    with np.errstate(invalid="ignore"):
+        return late / np.maximum(scale, least)
+
+
+def _scale(
+    median: np.ndarray | float, mad: np.ndarray | float, floor: float
+) -> np.ndarray:
+    return np.maximum(_MAD_TO_SIGMA * mad, floor * np.abs(median))
 
 
 def _median(values: np.ndarray) -> np.ndarray:
@@ -110,143 +237,6 @@ def _median(values: np.ndarray) -> np.ndarray:
     )
 
 
-def _scale(
-    median: np.ndarray | float, mad: np.ndarray | float, floor: float
-) -> np.ndarray:
-    return np.maximum(_MAD_TO_SIGMA * mad, floor * np.abs(median))
-
-
-def _times(late: np.ndarray, scale: np.ndarray, least: float) -> np.ndarray:
-    with np.errstate(invalid="ignore"):
-        return late / np.maximum(scale, least)
-
-
-class _Past:
-    """What is usual of an array of numbers, each by itself, and which are bad now."""
-
-    def __init__(
-        self, threshold: float, patience: int, floor: float, least: float = 1e-12
-    ):
-        if not threshold > 0 or not 1 <= patience <= _LOOKED_AT:
-            raise ValueError(
-                f"threshold={threshold} must be positive and patience={patience} "
-                f"between 1 and {_LOOKED_AT}"
-            )
-        self._threshold, self._patience = threshold, patience
-        self._floor, self._least = floor, least
-        self._values: collections.deque[np.ndarray] = collections.deque(maxlen=_WINDOW)
-        self._bad: collections.deque[np.ndarray] = collections.deque(maxlen=_LOOKED_AT)
-
-    def score(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return medians of the past and scores, NaN where too little is known."""
-        median, scale = self.usual(values.shape)
-        return median, _times(values - median, scale, self._least)
-
-    def usual(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return medians of the past, and what deviations of each are measured by."""
-        if not self._values:
-            nothing = np.full(shape, np.nan)
-            return nothing, nothing
-        past = np.stack(self._values)
-        known = np.isfinite(past).sum(0) >= _LEAST_PAST
-        median = _median(past)
-        mad = _median(np.abs(past - median))
-        scale = _scale(median, mad, self._floor)
-        return np.where(known, median, np.nan), np.where(known, scale, np.nan)
-
-    def learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
-        """Take in new values; return which have been bad for long enough."""
-        self._bad.append(bad)
-        self._values.append(np.where(bad | ~np.isfinite(values), np.nan, values))
-        return bad & (np.stack(self._bad).sum(0) >= self._patience)
-
-    def is_bad(self, score: np.ndarray) -> np.ndarray:
-        """Tell which scores are above the threshold."""
-        return np.nan_to_num(score, nan=0.0, posinf=np.inf) > self._threshold
-
-
-class Messages:
-    """Watches the times of messages between all pairs of regions."""
-
-    def __init__(
-        self,
-        threshold: float = 6.0,
-        patience: int = 3,
-        floor: float = 0.1,
-        least: float = 1e-12,
-    ):
-        """Begin with nothing known.
-
-        Raises:
-          ValueError: for numbers out of range.
-        """
-        self._past = _Past(threshold, patience, floor, least)
-        self._threshold, self._least = threshold, least
-
-    def observe(self, seconds: np.ndarray) -> list[Finding]:
-        """Take in one sync, and say what is faulty now."""
-        seconds = np.array(seconds, float)
-        np.fill_diagonal(seconds, np.nan)
-        median, scale = self._past.usual(seconds.shape)
-        late = seconds - median
-        score = _times(late, scale, self._least)
-        keen = _times(late, scale, self._least / self._threshold)
-        bad = self._past.is_bad(score) | self._past.is_bad(keen) & alone(late)
-        bad = self._past.learn(seconds, bad)
-        return [
-            Finding(
-                kind,
-                where,
-                float(np.median(seconds[cells])),
-                float(np.median(median[cells])),
-                float(np.median(score[cells])),
-            )
-            for kind, where, cells in explain(bad, np.isnan(seconds))
-        ]
-
-
-class Regions:
-    """Watches a number of each region: seconds of a step, or lengths of messages."""
-
-    def __init__(
-        self,
-        threshold: float = 6.0,
-        patience: int = 3,
-        floor: float = 0.1,
-        against_others: bool = False,
-        kind: str = "",
-    ):
-        """Begin with nothing known.
-
-        Raises:
-          ValueError: for numbers out of range.
-        """
-        self._past = _Past(threshold, patience, floor)
-        self._threshold, self._floor = threshold, floor
-        self._against_others = against_others
-        self._kind = kind or ("unusual" if against_others else "slow")
-
-    def observe(self, values: np.ndarray) -> list[Finding]:
-        """Take in the numbers of one sync, `[M]`, and say whose are faulty now."""
-        values = np.array(values, float)
-        median, score = self._past.score(values)
-        bad = self._past.is_bad(score)
-        if self._against_others and bad.any():
-            with np.errstate(divide="ignore", invalid="ignore"):
-                grown = np.where(median > 0, values / median, 1.0)
-            bad &= _among_others(grown, self._floor) > self._threshold
-        return [
-            Finding(
-                self._kind,
-                (int(i),),
-                float(values[i]),
-                float(median[i]),
-                float(score[i]),
-            )
-            for i in np.nonzero(self._past.learn(values, bad))[0]
-        ]
-
-
 def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
     """Return the robust z-score of each value against all the others; NaN is none."""
     scores = [np.nan] * len(values)
@@ -256,5 +246,92 @@ def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
         if others:
             middle = statistics.median(others)
             apart = statistics.median(abs(x - middle) for x in others)
-            scores[i] = float(robust_z(values[i], middle, apart, floor))
+            scores[i] = float(
+                robust_z(values[i] - middle, _scale(middle, apart, floor))
+            )
     return np.array(scores)
+
+
+def _alone(late: np.ndarray) -> np.ndarray:
+    """Tell which cell of the matrix of pairs is late as no other one is."""
+    found = np.zeros(late.shape, bool)
+    if np.isfinite(late).sum() < _LEAST_CELLS:
+        return found
+    known = np.where(np.isnan(late), 0.0, late)
+    first = np.unravel_index(np.argmax(known), known.shape)
+    rest = known.copy()
+    rest[first] = 0.0
+    found[first] = known[first] > _ALONE * rest.max()
+    return found
+
+
+def explain(
+    bad: np.ndarray, unknown: np.ndarray | None = None
+) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+    """Explain bad cells of the matrix of pairs by as few causes as do.
+
+    >>> bad = np.zeros((4, 4), bool)
+    >>> bad[1] = [True, False, True, True]
+    >>> bad[2, 3] = True
+    >>> [(kind, where) for kind, where, _ in explain(bad)]
+    [('sender', (1,)), ('link', (2, 3))]
+    """
+    num = len(bad)
+    there = ~(np.eye(num, dtype=bool) if unknown is None else unknown)
+    np.fill_diagonal(there, False)
+    left, lines = bad & there, []
+    if not left.any():
+        return []
+    if part := _cut_off(left):
+        return [("partition", part, left)]
+    shares = [left.sum(axis) > there.sum(axis) / 2 for axis in (0, 1)]
+    if num > 2 and np.all(shares):
+        return [("network", (), left)]
+    while True:
+        each = [
+            (int(left[cells].sum()), kind, i, cells)
+            for i in range(num)
+            for kind, cells in (("sender", np.s_[i, :]), ("receiver", np.s_[:, i]))
+        ]
+        most = [x for x in each if x[0] > 1 and 2 * x[0] > there[x[3]].sum()]
+        if not most:
+            break
+        _, kind, i, cells = max(most, key=lambda found: found[0])
+        line = np.zeros_like(left)
+        line[cells] = left[cells]
+        left = left & ~line
+        lines.append((kind, i, line))
+    found = []
+    for kind, i, line in lines:
+        other = [x for x in lines if x[1] == i and x[0] != kind]
+        if not other:
+            found.append((kind, (i,), line))
+        elif kind == "sender":
+            found.append(("region", (i,), line | other[0][2]))
+    for i, j in np.argwhere(left):
+        cell = np.zeros_like(left)
+        cell[i, j] = True
+        found.append(("link", (int(i), int(j)), cell))
+    return found
+
+
+def _cut_off(bad: np.ndarray) -> tuple[int, ...]:
+    """Return the smaller of two groups with only bad cells between them, () if none is.
+
+    Each has at least two regions; of equal ones it is that without region 0.
+    """
+    num = len(bad)
+    group = {0}
+    joined = ~(bad & bad.T)
+    while more := {
+        j for i in group for j in range(num) if joined[i, j] and j not in group
+    }:
+        group |= more
+    rest = sorted(set(range(num)) - group)
+    inside = joined[np.ix_(rest, rest)]
+    is_one = len(rest) > 1 and bool(
+        (np.linalg.matrix_power(inside.astype(int), len(rest)) > 0).all()
+    )
+    if len(group) < 2 or not is_one:
+        return ()
+    return tuple(min(rest, sorted(group), key=len))

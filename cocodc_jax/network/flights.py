@@ -1,38 +1,124 @@
-"""Messages of syncs on their way: when they leave, and when all of them are there."""
+"""Messages of syncs on their way: when they leave, and when all of them are there.
+
+Every sync is a collective over all regions, so two syncs under way use the same links,
+as one shared resource. `sharing="fair"` gives each of k transfers 1/k of the links, as
+TCP streams on one bottleneck do (processor sharing); `sharing="fifo"` sends them one
+after the other in the order in which they became ready. Delays are not shared: a
+transfer gives up the links when its last byte has left and arrives one collective's
+latency later. Before a message enters the network its hosts encode, copy and sum it,
+one message after the other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 
-from cocodc_jax.network.channel import Channel
-from cocodc_jax.network.crossings import Cost
-from cocodc_jax.network.observed import Times
+from cocodc_jax.network.exchanges import Cost
 from cocodc_jax.network.timeline import SyncRecord
-from cocodc_jax.network.workload import FORWARD_SHARE, Workload
 from cocodc_jax.sync.schedules import Event
 
+SHARINGS = ("fair", "fifo")
 
-class Route:
-    """A way across the network, with the hosts before it."""
+Times = list[tuple[float, float]]  # Seconds of a step and of a sync, in each region.
+
+
+@dataclasses.dataclass
+class _Transfer:
+    ready_s: float
+    num_bytes: float
+    left: float = 1.0  # share of its transfer time still to go
+
+
+class Channel:
+    """Runs transfers through time, event by event.
+
+    Args:
+      cost: (seconds, bytes) -> cost of the collective with the links of that moment.
+      change_times_s: moments at which the links, hence the costs, change.
+      sharing: "fair" or "fifo".
+      host_bytes_per_s: see `Workload`.
+    """
 
     def __init__(
-        self, channel: Channel, cost: Cost, host_bytes_per_s: float, num_regions: int
+        self,
+        cost: Cost,
+        change_times_s: tuple[float, ...] = (),
+        sharing: str = "fair",
+        host_bytes_per_s: float = math.inf,
     ):
-        """Begin with nothing on the way."""
-        self.channel = channel
-        self.bytes_sent = np.zeros(num_regions)
-        self._cost, self._host_bytes_per_s = cost, host_bytes_per_s
-        self._host_free_s = 0.0
+        if sharing not in SHARINGS:
+            raise ValueError(f"sharing={sharing!r} must be one of {SHARINGS}")
+        self.bytes_sent = np.zeros(())  # by each region, once something was sent
+        self._cost, self._changes = cost, change_times_s
+        self._host_bytes_per_s, self._host_free_s = host_bytes_per_s, 0.0
+        self._is_fifo = sharing == "fifo"
+        self._now_s = 0.0
+        self._unfinished: dict[int, _Transfer] = {}  # in order of readiness
+        self._arrivals_s: list[float | None] = []
 
     def send(self, ready_s: float, num_bytes: float) -> tuple[int, np.ndarray]:
-        """Send one message; return its transfer's id and what each region sends."""
+        """Send a message; return its transfer's id and what each region sends.
+
+        Messages are sent in the order of their ready times, none before a moment that
+        the simulation has already passed.
+        """
         host_s = num_bytes / self._host_bytes_per_s
-        self._host_free_s = enters_s = max(ready_s, self._host_free_s) + host_s
-        sent = np.asarray(self._cost(enters_s, num_bytes).bytes_sent)
+        self._host_free_s = ready_s = max(ready_s, self._host_free_s) + host_s
+        last_s = max((x.ready_s for x in self._unfinished.values()), default=0.0)
+        earliest_s = max(self._now_s, last_s)
+        assert ready_s >= earliest_s - 1e-9, (ready_s, self._now_s, last_s)
+        transfer_id = len(self._arrivals_s)
+        self._arrivals_s.append(None)
+        self._unfinished[transfer_id] = _Transfer(ready_s, num_bytes)
+        sent = np.asarray(self._cost(ready_s, num_bytes).bytes_sent)
         self.bytes_sent = self.bytes_sent + sent
-        return self.channel.submit(enters_s, num_bytes), sent
+        return transfer_id, sent
+
+    def arrived(self, transfer_id: int, time_s: float) -> bool:
+        """Whether a transfer has arrived by `time_s`, which all else must have too."""
+        while self._now_s < time_s and self._unfinished:
+            self._advance(time_s)
+        arrival = self._arrivals_s[transfer_id]
+        return arrival is not None and arrival <= time_s
+
+    def arrival_s(self, transfer_id: int) -> float:
+        """Run until a transfer has arrived and return when that was, in seconds.
+
+        Right only if whatever is sent later is ready no earlier than this.
+        """
+        while (arrival := self._arrivals_s[transfer_id]) is None:
+            self._advance(math.inf)
+        return arrival
+
+    def _advance(self, limit_s: float) -> None:
+        """Move to the next event or to `limit_s`, whichever is sooner."""
+        done_s = self._completions_s()
+        events = [t for t in self._changes if t > self._now_s]
+        waiting = (t.ready_s for t in self._unfinished.values())
+        events += [t for t in waiting if t > self._now_s][:1]
+        next_s = min([limit_s, *events, *done_s.values()])
+        assert next_s < math.inf, "a transfer waits for links that never come back"
+        for transfer_id, end_s in done_s.items():
+            if end_s <= next_s:
+                transfer = self._unfinished.pop(transfer_id)
+                latency_s = self._cost(end_s, transfer.num_bytes).latency_s
+                self._arrivals_s[transfer_id] = end_s + latency_s
+            elif end_s < math.inf:
+                transfer = self._unfinished[transfer_id]
+                transfer.left *= (end_s - next_s) / (end_s - self._now_s)
+        self._now_s = next_s
+
+    def _completions_s(self) -> dict[int, float]:
+        """When each transfer under way ends if nothing else happens."""
+        now_s = self._now_s
+        active = [(i, t) for i, t in self._unfinished.items() if t.ready_s <= now_s]
+        if self._is_fifo:
+            active = active[:1]
+        alone_s = {i: self._cost(now_s, t.num_bytes).transfer_s for i, t in active}
+        return {i: now_s + len(active) * t.left * alone_s[i] for i, t in active}
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,8 +127,8 @@ class Flight:
 
     Attributes:
       start: the event of its start.
-      route: its way.
-      times: seconds of a step and of a sync that each region had measured as it left.
+      channel: its way.
+      times: what each region had measured as it left.
       left_s: when each region was ready to send, `[M]`.
       start_s: when its first byte could leave.
       layers: (layer, transfer id), the one that is needed first in front.
@@ -50,7 +136,7 @@ class Flight:
     """
 
     start: Event
-    route: Route
+    channel: Channel
     times: Times
     left_s: np.ndarray
     start_s: float
@@ -59,13 +145,12 @@ class Flight:
 
     def arrived(self, time_s: float) -> bool:
         """Whether all of it is there; `time_s` as of `Channel.arrived`."""
-        channel = self.route.channel
-        return all([channel.arrived(transfer, time_s) for _, transfer in self.layers])
+        return all([self.channel.arrived(i, time_s) for _, i in self.layers])
 
     @property
     def arrival_s(self) -> float:
         """When all of it is there, as of `Channel.arrival_s`."""
-        return max(self.route.channel.arrival_s(i) for _, i in self.layers)
+        return max(self.channel.arrival_s(i) for _, i in self.layers)
 
     def record(self, step: int, merge_s: float, stall_s: np.ndarray) -> SyncRecord:
         """Return what is reported of it after its merge."""
@@ -80,63 +165,3 @@ class Flight:
             float(np.mean(stall_s)),
             tuple(self.bytes_sent.tolist()),
         )
-
-
-def depart(
-    start: Event,
-    scale: float,
-    workload: Workload,
-    route: Route,
-    clocks: np.ndarray,
-    step_s: np.ndarray,
-    times: Times,
-) -> Flight:
-    """Send a sync's messages, each as soon as the last region that takes part is ready.
-
-    The backward pass ends with layer 0, so the deepest layer is ready first.
-    """
-    who = slice(None) if start.participating is None else list(start.participating)
-    flight = Flight(start, route, times, clocks, np.inf, [], np.zeros_like(clocks))
-    for layer, num_bytes in workload.messages((start.fragment_id,)):
-        lead = (1 - FORWARD_SHARE) * layer / workload.num_layers
-        ready_s = float(np.max((clocks - lead * step_s)[who]))
-        flight.start_s = min(flight.start_s, ready_s)
-        transfer, sent = route.send(ready_s, num_bytes * scale)
-        flight.layers.insert(0, (layer, transfer))
-        flight.bytes_sent = flight.bytes_sent + sent
-    return flight
-
-
-def stall(
-    flight: Flight, workload: Workload, clocks: np.ndarray, step_s: np.ndarray
-) -> np.ndarray:
-    """Return how long each region waits for a sync that it merges now, `[M]`.
-
-    Args: as of `depart`; layer l of L is needed l/L of the forward pass later.
-    """
-    waited = np.zeros_like(clocks)
-    for layer, transfer in flight.layers:
-        lag = FORWARD_SHARE * layer / workload.num_layers * step_s
-        arrival_s = flight.route.channel.arrival_s(transfer)
-        waited = waited + np.maximum(0.0, arrival_s - (clocks + waited + lag))
-    return waited
-
-
-class Watch:
-    """What regions have measured of syncs by the time that they send the next one."""
-
-    def __init__(self, num_regions: int, is_layered: bool):
-        """Begin with nothing measured."""
-        self._sync_s = np.zeros(num_regions)
-        # The first layer leaves no more than a backward pass before a step's end.
-        self._lead = 1 - FORWARD_SHARE if is_layered else 0.0
-        self.unseen: list[Flight] = []
-
-    def times(self, clocks: np.ndarray, step_s: np.ndarray) -> Times:
-        """Return seconds of a step and of the last sync to arrive (0: none has)."""
-        now = float(np.max(clocks - self._lead * step_s))
-        seen = [flight for flight in self.unseen if flight.arrived(now)]
-        for flight in sorted(seen, key=lambda flight: flight.arrival_s):
-            self._sync_s = flight.arrival_s - flight.left_s
-            self.unseen.remove(flight)
-        return list(zip(step_s.tolist(), self._sync_s.tolist(), strict=True))

@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cocodc_jax.network.links import LinkState
+from cocodc_jax.network.links import LinkState, transfer_s
 
 _MOST_BYTES = 2**20  # of a segment
 _VALUE_BYTES = 4  # segments hold whole float32 values
@@ -162,7 +162,7 @@ def _run(
 
         def send(rank, time_s, size, now_begun=now_begun, now_came=now_came):
             target = to[rank]
-            busy_s = _transfer_s(size, rate[rank][target])
+            busy_s = transfer_s(size, rate[rank][target])
             begin, end = outlets[rank].send(time_s, busy_s)
             now_begun[rank] = begin
             now_came[target] = end + delay[rank][target]
@@ -183,10 +183,6 @@ def _run(
                 send(rank, max(clock[rank], told[to[rank]]), sizes[rank])
         begun, came = [begun[1], now_begun], [came[1], now_came]
     return list(map(max, clock, *begun, *came))
-
-
-def _transfer_s(size: float, rate: float) -> float:
-    return size / rate if rate > 0 else math.inf
 
 
 def _round_up(value: int, step: int) -> int:

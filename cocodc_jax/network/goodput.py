@@ -1,21 +1,24 @@
 """Goodput: the share of their time in which regions do steps that count.
 
 Steps do not count that are done again, or lost with a region; time does not that is
-spent broken, waiting for others, or saving. Where regions fail by themselves, at rate
+spent broken or waiting for others. Where regions fail by themselves, at rate
 1/F each (F the mean time between failures, exponential), and what was done is kept
 every s seconds (a sync for a region alone, a checkpoint for all), the share is
 
-    g = s / ((e^{rate (s + c)} - 1) (1 / rate + R))             c seconds to keep it
+    g = s / ((e^{rate s} - 1) (1 / rate + R))
 
-R the mean time until it goes on. A stretch of s + c seconds without a failure is tried
-until it succeeds: e^{rate (s + c)} - 1 times the mean time of one failure and repair.
+R the mean time until it goes on. A stretch of s seconds without a failure is tried
+until it succeeds: e^{rate s} - 1 times the mean time of one failure and repair.
 
 - Together, one job: any of M regions ends all, which go on from the last checkpoint:
   rate = M / F. Daly (2006) has the same with failures during a restart, from memory.
 - Alone, each region a job of its own: rate = 1 / F, s the time between syncs, and the
-  others go on. Any quorum other than one region makes those that are left wait: there
-  is a formula for the share of time that so many are there (`quorum_share`), but not
-  for what they lose, and `simulated` draws it.
+  others go on. Any quorum other than one region makes those that are left wait. Where
+  nothing is lost but time, with availability a = F / (F + R) and quorum q,
+
+      g = sum_{k >= q} (k / M) C(M, k) a^k (1 - a)^(M - k)
+
+  but there is no formula for what they lose, and `simulated` draws it.
 """
 
 from __future__ import annotations
@@ -40,11 +43,6 @@ class Failures:
     repair_s: float
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
         if not 0 < self.between_s < math.inf:
             raise ValueError(f"between_s={self.between_s} must be positive and finite")
         if not 0 <= self.repair_s < math.inf:
@@ -52,13 +50,8 @@ class Failures:
                 f"repair_s={self.repair_s} must be finite and not negative"
             )
 
-    @property
-    def availability(self) -> float:
-        """Share of the time in which a region is there."""
-        return self.between_s / (self.between_s + self.repair_s)
 
-
-def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -> float:
+def kept_share(rate: float, repair_s: float, kept_s: float) -> float:
     """Return the share of time whose work is kept, g of the module.
 
     >>> round(kept_share(1 / 90, 10, 0), 6)
@@ -66,16 +59,14 @@ def kept_share(rate: float, repair_s: float, kept_s: float, save_s: float = 0) -
     """
     if kept_s == 0:
         return 1 / (1 + rate * repair_s)
-    tries = math.expm1(min(rate * (kept_s + save_s), 700))
+    tries = math.expm1(min(rate * kept_s, 700))
     return kept_s / (tries * (1 / rate + repair_s))
 
 
-def together(
-    failures: Failures, num_regions: int, checkpoint_s: float, save_s: float = 0
-) -> float:
+def together(failures: Failures, num_regions: int, checkpoint_s: float) -> float:
     """Return the goodput where any region's failure stops all."""
     rate = num_regions / failures.between_s
-    return kept_share(rate, failures.repair_s, checkpoint_s, save_s)
+    return kept_share(rate, failures.repair_s, checkpoint_s)
 
 
 def alone(failures: Failures, sync_s: float) -> float:
@@ -122,9 +113,7 @@ def simulated(
         if is_there[m]:
             kept_s += _kept(worked_s[m], sync_s)
             worked_s[m] = 0.0
-            mean_s = failures.repair_s
-        else:
-            mean_s = failures.between_s
+        mean_s = failures.repair_s if is_there[m] else failures.between_s
         is_there[m] = not is_there[m]
         heapq.heappush(events, (now + rng.exponential(mean_s), m))
     kept_s += sum(_kept(work, sync_s) for work in worked_s)
@@ -133,15 +122,3 @@ def simulated(
 
 def _kept(worked_s: float, sync_s: float) -> float:
     return worked_s // sync_s * sync_s if sync_s else worked_s
-
-
-def quorum_share(failures: Failures, num_regions: int, quorum: int) -> float:
-    """Return the goodput where nothing is lost but time: sync_s = 0.
-
-    sum_{k >= quorum} (k / M) C(M, k) a^k (1 - a)^(M - k)       a the availability
-    """
-    a, total = failures.availability, num_regions
-    return sum(
-        k / total * math.comb(total, k) * a**k * (1 - a) ** (total - k)
-        for k in range(quorum, total + 1)
-    )

@@ -21,6 +21,13 @@ def _check(condition: bool, name: str, value: object, rule: str) -> None:
         raise ValueError(f"{name}={value!r} must be {rule}")
 
 
+def transfer_s(num_bytes: float, bytes_per_s: float) -> float:
+    """Return the seconds in which a link passes bytes, for ever during an outage."""
+    if num_bytes == 0:
+        return 0.0
+    return num_bytes / bytes_per_s if bytes_per_s > 0 else math.inf
+
+
 @dataclasses.dataclass(frozen=True)
 class Link:
     """One direction of the path between two regions.
@@ -39,12 +46,8 @@ class Link:
     loss: float = 0.0
 
     def __post_init__(self):
-        _check(
-            0 < self.bandwidth_gbps < math.inf,
-            "bandwidth_gbps",
-            self.bandwidth_gbps,
-            "positive and finite",
-        )
+        rate = self.bandwidth_gbps
+        _check(0 < rate < math.inf, "bandwidth_gbps", rate, "positive and finite")
         for name in ("latency_s", "jitter_s"):
             value = getattr(self, name)
             _check(0 <= value < math.inf, name, value, "finite and not negative")
@@ -93,12 +96,8 @@ class LinkChange:
         for name in ("start_s", "bandwidth_factor", "extra_latency_s"):
             value = getattr(self, name)
             _check(0 <= value < math.inf, name, value, "finite and not negative")
-        _check(
-            0 < self.duration_s < math.inf,
-            "duration_s",
-            self.duration_s,
-            "positive and finite",
-        )
+        length = self.duration_s
+        _check(0 < length < math.inf, "duration_s", length, "positive and finite")
 
     @property
     def end_s(self) -> float:
@@ -174,13 +173,11 @@ class Topology:
 
     def scaled(self, share: float) -> "Topology":
         """Return the same regions with a share of all bandwidths."""
-        links = tuple(
-            tuple(
-                dataclasses.replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
-                for link in row
-            )
-            for row in self.links
-        )
+
+        def narrow(link: Link) -> Link:
+            return dataclasses.replace(link, bandwidth_gbps=link.bandwidth_gbps * share)
+
+        links = tuple(tuple(map(narrow, row)) for row in self.links)
         return dataclasses.replace(self, links=links, line_gbps=self.line_gbps * share)
 
     def subset(self, region_ids: Sequence[int]) -> "Topology":
@@ -201,10 +198,8 @@ class Topology:
         delay = np.array([[link.delay_s for link in row] for row in self.links])
         for change in self.changes:
             if change.start_s <= time_s < change.end_s:
-                where = (
-                    slice(None) if change.source is None else change.source,
-                    slice(None) if change.target is None else change.target,
-                )
+                ends = change.source, change.target
+                where = tuple(slice(None) if end is None else end for end in ends)
                 rate[where] *= change.bandwidth_factor
                 delay[where] += change.extra_latency_s
         np.fill_diagonal(rate, np.inf)

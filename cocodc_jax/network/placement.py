@@ -23,14 +23,17 @@ import math
 import random
 from collections.abc import Sequence
 
-from cocodc_jax.network.collectives import collective_cost, point_to_point_s
+from cocodc_jax.network.collectives import (
+    Order,
+    best_order,
+    collective_cost,
+    point_to_point_s,
+)
 from cocodc_jax.network.links import LinkState
-from cocodc_jax.network.orders import Order, best_order
 
 EXACT_SITES = 6
 
-# The sites of every stage.
-Stages = tuple[Order, ...]
+Stages = tuple[Order, ...]  # The sites of every stage.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +60,7 @@ class Pipeline:
 
 
 def check_sizes(activation_bytes: float, stage_bytes: float) -> None:
-    """Refuse sizes of messages that are none.
-
-    Raises:
-      ValueError: naming the argument and its value.
-    """
+    """Refuse sizes of messages that are none."""
     sizes = {"activation_bytes": activation_bytes, "stage_bytes": stage_bytes}
     for name, value in sizes.items():
         if not 0 <= value < math.inf:
@@ -96,7 +95,7 @@ class _Costs:
     """Costs of arrangements, with what is asked twice remembered."""
 
     def __init__(self, state: LinkState, pipeline: Pipeline):
-        self.state, self.pipeline = state, pipeline
+        self._state, self.pipeline = state, pipeline
         self._rings: dict[Order, float] = {}
         sites = range(state.num_regions)
         size = pipeline.activation_bytes
@@ -109,7 +108,7 @@ class _Costs:
         """Averaging among some sites, in their best ring."""
         key = tuple(sorted(sites))
         if key not in self._rings:
-            state, size = self.state.subset(key), self.pipeline.stage_bytes
+            state, size = self._state.subset(key), self.pipeline.stage_bytes
             order = best_order(state, "ring", size)
             self._rings[key] = collective_cost(state, "ring", size, order).seconds
         return self._rings[key]
@@ -141,7 +140,7 @@ def place(
     seed: int = 0,
     exact_sites: int = EXACT_SITES,
 ) -> Placement:
-    """Chooses the sites of every stage.
+    """Choose the sites of every stage.
 
     Args:
       state: links between M sites.
@@ -162,7 +161,9 @@ def place(
     if num <= exact_sites:
         best = min(itertools.permutations(range(num)), key=costs.key)
     else:
-        starts = _starts(num, num_starts, seed)
+        shuffler, sites = random.Random(seed), range(num)
+        others = (tuple(shuffler.sample(sites, num)) for _ in range(num_starts - 1))
+        starts = [tuple(sites), *others]
         best = min((_descend(start, costs) for start in starts), key=costs.key)
     pipeline_s, sync_s = costs.parts(best)
     stages = costs.split(best)
@@ -207,25 +208,14 @@ def best_move(
     return site if pace(rates[site]) > pace(0) * (1 + 1e-9) else None
 
 
-def _starts(num: int, num_starts: int, seed: int) -> Sequence[Order]:
-    shuffler = random.Random(seed)
-    sites = list(range(num))
-    return [tuple(sites)] + [
-        tuple(shuffler.sample(sites, num)) for _ in range(num_starts - 1)
-    ]
-
-
 def _descend(flat: Order, costs: _Costs) -> Order:
     """Take the best swap of two sites until none helps."""
+    pairs = [(0, 0), *itertools.combinations(range(len(flat)), 2)]
     while True:
-        best = min((_swapped(flat, i, j) for i, j in _index_pairs(flat)), key=costs.key)
+        best = min((_swapped(flat, i, j) for i, j in pairs), key=costs.key)
         if costs.key(best)[0] >= costs.key(flat)[0]:
             return flat
         flat = best
-
-
-def _index_pairs(flat: Order) -> Sequence[tuple[int, int]]:
-    return [(0, 0), *itertools.combinations(range(len(flat)), 2)]
 
 
 def _swapped(flat: Order, i: int, j: int) -> Order:

@@ -17,12 +17,11 @@ than H / N, and starts closer than tau would share the links and come late.
 import dataclasses
 import math
 
-from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.collectives import Order, best_order, collective_cost
 from cocodc_jax.network.links import Topology
-from cocodc_jax.network.orders import Order, best_order
 from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.workload import Workload
-from cocodc_jax.sync.schedules import Schedule, adaptive
+from cocodc_jax.sync.schedules import adaptive
 
 HARMLESS_DELAY_STEPS = 10  # Streaming DiLoCo, arXiv 2501.18512: up to 10 harmless
 
@@ -99,7 +98,7 @@ class NetworkPlan:
 
 
 def make_plan(topology: Topology, job: Job) -> NetworkPlan:
-    """Chooses a plan for the links as they are at time 0.
+    """Choose a plan for the links as they are at time 0.
 
     Args:
       topology: regions and links.
@@ -112,26 +111,21 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
         raise ValueError("a plan needs at least two regions")
     # K is found with the collective that suits the K asked for; smaller fragments may
     # suit another one, which can only be faster.
-    collective, order, _ = _collective(
-        topology, job, job.model_bytes / job.num_fragments
-    )
+    collective, order, _ = _collective(topology, job, job.num_fragments)
     num = _fragments(topology, job, collective, order)
-    collective, order, why_collective = _collective(
-        topology, job, job.model_bytes / num
-    )
+    collective, order, why_collective = _collective(topology, job, num)
     sync_s = _sync_s(topology, job.model_bytes / num, collective, order)
     why_num = _explain_fragments(job, num, sync_s)
     delay = max(1, math.ceil(sync_s / job.step_time_s - 1e-9))
     interval, why_interval = _interval(job, num, sync_s, delay)
     fit = math.floor(job.network_share * interval * job.step_time_s / sync_s + 1e-9)
     syncs = max(num, min(fit, interval // delay))
-    usage = _utilization(
-        topology,
-        job,
-        adaptive(interval, num, delay, syncs),
-        collective,
-        order,
+    work = Workload(
+        (job.model_bytes / num,) * num, (job.step_time_s,) * topology.num_regions
     )
+    schedule = adaptive(interval, num, delay, syncs)
+    timeline = simulate(topology, work, schedule, 3 * interval, collective, order)
+    usage = timeline.utilization(since_step=interval)
     why_rest = (
         f"tau = {delay} steps: a sync takes {sync_s:.3g} s, a step "
         f"{job.step_time_s:.3g} s, so it arrives within {delay} steps.",
@@ -151,7 +145,9 @@ def _sync_s(topology: Topology, size: float, collective: str, order: Order) -> f
     return collective_cost(topology.at(), collective, size, order).seconds
 
 
-def _collective(topology: Topology, job: Job, size: float) -> tuple[str, Order, str]:
+def _collective(topology: Topology, job: Job, num: int) -> tuple[str, Order, str]:
+    """Return the one that is cheapest for one of `num` fragments, and why."""
+    size = job.model_bytes / num
     orders = {n: best_order(topology.at(), n, size) for n in job.collectives}
     seconds = {n: _sync_s(topology, size, n, order) for n, order in orders.items()}
     best = min(seconds, key=lambda name: seconds[name])
@@ -208,14 +204,3 @@ def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
         f"of {num} in which {num} syncs of {sync_s:.3g} s fit in {share:.0%} of the "
         "network's time and each arrives before its fragment is sent again."
     )
-
-
-def _utilization(
-    topology: Topology, job: Job, schedule: Schedule, collective: str, order: Order
-) -> float:
-    num, interval = schedule.num_fragments, schedule.sync_interval
-    work = Workload(
-        (job.model_bytes / num,) * num, (job.step_time_s,) * topology.num_regions
-    )
-    timeline = simulate(topology, work, schedule, 3 * interval, collective, order)
-    return timeline.utilization(since_step=interval)

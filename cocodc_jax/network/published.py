@@ -41,26 +41,8 @@ from cocodc_jax.sync.schedules.slotted import Slotted, ahead, free_fragments
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelSize:
-    """A model of the table.
-
-    Attributes:
-      num_params: parameters.
-      num_layers: transformer blocks.
-      step_time_s: seconds of an inner step.
-    """
-
-    num_params: float
-    num_layers: int
-    step_time_s: float
-
-
-SIZES = {
-    "1B": ModelSize(1e9, 24, 0.1),
-    "10B": ModelSize(1e10, 48, 0.8),
-    "100B": ModelSize(1e11, 108, 4.9),
-}
+# Parameters, transformer blocks, seconds of an inner step.
+SIZES = {"1B": (1e9, 24, 0.1), "10B": (1e10, 48, 0.8), "100B": (1e11, 108, 4.9)}
 
 ROWS = ("data parallel", "streaming", "streaming FP4 H30", "streaming FP4 H100")
 
@@ -136,19 +118,17 @@ def table_utilization(
     size: str, row: str, gbps: float, sync_interval: int | None = None
 ) -> float:
     """Return the simulated compute utilization of an entry at some bandwidth."""
-    model = SIZES[size]
+    num_params, num_layers, step_time_s = SIZES[size]
     topology = uniform(2, Link(gbps, 0.0))
     is_fp4 = "FP4" in row
-    total_bytes = model.num_params * (4 if is_fp4 else 16) / 8
+    total_bytes = num_params * (4 if is_fp4 else 16) / 8
     if row == ROWS[0]:
         num, schedule = 1, staggered(1)
     else:
-        num = model.num_layers // LAYERS_PER_FRAGMENT
+        num = num_layers // LAYERS_PER_FRAGMENT
         interval = sync_interval or max(30 if "H30" in row else 100, num)
         schedule = Spread(num, interval, 1 if is_fp4 else 0)
-    work = Workload(
-        (total_bytes / num,) * num, (model.step_time_s,) * 2, model.num_layers
-    )
+    work = Workload((total_bytes / num,) * num, (step_time_s,) * 2, num_layers)
     # The first cycle fills the network; the second is the steady state.
     cycle = schedule.sync_interval if num > 1 else 2
     timeline = simulate(

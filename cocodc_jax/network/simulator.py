@@ -1,7 +1,7 @@
 """Timeline of a training run over a network, event by event.
 
 The events are those of a schedule of `cocodc_jax.sync.schedules`, in its order: at a
-start a message enters the network (`channel.Channel`), and at its finish a region that
+start a message enters the network (`flights.Channel`), and at its finish a region that
 gets there before the message waits: that is the stall. A collective starts when the
 last region that takes part is ready and arrives everywhere at once. Seconds here are
 simulated (`sim_s`), never measured.
@@ -21,18 +21,18 @@ the model behind the utilization table of Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from cocodc_jax.network import crossings, flights
-from cocodc_jax.network.channel import Channel
-from cocodc_jax.network.flights import Flight, Route, Watch
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.flights import Channel, Flight, Times
 from cocodc_jax.network.links import Topology
-from cocodc_jax.network.observed import Observer
 from cocodc_jax.network.timeline import SyncRecord, Timeline
-from cocodc_jax.network.workload import Workload
+from cocodc_jax.network.workload import FORWARD_SHARE, Workload
+from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import FINISH, START, Event, Schedule, events_at
+from cocodc_jax.sync.schedules import FINISH, START, Applied, Event, Schedule, events_at
 from cocodc_jax.sync.schedules.base import check_at_least
 
 
@@ -41,7 +41,7 @@ def simulate(
     workload: Workload,
     schedule: Schedule | None,
     num_steps: int,
-    collective: str | crossings.Crossing = "ring",
+    collective: str | exchanges.Crossing = "ring",
     order: Sequence[int] | None = None,
     sharing: str = "fair",
     effective_rank: float | None = None,
@@ -68,9 +68,15 @@ def simulate(
     _check_sizes(topology, workload, schedule, num_steps)
     if schedule is None:
         return _undisturbed(topology, workload, num_steps)
-    routes = _routes(topology, workload, schedule, collective, order, sharing)
-    run = _Run(workload, bound(schedule, workload), routes, effective_rank)
+    channels = _channels(topology, workload, schedule, collective, order, sharing)
+    fastest = min(workload.step_time_s)
+    ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
+    bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
+    run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
+    bytes_sent = np.zeros(topology.num_regions)
+    for channel in channels:
+        bytes_sent += channel.bytes_sent
     return Timeline(
         topology.regions,
         tuple(run.records),
@@ -78,33 +84,44 @@ def simulate(
         tuple(run.step_s.tolist()),
         tuple(run.marks),
         tuple(run.stall_s.tolist()),
-        tuple(np.sum([route.bytes_sent for route in routes], axis=0).tolist()),
+        tuple(bytes_sent.tolist()),
     )
 
 
-def bound(schedule: Schedule, workload: Workload) -> Schedule:
-    """Return the schedule for regions whose steps take as long as the workload says."""
-    fastest = min(workload.step_time_s)
-    ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
-    return schedule.bind(Regions(ratios, (1,) * len(ratios)))
+def simulate_method(
+    topology: Topology,
+    workload: Workload,
+    method: Method,
+    num_steps: int,
+    collective: str | None = None,
+    order: Sequence[int] | None = None,
+    sharing: str = "fair",
+    effective_rank: float | None = None,
+) -> Timeline:
+    """Simulate a method, see `simulate`.
+
+    Raises:
+      ValueError: as `simulate`, or if the method is for another number of regions or
+        leaves no choice of a collective.
+    """
+    num = topology.num_regions
+    if method.num_regions not in (None, num):
+        raise ValueError(
+            f"regions={num} must be {method.num_regions} for method={method.name!r}"
+        )
+    schedule = exchanges.schedule_of(method)
+    given = exchanges.crossing(method, collective), order, sharing, effective_rank
+    return simulate(topology, workload, schedule, num_steps, *given)
 
 
 def _check_sizes(
-    topology: Topology,
-    workload: Workload,
-    schedule: Schedule | None,
-    num_steps: int,
+    topology: Topology, workload: Workload, schedule: Schedule | None, num_steps: int
 ) -> None:
-    given = len(workload.fragment_bytes)
-    pairs = (
-        ("step_time_s", workload.step_time_s, topology.num_regions),
-        (
-            "fragment_bytes",
-            workload.fragment_bytes,
-            schedule.num_fragments if schedule else given,
-        ),
-    )
-    for name, values, expected in pairs:
+    wanted = {"step_time_s": topology.num_regions}
+    if schedule is not None:
+        wanted["fragment_bytes"] = schedule.num_fragments
+    for name, expected in wanted.items():
+        values = getattr(workload, name)
         if len(values) != expected:
             raise ValueError(
                 f"{name}={values!r} has {len(values)} entries; {expected} are needed"
@@ -122,31 +139,27 @@ def _undisturbed(topology: Topology, workload: Workload, num_steps: int) -> Time
     )
 
 
-def _routes(
+def _channels(
     topology: Topology,
     workload: Workload,
     schedule: Schedule,
-    collective: str | crossings.Crossing,
+    collective: str | exchanges.Crossing,
     order: Sequence[int] | None,
     sharing: str,
-) -> list[Route]:
+) -> list[Channel]:
     """Return the way of all messages, or one for each region that comes alone."""
     if schedule.is_by_region:
         each = range(topology.num_regions)
-        ways = [crossings.answered(m, workload.answer_share) for m in each]
+        ways = [exchanges.answered(m, workload.answer_share) for m in each]
     elif isinstance(collective, str):
         whole = range(schedule.num_fragments)
         largest = max(size for p in whole for _, size in workload.messages([p]))
-        ways = [crossings.collective(topology, collective, order, largest)]
+        ways = [exchanges.collective(topology, collective, order, largest)]
     else:
         ways = [collective]
-    routes = []
-    for way in ways:
-        cost = crossings.over_time(topology, way)
-        channel = Channel(cost, topology.change_times_s, sharing)
-        host = workload.host_bytes_per_s
-        routes.append(Route(channel, cost, host, topology.num_regions))
-    return routes
+    costs = [exchanges.over_time(topology, way) for way in ways]
+    times_s, host_bytes_per_s = topology.change_times_s, workload.host_bytes_per_s
+    return [Channel(cost, times_s, sharing, host_bytes_per_s) for cost in costs]
 
 
 class _Run:
@@ -156,10 +169,10 @@ class _Run:
         self,
         workload: Workload,
         schedule: Schedule,
-        routes: Sequence[Route],
+        channels: Sequence[Channel],
         effective_rank: float | None,
     ):
-        self.workload, self.schedule, self.routes = workload, schedule, routes
+        self.workload, self.schedule, self.channels = workload, schedule, channels
         self.step_s = np.asarray(workload.step_time_s)
         if schedule.is_by_region:
             self.step_s = np.full_like(self.step_s, self.step_s.min())
@@ -167,17 +180,20 @@ class _Run:
         self.stall_s = np.zeros_like(self.step_s)
         self.marks = [(0, tuple(self.clocks.tolist()))]
         self.records: list[SyncRecord] = []
-        self.observer = Observer(schedule.num_fragments, effective_rank)
         self.first_rank = schedule.init().rank
+        self.effective_rank = np.inf if effective_rank is None else effective_rank
+        self.last_start = [0] * schedule.num_fragments
+        self.new: list[Applied] = []  # what the schedule has not asked about yet
         self.in_flight: dict[tuple[int, int], Flight] = {}
         self.due: list[Flight] = []
-        self.watch = Watch(len(self.step_s), workload.is_layered)
+        self.unseen: list[Flight] = []  # not measured yet
+        self.sync_s = np.zeros_like(self.step_s)  # of the last one that is
 
     def run(self, num_steps: int) -> None:
         state = self.schedule.init()
         while (step := self.schedule.next_step(state)) <= num_steps:
             self.advance(step)
-            for after, event in events_at(self.schedule, state, step, self.observer):
+            for after, event in events_at(self.schedule, state, step, self.observe):
                 state = after
                 if event is not None:
                     self.carry_out(event, step)
@@ -189,7 +205,24 @@ class _Run:
 
     def advance(self, step: int) -> None:
         self.clocks = self.clocks + (step - self.marks[-1][0]) * self.step_s
-        self.observer.at(step)
+        self.step = step
+
+    def observe(self, name: str) -> Any:
+        """Return what a schedule asks for, see `Schedule.next_event`.
+
+        Adaptive schedules rank fragments by how fast they change, which a network
+        model does not know. Here all change equally fast, per parameter and step, so
+        that of equals the one that has waited longest is served. What syncs and steps
+        take is simulated, and reported as in a run: each message carries what had been
+        measured as it left.
+        """
+        if name == "applied":
+            new, self.new = self.new, []
+            return new
+        if name in ("drift", "distance", "tokens"):
+            power = 2 if name == "distance" else 1
+            return [float(self.step - x) ** power for x in self.last_start]
+        raise ValueError(f"the schedule needs {name!r}, which no network model knows")
 
     def carry_out(self, event: Event, step: int) -> None:
         sync_id = event.fragment_id, event.start_step
@@ -198,31 +231,58 @@ class _Run:
         # A message of zero, as if sent before the first step, was never on its way.
         elif event.kind == FINISH and sync_id in self.in_flight:
             flight = self.in_flight.pop(sync_id)
-            self.observer.applied(flight.start, flight.times)
+            # As one parameter, which moved the more the longer it was gathered.
+            norm = float(flight.start.start_step - flight.start.since_step)
+            rank, times = self.effective_rank, flight.times
+            seen = {"norm": norm, "effective_rank": rank, "times": times}
+            self.new.append(Applied(event.fragment_id, 1, seen))
             self.due.append(flight)
             if not self.workload.is_layered:
                 self.merge_due(step)
 
     def start(self, event: Event) -> Flight:
-        self.observer.started(event)
-        is_measured, route = self.schedule.is_measured, self.routes[0]
-        if self.schedule.is_by_region:
-            assert event.participating is not None
-            route = self.routes[event.participating[0]]
+        """Send a sync's messages, each as soon as the last region taking part is ready.
+
+        The backward pass ends with layer 0, so the deepest layer is ready first.
+        """
+        self.last_start[event.fragment_id] = event.start_step
+        channel, who = self.channels[0], slice(None)
+        if event.participating is not None:
+            who = list(event.participating)
+            if self.schedule.is_by_region:
+                channel = self.channels[who[0]]
         scale = event.rank / self.first_rank if event.rank else 1.0
-        times = self.watch.times(self.clocks, self.step_s) if is_measured else []
-        given = self.workload, route, self.clocks, self.step_s
-        flight = flights.depart(event, scale, *given, times)
-        if is_measured:
-            self.watch.unseen.append(flight)
+        times = self.measured() if self.schedule.is_measured else []
+        sent = np.zeros_like(self.clocks)
+        flight = Flight(event, channel, times, self.clocks, np.inf, [], sent)
+        for layer, num_bytes in self.workload.messages((event.fragment_id,)):
+            lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
+            ready_s = float(np.max((self.clocks - lead * self.step_s)[who]))
+            flight.start_s = min(flight.start_s, ready_s)
+            transfer, sent = channel.send(ready_s, num_bytes * scale)
+            flight.layers.insert(0, (layer, transfer))
+            flight.bytes_sent = flight.bytes_sent + sent
+        if self.schedule.is_measured:
+            self.unseen.append(flight)
         return flight
+
+    def measured(self) -> Times:
+        """Return seconds of a step and of the last sync to arrive (0: none has)."""
+        # The first layer leaves no more than a backward pass before a step's end.
+        lead = 1 - FORWARD_SHARE if self.workload.is_layered else 0.0
+        now = float(np.max(self.clocks - lead * self.step_s))
+        seen = [flight for flight in self.unseen if flight.arrived(now)]
+        for flight in sorted(seen, key=lambda flight: flight.arrival_s):
+            self.sync_s = flight.arrival_s - flight.left_s
+            self.unseen.remove(flight)
+        return list(zip(self.step_s.tolist(), self.sync_s.tolist(), strict=True))
 
     def merge_due(self, step: int) -> None:
         while self.due:
             self.merge(self.due.pop(0), step)
 
     def merge(self, flight: Flight, step: int) -> None:
-        stall = flights.stall(flight, self.workload, self.clocks, self.step_s)
+        stall = self.stall(flight)
         merging = np.ones(len(stall), bool)
         if self.schedule.is_by_region:
             alone = list(flight.start.participating or ())
@@ -232,3 +292,15 @@ class _Run:
         self.stall_s = self.stall_s + stall
         merge_s = float(np.max(self.clocks[merging]))
         self.records.append(flight.record(step, merge_s, stall))
+
+    def stall(self, flight: Flight) -> np.ndarray:
+        """Return how long each region waits for a sync that it merges now, `[M]`.
+
+        Layer l of L is needed l/L of the forward pass later.
+        """
+        waited = np.zeros_like(self.clocks)
+        for layer, transfer in flight.layers:
+            lag = FORWARD_SHARE * layer / self.workload.num_layers * self.step_s
+            arrival_s = flight.channel.arrival_s(transfer)
+            waited = waited + np.maximum(0.0, arrival_s - (self.clocks + waited + lag))
+        return waited

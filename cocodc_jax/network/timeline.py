@@ -71,8 +71,7 @@ class Timeline:
     def utilization(self, since_step: int = 0) -> float:
         """Share of time spent computing after `since_step`, mean over regions."""
         ends, begins = self.times_s(self.num_steps), self.times_s(since_step)
-        steps = self.num_steps - since_step
-        busy = steps * np.asarray(self.step_time_s)
+        busy = (self.num_steps - since_step) * np.asarray(self.step_time_s)
         return float(np.mean(busy / (ends - begins)))
 
     @property
@@ -108,15 +107,13 @@ class Timeline:
         """Seconds at which each region had done (and merged at) `step`, [M]."""
         if not 0 <= step <= self.num_steps:
             raise ValueError(f"step={step} must be between 0 and {self.num_steps}")
-        past = [mark for mark in self.marks if mark[0] <= step]
-        at, seconds = past[-1]
+        at, seconds = [mark for mark in self.marks if mark[0] <= step][-1]
         return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
 
     def stretches(self) -> list[tuple[int, np.ndarray]]:
         """Return what a step took between every two marks, without waiting for syncs.
 
-        Returns:
-          (step of the later mark, seconds of a step in each region `[M]`).
+        Each is (step of the later mark, seconds of a step in each region `[M]`).
         """
         waited: dict[int, float] = {}
         for sync in self.syncs:  # A mark is made before the waiting that follows it.
@@ -171,7 +168,6 @@ class Intervals:
     """Intervals of time, which may overlap, to be asked about again and again."""
 
     def __init__(self, intervals: Iterable[tuple[float, float]]):
-        """Sort them by their beginnings."""
         self._sorted = sorted(intervals)
         self._begins = [since for since, _ in self._sorted]
         # The latest end of those up to each: from there on, none of them is left.

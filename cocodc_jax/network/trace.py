@@ -14,11 +14,13 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
-from cocodc_jax.network.timeline import SyncRecord, Timeline
+from cocodc_jax.network.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MAX_SYNCS = 24  # that are drawn
 
 _REGION_PID, _NETWORK_PID = 1, 2
 
@@ -48,13 +50,8 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for pid, name in ((_REGION_PID, "regions"), (_NETWORK_PID, "network")):
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     for region, name in enumerate(timeline.regions):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": _REGION_PID,
-            "tid": region,
-            "args": {"name": name},
-        }
+        track = {"pid": _REGION_PID, "tid": region}
+        yield {"ph": "M", "name": "thread_name", **track, "args": {"name": name}}
 
 
 def _span(name: str, begin_s: float, end_s: float, pid: int, tid: int, **args: Any):
@@ -105,12 +102,11 @@ def plot_timeline(
     timeline: Timeline,
     path: str | os.PathLike[str],
     title: str,
-    max_syncs: int = 24,
     clock: str = "simulated",
 ) -> None:
-    """Draws when regions compute and wait, and when each fragment is in flight.
+    """Draw when regions compute and wait, and when each fragment is in flight.
 
-    Only the time of the first `max_syncs` syncs is drawn. `clock` says whose seconds
+    Only the time of the first `MAX_SYNCS` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
 
     Raises:
@@ -122,7 +118,7 @@ def plot_timeline(
     rows = len(timeline.regions) + len(_fragments(timeline))
     figure = Figure(figsize=(10, 1.6 + 0.3 * rows), layout="constrained")
     axes = figure.subplots()
-    draw_timeline(axes, timeline, max_syncs)
+    draw_timeline(axes, timeline)
     axes.set_xlabel(f"{clock} seconds")
     axes.set_title(title)
     draw_legend(figure)
@@ -131,13 +127,11 @@ def plot_timeline(
     write_whole(path, picture.getvalue())
 
 
-def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
+def draw_timeline(axes: Axes, timeline: Timeline) -> None:
     """Draw a row a region and a row a fragment, as `plot_timeline` does."""
-    shown = timeline.syncs[:max_syncs]
-    if len(shown) < len(timeline.syncs):
-        limit = max(sync.merge_s for sync in shown)
-    else:
-        limit = timeline.sim_s
+    shown = timeline.syncs[:MAX_SYNCS]
+    is_all = len(shown) == len(timeline.syncs)
+    limit = timeline.sim_s if is_all else max(sync.merge_s for sync in shown)
     num_regions, fragments = len(timeline.regions), _fragments(timeline)
     for region in range(num_regions):
         for kind, begin, end, _, _ in region_spans(timeline, region):
@@ -145,7 +139,8 @@ def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
     rows = {p: num_regions + i for i, p in enumerate(fragments)}
     for sync in shown:
         for p in sync.fragments:
-            _draw_sync(axes, sync, rows[p])
+            _bar(axes, rows[p], sync.start_s, sync.arrival_s, "on the network")
+            _bar(axes, rows[p], sync.arrival_s, sync.merge_s, "arrived, not merged yet")
     axes.set_yticks(
         np.arange(num_regions + len(fragments)),
         [*timeline.regions, *(f"fragment {p}" for p in fragments)],
@@ -156,11 +151,6 @@ def draw_timeline(axes: Axes, timeline: Timeline, max_syncs: int = 24) -> None:
 
 def _fragments(timeline: Timeline) -> list[int]:
     return sorted({p for sync in timeline.syncs for p in sync.fragments})
-
-
-def _draw_sync(axes: Axes, sync: SyncRecord, row: int) -> None:
-    _bar(axes, row, sync.start_s, sync.arrival_s, "on the network")
-    _bar(axes, row, sync.arrival_s, sync.merge_s, "arrived, not merged yet")
 
 
 def _bar(axes: Axes, row: int, begin_s: float, end_s: float, kind: str) -> None:

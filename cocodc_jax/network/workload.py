@@ -30,11 +30,6 @@ class Workload:
     answer_share: float = 1.0
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
         for name in ("fragment_bytes", "step_time_s"):
             values = getattr(self, name)
             if not values or not all(0 < v < np.inf for v in values):

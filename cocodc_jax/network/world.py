@@ -7,8 +7,8 @@ planning and for demonstrations; measure your own before deciding on anything.
 
 import itertools
 import pathlib
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 from cocodc_jax._extras import extra
 from cocodc_jax.network.links import Link, LinkChange, Topology
@@ -38,6 +38,8 @@ _ROUND_TRIPS_MS = (
     (110, 260),
     (310,),
 )
+
+Read = TypeVar("Read")
 
 _UNUSED = Link(1.0, 0.0)  # the diagonal: no region sends to itself
 _PAIR_KEYS = frozenset({"between", "from", "to"})
@@ -92,9 +94,37 @@ def load_topology(path: str | pathlib.Path) -> Topology:
       ValueError: naming the file and the entry that is wrong.
       OSError: if the file cannot be read.
     """
+    return _read(path, parse_topology)
+
+
+def load_changes(
+    path: str | pathlib.Path, regions: Sequence[str]
+) -> tuple[LinkChange, ...]:
+    """Read a list of changes, written as `changes` in a file of links.
+
+    ```yaml
+    - {start_s: 20, duration_s: 5, bandwidth_factor: 0}       # outage of all links
+    - {between: [region0, region2], start_s: 40, duration_s: 30, bandwidth_factor: 0.1}
+    - {from: region1, start_s: 60, duration_s: 10, extra_latency_ms: 80}
+    ```
+
+    Raises:
+      ValueError: naming the file and the entry that is wrong.
+      OSError: if the file cannot be read.
+    """
+
+    def parse(changes: Any) -> tuple[LinkChange, ...]:
+        if not isinstance(changes, list):
+            raise ValueError(f"changes={changes!r} must be a list")
+        return _changes(changes, list(regions))
+
+    return _read(path, parse)
+
+
+def _read(path: str | pathlib.Path, parse: Callable[[Any], Read]) -> Read:
     text = pathlib.Path(path).read_text()
     try:
-        return parse_topology(yaml.safe_load(text))
+        return parse(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ValueError(f"{path}: {message}") from error
@@ -123,8 +153,8 @@ def parse_topology(table: Any) -> Topology:
         tuple(built.get((i, j), _UNUSED) for j in range(len(names)))
         for i in range(len(names))
     )
-    changes = (_changes(entry, names) for entry in table.get("changes") or [])
-    return Topology(tuple(names), rows, tuple(itertools.chain(*changes)))
+    changes = _changes(table.get("changes") or [], names)
+    return Topology(tuple(names), rows, changes)
 
 
 def _check_keys(where: str, table: Any, known: Collection[str]) -> None:
@@ -181,16 +211,16 @@ def _pairs(
     return [(first, second), (second, first)]
 
 
-def _changes(entry: dict[str, Any], names: list[str]) -> list[LinkChange]:
-    _check_keys("changes", entry, _PAIR_KEYS | _CHANGE_KEYS)
-    return [
-        LinkChange(
+def _changes(entries: list[Any], names: list[str]) -> tuple[LinkChange, ...]:
+    found = []
+    for entry in entries:
+        _check_keys("changes", entry, _PAIR_KEYS | _CHANGE_KEYS)
+        numbers = (
             _number("changes", entry, "start_s", None),
             _number("changes", entry, "duration_s", None),
             _number("changes", entry, "bandwidth_factor", 1.0),
             _number("changes", entry, "extra_latency_ms", 0.0) / 1000,
-            source,
-            target,
         )
-        for source, target in _pairs("changes", entry, names)
-    ]
+        ends = _pairs("changes", entry, names)
+        found += [LinkChange(*numbers, source, target) for source, target in ends]
+    return tuple(found)

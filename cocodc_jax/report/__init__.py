@@ -10,35 +10,17 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.report.comparison import (
-        compare,
-    )
-    from cocodc_jax.report.curves import (
-        eval_curve,
-        steps_to_loss,
-    )
-    from cocodc_jax.report.gantt import (
-        fragments_in_flight,
-    )
-    from cocodc_jax.report.page import (
-        render,
-    )
+    from cocodc_jax.report.comparison import compare
+    from cocodc_jax.report.page import render
     from cocodc_jax.report.plots import (
+        fragments_in_flight,
         loss_by_bytes,
         loss_by_steps,
         save_png,
     )
-    from cocodc_jax.report.progress import (
-        RunProgress,
-    )
-    from cocodc_jax.report.records import (
-        MetricsWriter,
-        read_records,
-    )
-    from cocodc_jax.report.runs import (
-        Run,
-        load_run,
-    )
+    from cocodc_jax.report.progress import RunProgress
+    from cocodc_jax.report.records import MetricsWriter, read_records
+    from cocodc_jax.report.runs import Run, eval_curve, load_run, steps_to_loss
 
 __all__ = [
     "MetricsWriter",
@@ -62,15 +44,15 @@ _PLACES = {
     "Run": "runs:Run",
     "RunProgress": "progress:RunProgress",
     "compare": "comparison:compare",
-    "eval_curve": "curves:eval_curve",
-    "fragments_in_flight": "gantt:fragments_in_flight",
+    "eval_curve": "runs:eval_curve",
+    "fragments_in_flight": "plots:fragments_in_flight",
     "load_run": "runs:load_run",
     "loss_by_bytes": "plots:loss_by_bytes",
     "loss_by_steps": "plots:loss_by_steps",
     "read_records": "records:read_records",
     "render": "page:render",
     "save_png": "plots:save_png",
-    "steps_to_loss": "curves:steps_to_loss",
+    "steps_to_loss": "runs:steps_to_loss",
 }
 
 __getattr__, __dir__ = attach(__name__, _PLACES)

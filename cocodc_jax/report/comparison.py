@@ -1,12 +1,11 @@
-"""Several runs side by side: a row for each method, means over seeds, ratios."""
+"""Several runs side by side: a row a method, ratios, the points that nothing beats."""
 
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.report.curves import loss_at_bytes, steps_to_loss
-from cocodc_jax.report.runs import Run, by_method
+from cocodc_jax.report.runs import Run, by_method, loss_at_bytes, steps_to_loss
 
 # What a row is made of, from `summary.json`.
 MEASURES = (
@@ -23,19 +22,6 @@ MEASURES = (
     "seconds",
     "correction_ratio",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """A measure over the seeds of one method.
-
-    Attributes:
-      mean: over the seeds.
-      half_range: half the distance from the least to the greatest; 0 for one seed.
-    """
-
-    mean: float
-    half_range: float
 
 
 def compare(
@@ -61,7 +47,7 @@ def compare(
       "equal_bytes" is what a region has sent by the last evaluation of
       "equal_bytes_method", the target or else the one that sends the least but
       something (the least of its seeds; None where nobody sends);
-      "loss_at_equal_bytes" a method's loss there (`curves.loss_at_bytes`), None where
+      "loss_at_equal_bytes" a method's loss there (`runs.loss_at_bytes`), None where
       a seed's evaluations do not reach; "evaluated_bytes" the bytes at the first and
       the last evaluation that all of its seeds span. "ratios" are to the first method:
       "bytes" and "steps_to_target". "diverged" is as given.
@@ -79,8 +65,8 @@ def compare(
         # A seed worse than its method's mean may miss a target at that mean.
         row["seeds_at_target"] = len(reached)
         row["steps_to_target"] = statistics.fmean(reached) if reached else None
-        row["loss_at_equal_bytes"] = budget and _as_dict(
-            spread([loss_at_bytes(run, budget) for run in group])
+        row["loss_at_equal_bytes"] = budget and spread(
+            [loss_at_bytes(run, budget) for run in group]
         )
         sent = "bytes_sent_per_region"
         row["ratios"] = {
@@ -110,16 +96,17 @@ def _equal_bytes(
     return target_method, sent[target_method]
 
 
-def spread(values: Sequence[float | None]) -> Spread | None:
-    """Return mean and half range; None if any value is missing.
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Return mean and half the range over seeds; None if any value is missing.
 
     >>> spread([1.0, 2.0, 1.5])
-    Spread(mean=1.5, half_range=0.5)
+    {'mean': 1.5, 'half_range': 0.5}
     """
     known = [value for value in values if value is not None]
     if len(known) < len(values) or not known:
         return None
-    return Spread(statistics.fmean(known), (max(known) - min(known)) / 2)
+    half_range = (max(known) - min(known)) / 2
+    return {"mean": statistics.fmean(known), "half_range": half_range}
 
 
 def _row(runs: Sequence[Run]) -> dict[str, Any]:
@@ -128,7 +115,7 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [dict(run.summary) for run in runs],
     }
     for measure in MEASURES:
-        row[measure] = _as_dict(spread([run.summary[measure] for run in runs]))
+        row[measure] = spread([run.summary[measure] for run in runs])
     sizes = [
         [record["bytes_sent_per_region"] for record in run.of_kind("eval")]
         for run in runs
@@ -137,11 +124,46 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
     return row
 
 
-def _as_dict(found: Spread | None) -> dict[str, float] | None:
-    return found and dataclasses.asdict(found)
-
-
 def _ratio(value: float | None, reference: float | None) -> float | None:
     if value is None or not reference:
         return None
     return value / reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A configuration on the plane of bytes and loss.
+
+    Attributes:
+      label: what it is, in a few words.
+      family: method; points of one have one marker and color.
+      bytes_per_step: that a region sends, above 0.
+      loss: nats per token.
+      half: half of the loss's interval, 0 if unknown.
+    """
+
+    label: str
+    family: str
+    bytes_per_step: float
+    loss: float
+    half: float = 0.0
+
+
+def pareto(points: Sequence[Point]) -> list[int]:
+    """Return the indices of the points on the frontier, by bytes.
+
+    No other point has less loss for at most the bytes of one of these. Of points with
+    the same bytes the one of least loss counts; of equal ones the first.
+
+    >>> at = lambda sent, loss: Point("", "", sent, loss)
+    >>> pareto([at(4, 2.0), at(1, 3.0), at(2, 3.0), at(8, 1.5)])
+    [1, 0, 3]
+    """
+    order = sorted(
+        range(len(points)), key=lambda i: (points[i].bytes_per_step, points[i].loss)
+    )
+    found: list[int] = []
+    for i in order:
+        if not found or points[i].loss < points[found[-1]].loss:
+            found.append(i)
+    return found

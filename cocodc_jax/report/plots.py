@@ -1,18 +1,19 @@
-"""Loss against steps, loss against bytes sent, and when each fragment was in flight.
+"""Loss against steps, against bytes sent and of models, and when fragments were sent.
 
 Figures are built with Matplotlib's object API on the Agg canvas, without pyplot, so
 drawing has no global state and needs no display.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
-from cocodc_jax.report.curves import Curve, eval_curve
-from cocodc_jax.report.runs import Run, by_method
+from cocodc_jax.report.records import Record
+from cocodc_jax.report.runs import Curve, Run, by_method, eval_curve
 from cocodc_jax.report.units import format_bytes
 
 with extra("report"):
@@ -27,6 +28,22 @@ COLORS = ("#333333", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56
 MARKERS = "osD^vPX"
 WIDTH_IN = 8.0
 DPI = 160
+MAX_SYNCS = 128  # of a method; more would be too narrow to be told apart.
+
+
+def new_figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
+    """Return an empty figure on the Agg canvas."""
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def tidy(
+    axes: Axes, along: Literal["both", "x", "y"] = "both", color: str = "#dddddd"
+) -> None:
+    """Draw a faint grid, and no frame above and on the right."""
+    axes.grid(visible=True, axis=along, color=color, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def loss_by_steps(runs: Sequence[Run]) -> Figure:
@@ -40,13 +57,13 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
       The figure; each line of the right panel carries its name and last value.
     """
     # Room for a label a method beside the curves.
-    figure = _figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
+    figure = new_figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
     whole, late = figure.subplots(1, 2, width_ratios=(3, 4))
     curves = {name: eval_curve(group) for name, group in by_method(runs).items()}
     for index, curve in enumerate(curves.values()):
         for axes in (whole, late):
             _draw(axes, curve, curve.steps, index)
-        whole.set_ylabel("evaluation loss (nats per token)")
+    whole.set_ylabel("evaluation loss (nats per token)")
     _zoom_on_second_half(late, list(curves.values()))
     _label_ends(late, curves)
     whole.set_title("whole run", fontsize="medium")
@@ -64,13 +81,12 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
       runs: as for `loss_by_steps`. Evaluations before anything was sent have no place
         on a log axis and are left out.
     """
-    figure = _figure(height_in=4.2 + 0.06 * len(by_method(runs)))
+    figure = new_figure(height_in=4.2 + 0.06 * len(by_method(runs)))
     axes = figure.subplots()
     for index, (name, group) in enumerate(by_method(runs).items()):
         curve = eval_curve(group)
-        _draw(
-            axes, curve, np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan), index
-        )
+        sent = np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan)
+        _draw(axes, curve, sent, index)
         axes.lines[-1].set_label(name)
     scale_bytes(axes, 1e3)
     axes.tick_params(axis="x", which="both", length=4)
@@ -78,6 +94,80 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     axes.set_ylabel("evaluation loss (nats per token)")
     # Above the axes no legend can cover a curve.
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def losses(values: Mapping[str, float], faint: Collection[str] = ()) -> Figure:
+    """Draw a row a model, a dot at its loss, the value written beside it.
+
+    Dots and not bars: the axis begins near the least loss, and a bar's length would
+    then tell nothing.
+    """
+    figure = new_figure(0.28 * len(values) + 0.7)
+    axes = figure.subplots()
+    for row, (name, loss) in enumerate(values.items()):
+        color = "#999999" if name in faint else COLORS[2]
+        axes.plot(loss, row, marker="o", markersize=6, color=color)
+        axes.annotate(
+            f"{loss:.3f}",
+            xy=(loss, row),
+            xytext=(7, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize="small",
+            color=color,
+        )
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    # Room for the number beside the last dot.
+    low, high = min(values.values()), max(values.values())
+    span = high - low or 0.1
+    axes.set_xlim(low - 0.05 * span, high + 0.12 * span)
+    axes.set_xlabel("evaluation loss (nats per token)")
+    tidy(axes, "x")
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    return figure
+
+
+def fragments_in_flight(runs: Sequence[Run]) -> Figure:
+    """Draw a bar from start to apply step of every sync, for one run of each method.
+
+    Args:
+      runs: runs of any methods; the first of each method is drawn, and a method
+        without syncs (data parallel) is left out. Long runs are shown up to the step
+        at which a method has made `MAX_SYNCS` syncs, and the axis says so.
+
+    Raises:
+      ValueError: no run has a sync.
+    """
+    groups = by_method(runs)
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(groups)}
+    each = {name: group[0].of_kind("sync") for name, group in groups.items()}
+    syncs = {name: events for name, events in each.items() if events}
+    if not syncs:
+        raise ValueError("no run has a sync to draw; leave the plot out")
+    rows = [_num_fragments(events) for events in syncs.values()]
+    # Each row a fifth of an inch, and room for each panel's title and for the axis.
+    figure = new_figure(0.2 * sum(rows) + 0.55 * len(rows) + 0.5)
+    panels = figure.subplots(
+        len(syncs), 1, sharex=True, squeeze=False, height_ratios=[n + 1 for n in rows]
+    )[:, 0]
+    for axes, (name, events) in zip(panels, syncs.items(), strict=True):
+        _draw_syncs(axes, name, events, colors[name])
+    num_steps = max(run.summary["steps"] for run in runs)
+    full = [events for events in syncs.values() if len(events) > MAX_SYNCS]
+    shown_steps = min([num_steps, *(e[MAX_SYNCS - 1]["apply_step"] for e in full)])
+    # With room for a mark at the last step.
+    panels[-1].set_xlim(0, shown_steps + num_steps / 400)
+    panels[-1].set_xlabel(
+        "inner steps"
+        if shown_steps == num_steps
+        else f"inner steps: the first {shown_steps:,} of {num_steps:,}, at most "
+        f"{MAX_SYNCS} syncs of a method"
+    )
+    panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
     return figure
 
 
@@ -109,12 +199,6 @@ def png_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(height_in: float) -> Figure:
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
     color = COLORS[index % len(COLORS)]
     # Once all colors are used, they come with other markers.
@@ -131,17 +215,13 @@ def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
         markersize=4,
         linewidth=1.6,
     )
-    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
 
 
 def _zoom_on_second_half(axes: Axes, curves: Sequence[Curve]) -> None:
     half = max(curve.steps[-1] for curve in curves) / 2
-    shown = [curve.steps >= half for curve in curves]
-    low = min(curve.low[part].min() for curve, part in zip(curves, shown, strict=True))
-    high = max(
-        curve.high[part].max() for curve, part in zip(curves, shown, strict=True)
-    )
+    low = min(curve.low[curve.steps >= half].min() for curve in curves)
+    high = max(curve.high[curve.steps >= half].max() for curve in curves)
     margin = 0.05 * (high - low) or 0.05
     axes.set_xlim(half, 2 * half)
     axes.set_ylim(low - margin, high + margin)
@@ -195,3 +275,29 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
         highest = 1 - (len(order) - 1 - rank) * gap
         placed[index] = max(min(placed[index] - shift, highest), rank * gap)
     return placed
+
+
+def _num_fragments(events: Sequence[Record]) -> int:
+    return 1 + max(event["fragment"] for event in events)
+
+
+def _draw_syncs(axes: Axes, name: str, events: Sequence[Record], color: str) -> None:
+    num_fragments = _num_fragments(events)
+    for fragment in range(num_fragments):
+        own = [event for event in events if event["fragment"] == fragment]
+        spans = [(e["start_step"], e["apply_step"] - e["start_step"]) for e in own]
+        # The white edge keeps apart a sync that starts when the one before is applied.
+        axes.broken_barh(
+            spans, (fragment - 0.35, 0.7), facecolor=color, edgecolor="white", lw=0.6
+        )
+        # A blocking exchange takes no step: its bar has no width, a mark shows it.
+        marks = [start for start, delay_steps in spans if delay_steps == 0]
+        axes.plot(
+            marks, [fragment] * len(marks), "|", color=color, markersize=11, mew=2
+        )
+    axes.set_title(name, loc="left", fontsize="medium")
+    axes.set_ylabel("fragment")
+    axes.set_yticks(range(num_fragments))
+    axes.set_ylim(num_fragments - 0.5, -0.5)
+    tidy(axes, "x")
+    axes.set_axisbelow(True)

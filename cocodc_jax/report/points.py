@@ -1,12 +1,13 @@
-"""What each method came to, against what it sent: one labelled point a method."""
+"""One labelled point a method, or a configuration: its loss against what it sent."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cocodc_jax._extras import extra
-from cocodc_jax.report.plots import COLORS, WIDTH_IN
+from cocodc_jax.report.comparison import Point, pareto
+from cocodc_jax.report.plots import COLORS, MARKERS, new_figure, scale_bytes, tidy
 from cocodc_jax.report.units import format_bytes
 
 with extra("report"):
@@ -16,39 +17,28 @@ with extra("report"):
     from matplotlib.ticker import FuncFormatter
     from matplotlib.transforms import Bbox
 
-_HEIGHT_IN = 5.0
+_GREY, _FAINT = "#b0b0b0", "#d8d8d8"
 _FONT_SIZE = 8
 
 
 def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Plot the last evaluation loss against the bytes a region sent, on a log axis."""
-    figure = Figure(figsize=(WIDTH_IN, _HEIGHT_IN), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(height_in=5.0)
     axes = figure.subplots()
     sent = {n: row["bytes_sent_per_region"]["mean"] for n, row in methods.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in methods.items()}
-    shown = [name for name in methods if sent[name] > 0]
+    points = {n: (size, losses[n]) for n, size in sent.items() if size > 0}
     axes.set_xscale("log")
-    axes.scatter(
-        [sent[name] for name in shown],
-        [losses[name] for name in shown],
-        color=COLORS[2],
-        s=22,
-        zorder=3,
-    )
+    axes.scatter(*zip(*points.values(), strict=True), color=COLORS[2], s=22, zorder=3)
     axes.margins(x=0.08, y=0.06)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
     silent = [f"{n} {losses[n]:.3f}" for n in methods if not sent[n]]
-    axes.set_xlabel(
-        "bytes sent by each region (log scale)"
-        + (f"; nothing: {', '.join(silent)}" if silent else "")
-    )
+    nothing = f"; nothing: {', '.join(silent)}" if silent else ""
+    axes.set_xlabel(f"bytes sent by each region (log scale){nothing}")
     axes.set_ylabel("evaluation loss (nats per token)")
-    axes.grid(visible=True, color="#eeeeee", linewidth=0.6)
+    tidy(axes, color="#eeeeee")
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.draw_without_rendering()  # Lays the axes out: places are told in pixels.
-    points = {name: (sent[name], losses[name]) for name in shown}
     _label(axes, points)
     return figure
 
@@ -66,11 +56,8 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
         label = axes.annotate(name, point, fontsize=_FONT_SIZE)
         size = label.get_window_extent(renderer)
         label.remove()
-        free = (
-            place
-            for place in _places()
-            if _is_free(_box(at, place, size, scale), taken, inside)
-        )
+        boxes = ((place, _box(at, place, size, scale)) for place in _places())
+        free = (place for place, box in boxes if _is_free(box, taken, inside))
         place = next(free, (7.0, 0.0))  # Over others, rather than not at all.
         taken.append(_box(at, place, size, scale))
         _write(axes, name, point, place)
@@ -84,13 +71,8 @@ def _box(at: np.ndarray, place: tuple[float, float], size: Bbox, scale: float) -
 
 
 def _is_free(box: Bbox, taken: list[Bbox], inside: Bbox) -> bool:
-    return (
-        inside.x0 <= box.x0
-        and box.x1 <= inside.x1
-        and inside.y0 <= box.y0
-        and box.y1 <= inside.y1
-        and not any(box.overlaps(other) for other in taken)
-    )
+    is_inside = np.all(box.min >= inside.min) and np.all(box.max <= inside.max)
+    return bool(is_inside) and not any(box.overlaps(other) for other in taken)
 
 
 def _places() -> Iterator[tuple[float, float]]:
@@ -122,3 +104,98 @@ def _write(
         fontsize=_FONT_SIZE,
         arrowprops=line if np.hypot(*place) > 12 else None,
     )
+
+
+def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure:
+    """Plot loss against bytes a step; what is on the frontier has color and number."""
+    figure = new_figure(height_in=5.6, width_in=9.0)
+    axes = figure.subplots()
+    best = pareto(points)
+    families = list(dict.fromkeys(p.family for p in (*points, *published)))
+    for point in published:
+        _mark(axes, point, families, _FAINT, size=4, is_open=True)
+    for i, point in enumerate(points):
+        if i not in best:
+            _mark(axes, point, families, _GREY, size=6)
+    edge = [points[i] for i in best]
+    axes.plot(
+        [p.bytes_per_step for p in edge],
+        [p.loss for p in edge],
+        drawstyle="steps-post",
+        color="#555555",
+        linewidth=1.0,
+        zorder=1,
+    )
+    for point in edge:
+        color = COLORS[families.index(point.family) % len(COLORS)]
+        _mark(axes, point, families, color, size=8)
+    scale_bytes(axes, 300)
+    tidy(axes)
+    axes.set_xlabel("bytes that a region sends a step (log scale)")
+    axes.set_ylabel("evaluation loss after all steps (nats per token)")
+    _name(axes, edge, families)
+    _add_legend(figure, axes, families, bool(published))
+    return figure
+
+
+def _mark(
+    axes: Axes,
+    point: Point,
+    families: Sequence[str],
+    color: str,
+    size: float,
+    is_open: bool = False,
+) -> None:
+    axes.errorbar(
+        point.bytes_per_step,
+        point.loss,
+        yerr=point.half or None,
+        marker=MARKERS[families.index(point.family) % len(MARKERS)],
+        markersize=size,
+        markerfacecolor="white" if is_open else color,
+        markeredgecolor=color,
+        ecolor=color,
+        elinewidth=0.8,
+        capsize=0,
+        linestyle="none",
+        zorder=2 if color in (_GREY, _FAINT) else 3,
+    )
+
+
+def _name(axes: Axes, edge: Sequence[Point], families: Sequence[str]) -> None:
+    """Write a number at each point on the frontier, and what it is in the margin."""
+    for number, point in enumerate(edge, 1):
+        color = COLORS[families.index(point.family) % len(COLORS)]
+        axes.annotate(
+            str(number),
+            xy=(point.bytes_per_step, point.loss),
+            xytext=(-5, -5),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=color,
+            fontsize="small",
+            fontweight="bold",
+        )
+        axes.annotate(
+            f"{number}   {point.loss:.3f}   {point.label}",
+            xy=(1.03, 1 - (number - 0.5) * min(0.06, 1 / len(edge))),
+            xycoords="axes fraction",
+            color=color,
+            va="center",
+            fontsize="small",
+            annotation_clip=False,
+        )
+
+
+def _add_legend(
+    figure: Figure, axes: Axes, families: Sequence[str], has_published: bool
+) -> None:
+    for index, family in enumerate(families):
+        marker, color = MARKERS[index % len(MARKERS)], COLORS[index % len(COLORS)]
+        axes.plot([], [], marker, color=color, label=family)
+    axes.plot([], [], "o", color=_GREY, label="never worth it")
+    if has_published:
+        label = "published hyperparameters"
+        axes.plot([], [], "o", color=_FAINT, markerfacecolor="white", label=label)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize="small")

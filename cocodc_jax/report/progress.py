@@ -91,18 +91,12 @@ class RunProgress:
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
-        elif self._is_line_due(step):
+            return
+        now_s, is_last = self._clock(), step >= self._num_steps
+        if is_last or now_s - self._last_line_s >= PLAIN_INTERVAL_S:
+            self._last_line_s = now_s
             line = f"{self._label} step {step}/{self._num_steps}  {status}".lstrip()
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-    def _is_line_due(self, step: int) -> bool:
-        now_s = self._clock()
-        is_due = (
-            now_s - self._last_line_s >= PLAIN_INTERVAL_S or step >= self._num_steps
-        )
-        if is_due:
-            self._last_line_s = now_s
-        return is_due
 
     def _time_left(self, step: int) -> str:
         done_steps = step - self._start_step

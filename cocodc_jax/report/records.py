@@ -88,10 +88,9 @@ class MetricsWriter:
         directory = pathlib.Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
         metrics, timing = directory / METRICS_FILE, directory / TIMING_FILE
+        kept = []
         if resume_offset:
-            _check_offset(metrics, resume_offset)
-        data = metrics.read_bytes()[:resume_offset] if resume_offset else b""
-        kept = _parse(metrics, data)
+            kept = _parse(metrics, _bytes_before(metrics, resume_offset))
         self._file = _open_at(metrics, resume_offset or 0)
         is_new = resume_offset is None
         self._timing = _open_at(timing, 0 if is_new else _complete_bytes(timing))
@@ -122,9 +121,7 @@ class MetricsWriter:
             infinite (the trainer stops such a run before it is recorded).
         """
         checked = check_record(record)
-        with writing(self._file.name):
-            self._file.write(_to_line(checked))
-            self._file.flush()
+        _append(self._file, checked)
         self._show(checked)
 
     def write_timing(
@@ -152,9 +149,7 @@ class MetricsWriter:
         }
         if mfu is not None:
             timing["mfu"] = float(mfu)
-        with writing(self._timing.name):
-            self._timing.write(_to_line(timing))
-            self._timing.flush()
+        _append(self._timing, timing)
         self._show({"kind": "timing", **timing})
 
     def _show(self, record: Mapping[str, Any]) -> None:
@@ -185,17 +180,14 @@ def check_record(record: Mapping[str, Any]) -> Record:
     kind = record.get("kind", "")
     if kind not in FIELDS:
         raise ValueError(f"kind={kind!r} of a record is none of {', '.join(FIELDS)}")
-    given = record.keys() - {"kind"}
-    expected = set(FIELDS[kind])
-    extra = [x for x in OPTIONAL_FIELDS.get(kind, ()) if x in given]
-    given = given - set(extra)
+    extra = [x for x in OPTIONAL_FIELDS.get(kind, ()) if x in record]
+    given, expected = record.keys() - {"kind", *extra}, set(FIELDS[kind])
     if given != expected:
         raise ValueError(
             f"a {kind!r} record has the fields {', '.join(FIELDS[kind])}; "
             f"missing: {sorted(expected - given)}, unknown: {sorted(given - expected)}"
         )
-    fields = (*FIELDS[kind], *extra)
-    plain = {field: _plain(record[field], field) for field in fields}
+    plain = {field: _plain(record[field], field) for field in (*FIELDS[kind], *extra)}
     return {"kind": kind, **plain}
 
 
@@ -224,10 +216,9 @@ def bytes_until(path: str | os.PathLike[str], step: int) -> int:
     path = pathlib.Path(path)
     if not path.exists():
         return 0
-    lines = path.read_bytes().split(b"\n")
-    records = read_records(path)
-    kept = sum(record["step"] <= step for record in records)
-    return sum(len(line) + 1 for line in lines[:kept])
+    data = path.read_bytes()
+    kept = sum(record["step"] <= step for record in _parse(path, data))
+    return sum(len(line) + 1 for line in data.split(b"\n")[:kept])
 
 
 def perplexity(loss: float) -> float | None:
@@ -239,8 +230,17 @@ def perplexity(loss: float) -> float | None:
 
 
 def _parse(path: str | os.PathLike[str], data: bytes) -> list[Record]:
-    complete_lines = data.split(b"\n")[:-1]
-    return [_from_line(path, i, line) for i, line in enumerate(complete_lines, 1)]
+    found = []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON: {line[:60]!r}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(f"{where} is no record: {line[:60]!r}")
+        found.append(record)
+    return found
 
 
 def _plain(value: Any, field: str) -> Any:
@@ -249,9 +249,11 @@ def _plain(value: Any, field: str) -> Any:
     if isinstance(value, list) and None in value:  # Some region has none.
         return [_plain(each, field) for each in value]
     number = np.asarray(value)
-    if number.dtype.kind == "b" or not np.issubdtype(number.dtype, np.number):
+    if number.dtype.kind in "bOSU":
+        raise ValueError(f"{field}={number.tolist()!r} of a record is not a number")
+    if not np.issubdtype(number.dtype, np.number):
         # bfloat16 and its kin are no np.number, yet convert exactly.
-        number = _as_float64(number, field)
+        number = number.astype(np.float64)
     if not np.all(np.isfinite(number)):
         raise ValueError(
             f"{field}={value} of a record is not finite; metrics.jsonl holds finite "
@@ -260,24 +262,10 @@ def _plain(value: Any, field: str) -> Any:
     return number.tolist()
 
 
-def _as_float64(number: np.ndarray, field: str) -> np.ndarray:
-    if number.dtype.kind not in "bOSU":
-        return number.astype(np.float64)
-    raise ValueError(f"{field}={number.tolist()!r} of a record is not a number")
-
-
-def _to_line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"
-
-
-def _from_line(path: str | os.PathLike[str], number: int, line: bytes) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError(f"{path}, line {number} is no record: {line[:60]!r}")
-    return record
+def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
+    with writing(file.name):
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        file.flush()
 
 
 def _open_at(path: pathlib.Path, size: int) -> BinaryIO:
@@ -288,7 +276,7 @@ def _open_at(path: pathlib.Path, size: int) -> BinaryIO:
     return file
 
 
-def _check_offset(path: pathlib.Path, offset: int) -> None:
+def _bytes_before(path: pathlib.Path, offset: int) -> bytes:
     kept = path.read_bytes()[:offset] if path.exists() else b""
     if len(kept) < offset or not kept.endswith(b"\n"):
         raise ValueError(
@@ -296,6 +284,7 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
             "was changed since the checkpoint was written: restore it, or train anew "
             "in another workdir"
         )
+    return kept
 
 
 def _complete_bytes(path: pathlib.Path) -> int:

@@ -43,7 +43,7 @@ class FaultWatch:
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
         self._observe = observe
         self._messages = Messages(least=least_s)
-        self._steps = Regions(floor=_STEP_FLOOR, against_others=True, kind="slow")
+        self._steps = Regions(floor=_STEP_FLOOR, against_others=True)
         self._named: dict[tuple, Finding] = {}
         self._silent: dict[int, Finding] = {}
         self._seen: set[int] = set()

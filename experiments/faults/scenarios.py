@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax import netlab
-from cocodc_jax.netlab import independent
+from cocodc_jax.netlab import children
 from cocodc_jax.netlab.shaper import Conditions
 from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.run.attendance import SYNCS_FILE
@@ -139,7 +139,7 @@ def run(
         raise ValueError(
             f"scenario={scenario!r} needs the network lab: {'; '.join(missing)}"
         )
-    independent.make_key(workdir)
+    children.make_key(workdir)
     addresses = ",".join(f"region{r}:{_PORT}" for r in range(num_regions))
     command = [
         *commands.python_m("train"),

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import pathlib
 
-from cocodc_jax.netlab import schedule
+from cocodc_jax.netlab import plan
 from cocodc_jax.network import gloo
 from cocodc_jax.network.links import Topology
 from cocodc_jax.sync.method import Method
@@ -71,7 +71,7 @@ def network(text: str, num_regions: int) -> Network:
             f"networks: {text!r} has {topology.num_regions} regions, but the run has "
             f"regions={num_regions}"
         )
-    mtu = schedule.usual_mtu_bytes(schedule.conditions_over_time(topology)[0])
+    mtu = plan.usual_mtu_bytes(plan.conditions_over_time(topology)[0])
     links = None if path is None else path.read_text()
     return Network(name, flags, topology.scaled(gloo.payload_share(mtu)), links)
 

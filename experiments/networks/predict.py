@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from cocodc_jax.network import exchanges
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.method import Method
 
@@ -56,7 +57,7 @@ def predict(
 ) -> tuple[Pace, float]:
     """Return the predicted pace, and the bytes of the full run."""
     reduce_or_gather = GATHER if exchanges.is_gathered(method) else REDUCE
-    found = exchanges.simulate_method(
+    found = simulate_method(
         network.topology,
         Workload(run.fragment_bytes, step_s, host_bytes_per_s=host_bytes_per_s),
         method,

@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocodc_jax import methods
-from cocodc_jax.network import exchanges, trace
+from cocodc_jax.network import trace
 from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report import plots, points
@@ -72,7 +73,7 @@ def crossing() -> Figure:
 
 def _simulate(method: methods.Method, num_fragments: int) -> Timeline:
     """Return the timeline of one region; all regions have the same."""
-    found = exchanges.simulate_method(
+    found = simulate_method(
         uniform(REGIONS, LINK),
         Workload(
             (4 * PARAMETERS / num_fragments,) * num_fragments, (STEP_S,) * REGIONS

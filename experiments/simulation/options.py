@@ -13,8 +13,8 @@ from absl import flags
 
 from cocodc_jax.methods import METHODS
 from cocodc_jax.network import world
-from cocodc_jax.network.channel import SHARINGS
 from cocodc_jax.network.collectives import COLLECTIVES
+from cocodc_jax.network.flights import SHARINGS
 
 # Help of the methods' arguments.
 COUNTS = {

@@ -21,7 +21,7 @@ from rich.table import Table
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
-from cocodc_jax.report import dots, plots
+from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
@@ -126,7 +126,7 @@ def _write(
     }
     write_whole(workdir / "merge.json", dumps(merged))
     faint = [name for name in rows if "expert" in name]
-    figure = dots.losses({name: row.loss for name, row in rows.items()}, faint)
+    figure = plots.losses({name: row.loss for name, row in rows.items()}, faint)
     plots.save_png(figure, str(workdir / "merge.png"))
     table = Table("model", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for head in ("loss", "perplexity", "loss after prefix", "passes/token"):

@@ -195,7 +195,7 @@ def advise(
     """Return what may be expected of each choice, the least loss first.
 
     Raises:
-      ValueError: as `exchanges.simulate_method`.
+      ValueError: as `simulator.simulate_method`.
     """
     regions = topology.num_regions
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)

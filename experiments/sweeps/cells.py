@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.report.runs import steps_to_loss
 
 from .rows import Row
 from .schedule import FINAL, cell_of, differing, leaves

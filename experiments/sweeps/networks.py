@@ -16,6 +16,7 @@ from typing import Any
 from cocodc_jax.methods import Method
 from cocodc_jax.network import exchanges
 from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.units import format_duration
@@ -144,7 +145,7 @@ def simulated(
     steps = min(num_steps, max(INTERVALS * interval, LEAST_STEPS))
     sizes = tuple(map(float, fragment_bytes)) or (1.0,)
     work = Workload(sizes, tuple(step_time_s))
-    return exchanges.simulate_method(topology, work, method, steps, collective)
+    return simulate_method(topology, work, method, steps, collective)
 
 
 def best(found: Sequence[Arrival]) -> dict[Network, list[Arrival]]:

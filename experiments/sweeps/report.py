@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.report.pareto import Point, pareto
+from cocodc_jax.report.comparison import Point, pareto
 from cocodc_jax.report.units import format_bytes
 
 from .cells import (
@@ -191,9 +191,9 @@ class Report:
             if cell.columns[TUNED].values != cell.columns[PUBLISHED].values
             if (p := _point(cell, cell.columns[PUBLISHED]))
         ]
-        from cocodc_jax.report import frontier  # Matplotlib, on use.
+        from cocodc_jax.report import points as drawn  # Matplotlib, on use.
 
-        return frontier.frontier(points, open_points)
+        return drawn.frontier(points, open_points)
 
 
 _OWN = ("method", "compress", "sync_interval", "delay_steps")

@@ -11,7 +11,7 @@ import pytest
 from absl.flags import FlagValues
 
 from cocodc_jax.aot.targets import Target
-from cocodc_jax.netlab import kernel
+from cocodc_jax.netlab import region
 from cocodc_jax.run import flags
 from experiments import (
     chaos,
@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
     }.items():
         if program is probe_network:
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kernel, "missing", list)
+    monkeypatch.setattr(region, "missing", list)
     monkeypatch.setattr(Target, "check_installed", lambda _: None)
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "run"

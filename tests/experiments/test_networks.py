@@ -10,7 +10,7 @@ from absl.flags import FlagValues
 
 import cocodc_jax as cc
 from cocodc_jax import methods
-from cocodc_jax.netlab import kernel
+from cocodc_jax.netlab import region
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run import timeline
@@ -20,7 +20,7 @@ from experiments.networks.cases import Stretch
 from experiments.networks.lab_run import LabRunError, Measured
 from experiments.networks.measure import Pace
 
-LACKS = kernel.missing()
+LACKS = region.missing()
 needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
 
 

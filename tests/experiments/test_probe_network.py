@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from cocodc_jax.netlab import independent
+from cocodc_jax.netlab import children
 from cocodc_jax.network.gloo import payload_share
 from experiments import probe_network, wan
 
@@ -21,7 +21,7 @@ def values_of(*arguments):
 def test_two_processes(command, tmp_path):
     told = {
         "COCODC_NUM_PROCESSES": "2",
-        "COCODC_COORDINATOR_ADDRESS": independent.free_addresses(1)[0],
+        "COCODC_COORDINATOR_ADDRESS": children.free_addresses(1)[0],
     }
     flags = (
         "--sizes_mb=0.4,0.02", "--repeats=3", "--pause_s=0", f"--workdir={tmp_path}",

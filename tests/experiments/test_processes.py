@@ -13,7 +13,7 @@ import time
 import pytest
 from absl.flags import FlagValues
 
-from cocodc_jax.netlab import independent
+from cocodc_jax.netlab import children
 from experiments import launch_local, train
 
 TRAIN, LAUNCH = train.__name__, launch_local.__name__
@@ -41,7 +41,7 @@ def assert_same_run(many: pathlib.Path, one: pathlib.Path) -> None:
         assert mine[name] == theirs[name]
 
 
-def children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """In the order in which they were started."""
     path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
     return sorted(map(int, path.read_text().split()))
@@ -83,7 +83,7 @@ def killed(command, run, corpus, tmp_path_factory):
     flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={workdir}"]
     launcher = command(LAUNCH, *flags)
     wait_for(workdir / "checkpoints" / "8", launcher)
-    _, victim = children(launcher.pid)
+    _, victim = children_of(launcher.pid)
     os.kill(victim, signal.SIGKILL)
     begin_s = time.monotonic()
     _, err = launcher.communicate(timeout=60)
@@ -127,7 +127,7 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
     flags.append(f"--workdir={many}")
     launcher = command(LAUNCH, "--processes=4", "--", *flags)
     wait_for(many / "checkpoints" / "8", launcher)
-    os.kill(children(launcher.pid)[3], signal.SIGKILL)
+    os.kill(children_of(launcher.pid)[3], signal.SIGKILL)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGKILL
     code, _, err = run(LAUNCH, "--processes=2", "--", *flags)
@@ -219,7 +219,7 @@ def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
     flags = [*STREAMING, *corpus, f"--workdir={tmp_path}", "--steps=100000"]
     launcher = command(LAUNCH, "--processes=2", "--", *flags, "--checkpoint_every=0")
     wait_for(tmp_path / "process_1" / "metrics.jsonl", launcher)
-    _, one = children(launcher.pid)
+    _, one = children_of(launcher.pid)
     os.kill(one, signal.SIGTERM)
     out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, err
@@ -332,7 +332,7 @@ time.sleep(60)
 def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
     tmp_path, monkeypatch
 ):
-    start = independent.Region.start
+    start = children.Region.start
 
     def started(region):
         if not (tmp_path / "told").exists():
@@ -340,7 +340,7 @@ def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
             os.kill(os.getpid(), signal.SIGTERM)  # Nobody has begun to hear it.
         start(region)
 
-    monkeypatch.setattr(independent.Region, "start", started)
+    monkeypatch.setattr(children.Region, "start", started)
     command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
     begin_s = time.monotonic()

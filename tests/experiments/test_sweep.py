@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from cocodc_jax.files import UnwritableError
-from cocodc_jax.report.pareto import Point, pareto
+from cocodc_jax.report.comparison import Point, pareto
 from experiments import sweep
 from experiments.sweeps import cells, grid, keys, reference, report, roles, rows
 from experiments.sweeps.halving import Halving, best

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from cocodc_jax.netlab import kernel
+from cocodc_jax.netlab import region
 from experiments import wan
 
 ROOT = pathlib.Path(__file__).parents[2]
-LACKS = kernel.missing()
+LACKS = region.missing()
 needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
 
 # Region 0 is the server; the others wait until it listens.
@@ -295,12 +295,12 @@ def test_success_leaves_nothing(lab, tmp_path):
     before = namespaces()
     assert lab("--regions=3", *python(LINGER))[0] == 0
     assert family(os.getpid()) == {os.getpid()}
-    for region in range(3):
-        pid, namespace = log(tmp_path, region).split()
+    for number in range(3):
+        pid, namespace = log(tmp_path, number).split()
         assert namespace not in before
         assert namespace not in namespaces()
         assert int(pid) not in processes()
-    assert not pathlib.Path("/sys/class/net", kernel.DEVICE).exists()
+    assert not pathlib.Path("/sys/class/net", region.DEVICE).exists()
 
 
 @needs_lab
@@ -411,7 +411,7 @@ def test_a_broken_relay_ends_the_run(command, tmp_path):
 
 
 def test_lacking_permissions_is_said_before_anything(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(kernel, "missing", lambda: ["this", "that"])
+    monkeypatch.setattr(region, "missing", lambda: ["this", "that"])
     assert wan.main(["wan", f"--logdir={tmp_path / 'new'}", "--", "true"]) == 2
     assert capsys.readouterr().err == "error: the network lab lacks this; and that\n"
     assert not (tmp_path / "new").exists()
@@ -499,7 +499,7 @@ def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
     ],
 )
 def test_bad_flags_are_one_line(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(kernel, "missing", list)
+    monkeypatch.setattr(region, "missing", list)
     assert wan.main(["wan", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")

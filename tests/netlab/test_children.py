@@ -1,4 +1,4 @@
-"""Programs that are started together end together."""
+"""Programs that are started together end together, and regions live and die alone."""
 
 import os
 import pathlib
@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from cocodc_jax.netlab import children
 from cocodc_jax.netlab.children import Group, exit_code
 
 # JAX runs in this process; in a launcher it does not.
@@ -127,10 +128,101 @@ def test_no_program_starts_others_in_another_way():
     paths = [*ROOT.glob("cocodc_jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
     starts = re.compile(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|spawn)")
     found = {path.name for path in paths if starts.search(path.read_text())}
-    assert found == {
-        *("children.py", "event_command.py", "kernel.py", "launch.py", "region.py")
-    }
+    assert found == {"children.py", "event_command.py", "launch.py", "region.py"}
 
 
 def test_exit_codes_are_as_in_a_shell():
     assert [exit_code(c) for c in (0, 3, -9)] == [0, 3, 137]
+
+
+REFUSED = "print('more'); print('error: --regions=0 is wrong\\n'); raise SystemExit(2)"
+# Process 1 fails, and so process 0 is killed.
+OF_TWO = """
+import sys, time
+time.sleep(60) if "--process_id=0" in sys.argv else sys.exit("error: out of memory")
+"""
+
+
+def started(program, log, num_processes=1):
+    command = [sys.executable, "-S", "-c", program]
+    region = children.Region(command, log, num_processes)
+    region.start()
+    return region
+
+
+def never():
+    return False
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
+    log = tmp_path / "region_1" / "output.log"
+    regions = [started("pass", tmp_path / "log"), started(REFUSED, log)]
+    assert children.wait(regions, lambda: restarts) == 2
+    told = f"region 1 ended with 2, see {log}: error: --regions=0 is wrong\n"
+    assert capfd.readouterr().err == told
+
+
+def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
+    region = started("raise SystemExit('error: no room')", tmp_path / "log")
+    assert children.wait([region], lambda: True) == 1
+    assert region.lives == 5
+    *again, last = capfd.readouterr().err.splitlines()
+    assert again == ["region 0 ended with 1: again"] * 4
+    assert last == f"region 0 ended with 1, see {tmp_path / 'log'}: error: no room"
+
+
+def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "_BRIEF_S", 0.0)
+    region = started("raise SystemExit(1)", tmp_path / "log")
+    answers = iter([*[True] * 14, False])  # It is asked twice of each new life.
+    assert children.wait([region], lambda: next(answers)) == 1
+    assert region.lives == 8
+
+
+def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
+    region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
+    assert children.wait([region], never)
+    told = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
+    assert capfd.readouterr().err.endswith(told)
+
+
+def test_what_one_of_several_processes_refuses_is_not_started_again(tmp_path):
+    program = OF_TWO.replace('"error: out of memory"', "2")
+    region = started(program, tmp_path / "output.log", num_processes=2)
+    assert children.wait([region], lambda: True) == 2
+    assert region.lives == 1
+
+
+def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
+    assert children.wait([started("raise SystemExit(3)", None)], never) == 3
+    assert capfd.readouterr().err == "region 0 ended with 3\n"
+
+
+def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, capfd):
+    """A second Ctrl-C kills them, which is no reason to begin anew."""
+    region = started("import time; time.sleep(60)", tmp_path / "log")
+    told = []
+
+    def restarts():
+        return not told
+
+    def kill(*_):
+        told.append(True)
+        region.send(signal.SIGKILL)
+
+    before = signal.signal(signal.SIGALRM, kill)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        assert children.wait([region], restarts) == 128 + signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert region.lives == 1
+
+
+def test_who_is_started_as_all_are_told_to_stop_is_told_too(tmp_path):
+    region = started("raise SystemExit(1)", tmp_path / "log")
+    region._command[-1] = "import time; time.sleep(60)"
+    answers = iter([True, False, False])
+    assert children.wait([region], lambda: next(answers)) == 128 + signal.SIGTERM
+    assert region.lives == 2

@@ -1,7 +1,6 @@
-"""The lab's parts that need no permissions: shaper, schedule, hosts, messages."""
+"""The lab's parts that need no permissions: shaper, conditions, hosts, messages."""
 
 import dataclasses
-import inspect
 import json
 import math
 import pathlib
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocodc_jax.netlab import kernel, region, relay, schedule
+from cocodc_jax.netlab import plan, region, relay
 from cocodc_jax.netlab.shaper import Conditions, Shaper
 from cocodc_jax.network.links import Link, LinkChange, Topology, uniform
 
@@ -84,19 +83,6 @@ def test_a_region_shares_its_downlink_in_order_of_arrival():
     # 0.01 ms on the pairs' links; 1 ms only for a packet that finds another one.
     expected = [0.10001, 0.10101, 0.20001, 0.20101]
     assert times(shaper) == pytest.approx(expected)
-
-
-def test_unequal_pairs():
-    rates = [[1, 10e6], [5e6, 1]]
-    links = conditions(rate_bps=rates)
-    shaper = Shaper([links], buffer_s=1, seed=0)
-    shaper.send(0.0, 0, 1, PACKET)
-    shaper.send(0.0, 1, 0, PACKET)
-    found = arrivals(shaper)
-    assert [(t, target) for t, target, _ in found] == [
-        (pytest.approx(0.101), 1),
-        (pytest.approx(0.102), 0),
-    ]
 
 
 def test_a_full_queue_drops_its_tail():
@@ -198,7 +184,7 @@ LINKS = Topology(
 
 
 def test_conditions_are_the_topology_in_bits_and_seconds():
-    (found,) = schedule.conditions_over_time(LINKS, 2e8)
+    (found,) = plan.conditions_over_time(LINKS, 2e8)
     assert found.start_s == 0
     assert found.rate_bps[0][1] == pytest.approx(1e8)
     assert found.rate_bps[2][0] == pytest.approx(5e8)
@@ -206,10 +192,7 @@ def test_conditions_are_the_topology_in_bits_and_seconds():
     assert (found.delay_s[0][1], found.delay_s[2][0]) == (0.05, 0.11)
     assert (found.jitter_s[0][1], found.loss[0][1]) == (0.01, 0.001)
     assert found.uplink_bps == found.downlink_bps == (2e8,) * 3
-    assert schedule.longest_round_trip_s(found) == pytest.approx(0.21)
-    assert schedule.slowest_bps(found) == pytest.approx(1e8)
-    assert schedule.has_loss(found)
-    assert schedule.usual_mtu_bytes(found) == 1500
+    assert plan.usual_mtu_bytes(found) == 1500
 
 
 def test_changes_hold_while_they_last_and_multiply():
@@ -220,7 +203,7 @@ def test_changes_hold_while_they_last_and_multiply():
         LinkChange(7, 1, 0.25, source=1),
     )
     topology = dataclasses.replace(uniform(3, Link(1, 0.05)), changes=changes)
-    found = schedule.conditions_over_time(topology, 1e9)
+    found = plan.conditions_over_time(topology, 1e9)
     assert [c.start_s for c in found] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     by_time = {c.start_s: c for c in found}
 
@@ -241,59 +224,26 @@ def test_changes_hold_while_they_last_and_multiply():
     assert min(by_time[5].downlink_bps) > 0
 
 
-def test_schedule_file(tmp_path):
-    path = tmp_path / "schedule.yaml"
-    path.write_text(
-        inspect.cleandoc(schedule.load_changes.__doc__ or "")
-        .partition("```yaml")[2]
-        .partition("```")[0]
-    )
-    names = ("region0", "region1", "region2")
-    assert schedule.load_changes(path, names) == (
-        LinkChange(20, 5, 0),
-        LinkChange(40, 30, 0.1, source=0, target=2),
-        LinkChange(40, 30, 0.1, source=2, target=0),
-        LinkChange(60, 10, extra_latency_s=0.08, source=1),
-    )
-    for text, message in (
-        ("{start_s: 1}", "changes={'start_s': 1} must be a list"),
-        ("[{start_s: 1, for_s: 2}]", "unknown key 'for_s'"),
-        ("[{start_s: 1, duration_s: 2, from: x}]", "region 'x' is not among"),
-        ("[", "while parsing"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"schedule\.yaml: ") as raised:
-            schedule.load_changes(path, names)
-        assert message in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("mbit", "mtu"), [(1, 1500), (20, 2500), (100, 12500), (1000, 65000)]
 )
 def test_packets_take_a_millisecond(mbit, mtu):
     links = conditions(mbit=mbit)
-    assert schedule.usual_mtu_bytes(links) == mtu
+    assert plan.usual_mtu_bytes(links) == mtu
 
 
 def test_a_narrow_uplink_counts_for_the_packet_size():
-    assert schedule.usual_mtu_bytes(conditions(mbit=1000, region_mbit=100)) == 12500
+    assert plan.usual_mtu_bytes(conditions(mbit=1000, region_mbit=100)) == 12500
 
 
 def test_windows_hold_two_round_trips():
     # 100 Mbit/s for 0.32 s, four times; at least for 0.2 s; and there is an end.
     links = conditions(mbit=100, delay_s=0.08)
-    assert schedule.usual_window_bytes(links) == pytest.approx(16e6)
+    assert plan.usual_window_bytes(links) == pytest.approx(16e6)
     near = conditions(mbit=100, delay_s=0.001)
-    assert schedule.usual_window_bytes(near) == pytest.approx(10e6)
-    assert schedule.usual_window_bytes(conditions(mbit=1e6)) == 2**28
-    assert schedule.usual_window_bytes(conditions(1)) == 0
-
-
-def test_a_queue_without_an_end_drops_nothing():
-    shaper = Shaper([conditions(mbit=0.01)], buffer_s=math.inf, seed=0)
-    for _ in range(100):
-        shaper.send(0.0, 0, 1, PACKET)
-    assert times(shaper)[-1] == pytest.approx(100 + 0.1)
+    assert plan.usual_window_bytes(near) == pytest.approx(10e6)
+    assert plan.usual_window_bytes(conditions(mbit=1e6)) == 2**28
+    assert plan.usual_window_bytes(conditions(1)) == 0
 
 
 def test_hosts_give_the_own_name_the_regions_address():
@@ -327,7 +277,7 @@ def test_environment_has_who_and_no_proxy(monkeypatch):
 
 
 def test_the_relay_reads_what_the_lab_writes():
-    links = schedule.conditions_over_time(LINKS)[0]  # with infinite caps
+    links = plan.conditions_over_time(LINKS)[0]  # with infinite caps
     settings = relay.Settings(["a", "b", "c"], [3, 4, 5], [links], 0.2, 7, "/x", "", 9)
     found = relay.Settings.from_json(json.dumps(dataclasses.asdict(settings)))
     assert found.conditions[0].uplink_bps == [math.inf] * 3
@@ -339,10 +289,10 @@ def test_the_relay_reads_what_the_lab_writes():
 def test_missing_permissions_are_named():
     program = """
 import os
-from cocodc_jax.netlab import kernel
+from cocodc_jax.netlab import region
 if os.getuid() == 0:
     os.setuid(65534)
-print("; ".join(kernel.missing()))
+print("; ".join(region.missing()))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -356,5 +306,5 @@ print("; ".join(kernel.missing()))
 
 
 def test_a_missing_device_is_named(monkeypatch):
-    monkeypatch.setattr(kernel, "_TUN_PATH", "/dev/net/no_tun")
-    assert "/dev/net/no_tun (No such file or directory" in kernel.missing()[-1]
+    monkeypatch.setattr(region, "_TUN_PATH", "/dev/net/no_tun")
+    assert "/dev/net/no_tun (No such file or directory" in region.missing()[-1]

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -5,34 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cocodc_jax.network import collectives
 from cocodc_jax.network.collectives import (
     COLLECTIVES,
     ROUNDS,
+    best_order,
     collective_cost,
-    point_to_point_s,
-    reduce_scatter_rounds,
     rounds_s,
 )
 from cocodc_jax.network.links import Link, LinkState, uniform
+from cocodc_jax.network.world import world, world_regions
+from tests.network.made_up_links import random_links, states
 
 ALL_REDUCES = ("ring", "tree", "pairs")
 
 
 def equal_state(num, seconds_per_gb=1.0, delay_s=0.5):
     return uniform(num, Link(8.0 / seconds_per_gb, delay_s)).at()
-
-
-@st.composite
-def states(draw, max_regions=6):
-    num = draw(st.integers(2, max_regions))
-    size = num * num
-    rates = draw(st.lists(st.floats(1e6, 1e9), min_size=size, max_size=size))
-    delays = draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
-    rate = np.reshape(rates, (num, num))
-    delay = np.reshape(delays, (num, num))
-    np.fill_diagonal(rate, np.inf)
-    np.fill_diagonal(delay, 0.0)
-    return LinkState(rate, delay)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 8])
@@ -92,18 +82,6 @@ def test_a_port_sends_one_message_at_a_time():
     assert rounds_s(state, rounds) == 2.5  # the second leaves at 1 s, not at 1.5 s
 
 
-def test_reduce_scatter_and_gather_make_a_ring():
-    state = equal_state(4)
-    scatter = rounds_s(state, reduce_scatter_rounds(range(4), 4e9))
-    gather = collective_cost(state, "gather", 1e9).seconds
-    assert scatter == gather == 4.5
-    assert collective_cost(state, "ring", 4e9).seconds == scatter + gather
-
-
-def test_point_to_point():
-    assert point_to_point_s(equal_state(2), 0, 1, 3e9) == 3.5
-
-
 def test_an_outage_takes_for_ever():
     rate = np.full((2, 2), 1e9)
     rate[0, 1] = 0.0
@@ -117,7 +95,7 @@ def test_one_region_costs_nothing():
         assert (cost.seconds, cost.bytes_sent) == (0.0, (0.0,))
 
 
-@given(states(), st.floats(0, 1e9))
+@given(states(6), st.floats(0, 1e9))
 def test_ring_is_never_below_its_bandwidth_bound(state, num_bytes):
     num = state.num_regions
     slowest = min(state.bytes_per_s[i, (i + 1) % num] for i in range(num))
@@ -125,7 +103,7 @@ def test_ring_is_never_below_its_bandwidth_bound(state, num_bytes):
     assert collective_cost(state, "ring", num_bytes).seconds >= bound * (1 - 1e-9)
 
 
-@given(states(), st.sampled_from(ALL_REDUCES), st.floats(1, 1e9))
+@given(states(6), st.sampled_from(ALL_REDUCES), st.floats(1, 1e9))
 def test_every_region_contributes_and_receives(state, name, num_bytes):
     """Symbolic run: with sets for sums, everybody ends with everybody's data."""
     num = state.num_regions
@@ -141,7 +119,7 @@ def test_every_region_contributes_and_receives(state, name, num_bytes):
     assert all(part == set(range(num)) for parts_of in held for part in parts_of)
 
 
-@given(states(), st.sampled_from(sorted(ROUNDS)), st.floats(0, 1e9))
+@given(states(6), st.sampled_from(sorted(ROUNDS)), st.floats(0, 1e9))
 def test_monotone_in_bytes_bandwidth_and_delay(state, name, num_bytes):
     base = collective_cost(state, name, num_bytes).seconds
     slack = 1 + 1e-9
@@ -159,13 +137,6 @@ def test_a_region_sends_and_receives_once_a_round(num, name):
         sources, targets = [m[0] for m in step], [m[1] for m in step]
         assert len(set(sources)) == len(sources)
         assert len(set(targets)) == len(targets)
-
-
-@given(st.integers(2, 9))
-def test_pairs_exchange_both_ways(num):
-    messages = [m for step in ROUNDS["pairs"](range(num), 1.0) for m in step]
-    there = sorted((a, b) for a, b, _ in messages)
-    assert there == sorted((b, a) for a, b, _ in messages)
 
 
 def test_errors():
@@ -186,9 +157,57 @@ def test_direct_is_the_exchange_that_regions_settle_to():
     assert cost.seconds == pytest.approx(2 * (0.2 + 2 * 10e6 / 100e6), abs=0.002)
     assert cost.bytes_sent == (40e6,) * 3
     assert collective_cost(links, "direct", 30e6).seconds > cost.seconds
-    cut = links.bytes_per_s.copy()
-    cut[0, 2] = 0.0
-    assert collective_cost(LinkState(cut, links.delay_s), "direct", 1.0).seconds == (
-        math.inf
-    )
-    assert collective_cost(uniform(1, Link(1.0, 0.1)).at(), "direct", 1.0).seconds == 0
+
+
+@pytest.mark.parametrize("name", ["ring", "tree", "pairs", "gather"])
+def test_small_searches_are_exact(name):
+    state = random_links(5, 3, 0.2)
+    found = best_order(state, name, 1e8)
+    seconds = [
+        collective_cost(state, name, 1e8, order).seconds
+        for order in itertools.permutations(range(5))
+    ]
+    assert collective_cost(state, name, 1e8, found).seconds == min(seconds)
+    assert min(seconds) < seconds[0]
+
+
+def test_a_fast_cycle_is_found():
+    rate = np.full((6, 6), 1e6)
+    cycle = (0, 3, 1, 5, 2, 4)
+    for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        rate[a, b] = 1e9
+    state = LinkState(rate, np.zeros((6, 6)))
+    assert best_order(state, "ring", 1e6) == cycle
+
+
+def test_larger_searches_come_near_the_exact_one(monkeypatch):
+    for seed in range(5):
+        state = random_links(6, seed, 0.2)
+        exact = best_order(state, "ring", 1e8)
+        with monkeypatch.context() as patch:
+            patch.setattr(collectives, "EXACT_REGIONS", 1)
+            found = best_order(state, "ring", 1e8)
+        best = collective_cost(state, "ring", 1e8, exact).seconds
+        # A local optimum: no bound exists; 1.25 holds on these five.
+        assert collective_cost(state, "ring", 1e8, found).seconds <= 1.25 * best
+
+
+def test_nine_regions_of_the_world():
+    state = world(world_regions(), 1.0).at()
+    found = best_order(state, "ring", 1e6)
+    assert sorted(found) == list(range(9))
+    # The best of all 40,320 rings, enumerated once; as given it takes 0.939 s.
+    seconds = collective_cost(state, "ring", 1e6, found).seconds
+    assert seconds == pytest.approx(0.8017222)
+
+
+def test_a_broken_link_is_avoided():
+    rate = np.full((8, 8), 1e9)
+    rate[0, 1:7] = 0.0
+    state = LinkState(rate, np.zeros((8, 8)))
+    found = best_order(state, "ring", 1e9)
+    assert found[(found.index(0) + 1) % 8] == 7
+
+
+def test_ranks_of_gloo_are_not_chosen():
+    assert best_order(random_links(5, 3, 0.2), "gloo", 1e8) == (0, 1, 2, 3, 4)

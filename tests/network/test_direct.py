@@ -3,22 +3,15 @@
 import functools
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.network import direct
+from cocodc_jax.network.collectives import settled_s
 from cocodc_jax.network.gloo import payload_share
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.network.settle import settled_s
-
-
-def own_links(num, delay_s, bytes_per_s=1e6):
-    """Equal links without a line that they share."""
-    rate = np.full((num, num), float(bytes_per_s))
-    np.fill_diagonal(rate, np.inf)
-    return LinkState(rate, delay_s * (1 - np.eye(num)))
+from tests.network.made_up_links import own_links
 
 
 def settled(state, num_bytes):

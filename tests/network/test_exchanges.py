@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.network import crossings, exchanges
+from cocodc_jax.network import exchanges
 from cocodc_jax.network.collectives import collective_cost
-from cocodc_jax.network.exchanges import simulate_method
 from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.network.world import world
 
@@ -74,23 +74,23 @@ def test_encoded_messages_are_gathered_and_others_summed():
 
 def test_pairs_cost_one_message_there_and_one_back_at_once():
     state = uniform(4, LINK).at()
-    cost = crossings.in_pairs(state, 1e9)
+    cost = exchanges.in_pairs(state, 1e9)
     assert cost.seconds == pytest.approx(1.05)
     assert cost.bytes_sent == (1e9,) * 4
     # Of three regions one stays alone, each as often as the others.
-    odd = crossings.in_pairs(uniform(3, LINK).at(), 3e9)
+    odd = exchanges.in_pairs(uniform(3, LINK).at(), 3e9)
     assert odd.bytes_sent == pytest.approx((2e9,) * 3)
-    assert crossings.in_pairs(uniform(1, LINK).at(), 1e9).seconds == 0
+    assert exchanges.in_pairs(uniform(1, LINK).at(), 1e9).seconds == 0
 
 
 def test_neighbours_on_a_ring_are_told_one_after_the_other():
-    assert exchanges.crossing(methods.get("lt_admm")) is crossings.to_neighbours
-    cost = crossings.to_neighbours(uniform(4, LINK).at(), 1e9)
+    assert exchanges.crossing(methods.get("lt_admm")) is exchanges.to_neighbours
+    cost = exchanges.to_neighbours(uniform(4, LINK).at(), 1e9)
     assert cost.seconds == pytest.approx(2.05)  # One line out for both messages.
     assert cost.bytes_sent == (2e9,) * 4
     # The other of two is the neighbour on either side.
-    assert crossings.to_neighbours(uniform(2, LINK).at(), 1e9).bytes_sent == (1e9,) * 2
-    assert crossings.to_neighbours(uniform(1, LINK).at(), 1e9).seconds == 0
+    assert exchanges.to_neighbours(uniform(2, LINK).at(), 1e9).bytes_sent == (1e9,) * 2
+    assert exchanges.to_neighbours(uniform(1, LINK).at(), 1e9).seconds == 0
     complete = methods.get("lt_admm", graph="complete")
     assert exchanges.crossing(complete) == "gather"
 
@@ -98,14 +98,14 @@ def test_neighbours_on_a_ring_are_told_one_after_the_other():
 def test_one_ring_is_a_ring_and_a_line_bounds_many():
     state = uniform(5, LINK).at()
     ring = collective_cost(state, "ring", 5e9)
-    one, two = crossings.by_rings(1)(state, 5e9), crossings.by_rings(2)(state, 5e9)
+    one, two = exchanges.by_rings(1)(state, 5e9), exchanges.by_rings(2)(state, 5e9)
     assert one.seconds == pytest.approx(ring.seconds)
     assert one.bytes_sent == ring.bytes_sent
     # Each link carries half, but the line of a region all of it.
     assert two.seconds == pytest.approx(ring.seconds)
     assert two.bytes_sent == pytest.approx(ring.bytes_sent)
     wide = world(("us-east", "us-west", "asia-south", "europe-west"), 8.0).at()
-    assert crossings.by_rings(2)(wide, 4e9).transfer_s < ring.transfer_s
+    assert exchanges.by_rings(2)(wide, 4e9).transfer_s < ring.transfer_s
 
 
 def test_nobody_waits_for_a_slow_region_that_comes_alone():

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.network import gloo
-from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.collectives import settled_s as settled
 from cocodc_jax.network.gloo import Phase, seconds_of
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.network.settle import settled_s as settled
+from tests.network.made_up_links import states
 
 MIB = 2**20
 NAMES = sorted(gloo.PHASES)
@@ -122,18 +122,7 @@ def test_without_delay_it_is_a_ring(num, num_bytes, name):
     assert found.bytes_sent == pytest.approx(ring.bytes_sent)
 
 
-@st.composite
-def states(draw, max_regions=5):
-    num = draw(st.integers(2, max_regions))
-    rate = draw(st.lists(st.floats(1e6, 1e9), min_size=num**2, max_size=num**2))
-    delay = draw(st.lists(st.floats(0, 1), min_size=num**2, max_size=num**2))
-    rate, delay = np.reshape(rate, (num, num)), np.reshape(delay, (num, num))
-    np.fill_diagonal(rate, np.inf)
-    np.fill_diagonal(delay, 0.0)
-    return LinkState(rate, delay)
-
-
-@given(states(), st.floats(0, 3e7))
+@given(states(5), st.floats(0, 3e7))
 @settings(max_examples=40, deadline=None)
 def test_an_all_reduce_that_all_begin_at_once_is_monotone(state, num_bytes):
     starts = [0.0] * state.num_regions
@@ -150,7 +139,7 @@ def test_an_all_reduce_that_all_begin_at_once_is_monotone(state, num_bytes):
     assert base <= seconds(far, num_bytes) * slack
 
 
-@given(states(), st.sampled_from(NAMES), st.floats(8, 3e7))
+@given(states(5), st.sampled_from(NAMES), st.floats(8, 3e7))
 @settings(max_examples=40, deadline=None)
 def test_it_is_never_below_its_slowest_link(state, name, num_bytes):
     num = state.num_regions
@@ -175,10 +164,3 @@ def test_limits():
     assert math.isinf(collective_cost(cut, "gloo", 16).seconds)
     # One after the other: no part of it leaves the links free.
     assert collective_cost(equal_state(2, 10.0), "gloo", 16).latency_s == 0.0
-
-
-def test_of_two_in_a_channel_the_second_begins_when_the_first_has_ended():
-    cost = collective_cost(equal_state(2, 10.0), "gloo", 16)
-    channel = Channel(lambda time_s, num_bytes: cost, sharing="fifo")
-    first, second = channel.submit(0.0, 16), channel.submit(0.0, 16)
-    assert (channel.arrival_s(first), channel.arrival_s(second)) == (56, 112)

@@ -6,6 +6,7 @@ import pytest
 
 from cocodc_jax.network.links import LinkState
 from cocodc_jax.network.placement import Pipeline, place
+from tests.network.made_up_links import random_links
 
 # Sites 0 and 2 are in one place, 1 and 3 in another.
 CLUSTERS = ({0, 2}, {1, 3})
@@ -18,13 +19,6 @@ def two_clusters():
             rate[a, b] = 1e9
     np.fill_diagonal(rate, np.inf)
     return LinkState(rate, np.zeros((4, 4)))
-
-
-def random_state(num, seed):
-    random = np.random.default_rng(seed)
-    rate = random.uniform(1e7, 1e9, (num, num))
-    np.fill_diagonal(rate, np.inf)
-    return LinkState(rate, np.zeros((num, num)))
 
 
 def oracle_s(state, stages, pipeline):
@@ -75,7 +69,7 @@ def test_rare_averages_turn_the_choice():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exact_and_local_search_against_brute_force(seed):
-    state, pipeline = random_state(6, seed), Pipeline(3, 1e8, 5e8, 3)
+    state, pipeline = random_links(6, seed), Pipeline(3, 1e8, 5e8, 3)
     best = min(
         oracle_s(state, (flat[:2], flat[2:4], flat[4:]), pipeline)
         for flat in itertools.permutations(range(6))
@@ -90,7 +84,7 @@ def test_exact_and_local_search_against_brute_force(seed):
 
 
 def test_larger_searches_beat_the_order_as_given():
-    state, pipeline = random_state(12, 0), Pipeline(4, 1e8, 5e8, 10)
+    state, pipeline = random_links(12, 0), Pipeline(4, 1e8, 5e8, 10)
     placed = place(state, pipeline, num_starts=3)
     assert sorted(itertools.chain(*placed.stages)) == list(range(12))
     again = place(state, pipeline, num_starts=1)

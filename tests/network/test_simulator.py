@@ -23,6 +23,7 @@ GB = 1e9
 # Two regions, 1 GB/s, 0.5 s: a ring all-reduce of 2 GB takes 2 (1 + 0.5) = 3 s, of
 # which the links are busy for 2 s.
 PAIR = uniform(2, Link(bandwidth_gbps=8.0, latency_s=0.5))
+NEAR = uniform(2, Link(8.0, 0.0))
 
 
 def work(*fragment_gb, step_time_s=(1.0, 1.0), num_layers=1):
@@ -45,15 +46,6 @@ def test_what_hosts_do_besides_the_network_is_waited_for_too():
     assert [s.start_s for s in timeline.syncs] == [1.0, 5.5, 10.0]
     with pytest.raises(ValueError, match="host_bytes_per_s=0 must be positive"):
         dataclasses.replace(busy, host_bytes_per_s=0)
-
-
-def test_diloco_by_hand():
-    timeline = simulate(PAIR, work(2), staggered(4), 9)
-    assert timeline.sim_s == 9 + 2 * 3
-    assert [(s.fragments, s.start_step) for s in timeline.syncs] == [
-        ((0,), 4),
-        ((0,), 8),
-    ]
 
 
 def test_streaming_by_hand():
@@ -201,14 +193,8 @@ def test_layers_travel_as_they_are_ready_by_hand():
     # A step of 3 s: forward 0.5 s a layer, backward 1 s a layer, 1 s a layer to send.
     # Layer 1 is ready at 2 s, layer 0 at 3 s, in at 4 s: the next step waits 1 s for
     # layer 0, and has layer 1 by then.
-    topology = uniform(2, Link(8.0, 0.0))
-    timeline = simulate(
-        topology,
-        work(2, step_time_s=(3.0, 3.0), num_layers=2),
-        staggered(1),
-        4,
-        sharing="fifo",
-    )
+    layers = work(2, step_time_s=(3.0, 3.0), num_layers=2)
+    timeline = simulate(NEAR, layers, staggered(1), 4, sharing="fifo")
     assert timeline.sim_s == pytest.approx(4 * 4.0)
     first = timeline.syncs[0]
     assert (first.start_s, first.arrival_s) == pytest.approx((2.0, 4.0))
@@ -217,13 +203,8 @@ def test_layers_travel_as_they_are_ready_by_hand():
 def test_layers_wait_inside_the_forward_pass():
     # Fragment 1 is layer 1 alone: ready 1 s before the step ends, 4 s to send, tau 0,
     # needed 0.5 s after the step begins: waits 4 - 1 - 0.5 = 2.5 s.
-    topology = uniform(2, Link(8.0, 0.0))
-    timeline = simulate(
-        topology,
-        work(4, 4, step_time_s=(3.0, 3.0), num_layers=2),
-        staggered(2, 2),
-        1,
-    )
+    layers = work(4, 4, step_time_s=(3.0, 3.0), num_layers=2)
+    timeline = simulate(NEAR, layers, staggered(2, 2), 1)
     assert timeline.syncs[0].fragments == (1,)
     assert timeline.syncs[0].stall_s == pytest.approx(2.5)
 
@@ -268,24 +249,19 @@ def test_one_region_never_waits():
 
 
 @pytest.mark.parametrize(
-    ("workload", "num_steps", "message"),
+    ("sizes", "num_steps", "message"),
     [
-        (work(2, step_time_s=(1.0,)), 1, r"step_time_s=\(1.0,\) has 1 entries; 2 are"),
-        (work(1, 1), 1, "fragment_bytes=.* has 2 entries; 1 are needed"),
-        (work(2), 0, "num_steps=0 must be at least 1"),
-        (work(2), 2.5, "num_steps=2.5 must be a whole number, at least 1"),
+        (((2.0,), (1.0,)), 1, r"step_time_s=\(1.0,\) has 1 entries; 2 are needed"),
+        (((1.0, 1.0), (1.0, 1.0)), 1, "fragment_bytes=.* has 2 entries; 1 are needed"),
+        (((2.0,), (1.0, 1.0)), 0, "num_steps=0 must be at least 1"),
+        (((2.0,), (1.0, 1.0)), 2.5, "num_steps=2.5 must be a whole number, at least 1"),
+        (((1.0,), (0.0, 1.0)), 1, "step_time_s=.* must be positive numbers"),
+        (((1.0,) * 3, (1.0, 1.0), 2), 1, "num_layers=2 must be 1 or at least"),
     ],
 )
-def test_sizes_must_match(workload, num_steps, message):
+def test_errors(sizes, num_steps, message):
     with pytest.raises(ValueError, match=message):
-        simulate(PAIR, workload, staggered(1), num_steps)
-
-
-def test_workload_errors():
-    with pytest.raises(ValueError, match="step_time_s=.* must be positive numbers"):
-        work(1, step_time_s=(0.0, 1.0))
-    with pytest.raises(ValueError, match="num_layers=2 must be 1 or at least"):
-        work(1, 1, 1, num_layers=2)
+        simulate(PAIR, Workload(*sizes), staggered(1), num_steps)
 
 
 @st.composite

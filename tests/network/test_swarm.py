@@ -5,21 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.network.links import LinkState
 from cocodc_jax.network.placement import rebalanced
 from cocodc_jax.network.swarm import Failure, Swarm, simulate_swarm
-
-
-def links(num, bytes_per_s=1e9, delay_s=0.0):
-    rate = np.full((num, num), bytes_per_s)
-    delay = np.full((num, num), delay_s)
-    np.fill_diagonal(rate, np.inf)
-    np.fill_diagonal(delay, 0.0)
-    return LinkState(rate, delay)
+from tests.network.made_up_links import own_links
 
 
 def run(stages, batch_s, duration_s, *, activation_bytes=0.0, stage_bytes=0.0, **more):
-    state = more.pop("state", links(len(batch_s)))
+    state = more.pop("state", own_links(len(batch_s), 0.0, 1e9))
     swarm = Swarm(stages, tuple(batch_s), activation_bytes, stage_bytes)
     return simulate_swarm(swarm, state, duration_s, **more)
 
@@ -34,7 +26,7 @@ def test_a_chain_by_hand():
     assert done.finished_s == (3, 5, 7, 9)
     assert done.num_served == (5, 4)
     # 1 MB there and back at 1 MB/s with half a second each way: 3 s more a batch.
-    state = links(2, 1e6, 0.5)
+    state = own_links(2, 0.5, 1e6)
     done = run(
         ((0,), (1,)), [1.0, 2.0], 13, batches_per_site=1,
         activation_bytes=1e6, state=state,

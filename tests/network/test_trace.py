@@ -4,6 +4,7 @@ import json
 import pytest
 from matplotlib import image
 
+from cocodc_jax.network import trace
 from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.trace import plot_timeline, region_spans, write_trace
@@ -48,9 +49,10 @@ def test_trace_holds_every_sync_and_no_overlapping_spans(timeline, tmp_path):
             assert left["ts"] + left["dur"] <= right["ts"] + 1e-3
 
 
-def test_plot_is_drawn(timeline, tmp_path):
+def test_plot_is_drawn(timeline, tmp_path, monkeypatch):
     plot_timeline(timeline, tmp_path / "all.png", "all")
-    plot_timeline(timeline, tmp_path / "some.png", "some", max_syncs=2)
+    monkeypatch.setattr(trace, "MAX_SYNCS", 2)
+    plot_timeline(timeline, tmp_path / "some.png", "all")
     pixels = image.imread(tmp_path / "all.png")
     assert pixels.shape[1] == 1200
     assert (pixels != image.imread(tmp_path / "some.png")).any()

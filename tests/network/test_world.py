@@ -1,8 +1,16 @@
+import inspect
 import itertools
 
 import pytest
 
-from cocodc_jax.network.world import load_topology, parse_topology, world, world_regions
+from cocodc_jax.network.links import LinkChange
+from cocodc_jax.network.world import (
+    load_changes,
+    load_topology,
+    parse_topology,
+    world,
+    world_regions,
+)
 
 TABLE = """
 regions: [paris, tokyo, dallas]
@@ -87,3 +95,29 @@ def test_bad_file_is_named_on_one_line(tmp_path):
     with pytest.raises(ValueError, match="links.yaml: ") as error:
         load_topology(path)
     assert "\n" not in str(error.value)
+
+
+def test_changes_are_read_as_documented(tmp_path):
+    path = tmp_path / "schedule.yaml"
+    path.write_text(
+        inspect.cleandoc(load_changes.__doc__ or "")
+        .partition("```yaml")[2]
+        .partition("```")[0]
+    )
+    names = ("region0", "region1", "region2")
+    assert load_changes(path, names) == (
+        LinkChange(20, 5, 0),
+        LinkChange(40, 30, 0.1, source=0, target=2),
+        LinkChange(40, 30, 0.1, source=2, target=0),
+        LinkChange(60, 10, extra_latency_s=0.08, source=1),
+    )
+    for text, message in (
+        ("{start_s: 1}", "changes={'start_s': 1} must be a list"),
+        ("[{start_s: 1, for_s: 2}]", "unknown key 'for_s'"),
+        ("[{start_s: 1, duration_s: 2, from: x}]", "region 'x' is not among"),
+        ("[", "while parsing"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"schedule\.yaml: ") as raised:
+            load_changes(path, names)
+        assert message in str(raised.value)

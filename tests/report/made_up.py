@@ -55,20 +55,14 @@ def evaluation(step, loss, sent):
 
 def summary(method, seed, records):
     last = [record for record in records if record["kind"] == "eval"][-1]
-    return {
+    return last | {
         "method": method,
         "preset": "tiny",
         "seed": seed,
         "regions": 4,
         "parameters": NUM_PARAMETERS,
         "steps": last["step"],
-        "tokens": last["tokens"],
-        "eval_loss": last["eval_loss"],
-        "eval_perplexity": last["eval_perplexity"],
-        "eval_loss_outer": last["eval_loss_outer"],
-        "region_drift": last["region_drift"],
         "outer_bytes": 1e6,
-        "bytes_sent_per_region": last["bytes_sent_per_region"],
         "seconds": 60.0,
         "stall_seconds": 1.5,
         "exposed_share": None if method == "data_parallel" else 0.025,

@@ -5,10 +5,9 @@ import re
 
 import pytest
 
-from cocodc_jax.report import page, tables
+from cocodc_jax.report import page
 from cocodc_jax.report.comparison import compare, spread
-from cocodc_jax.report.curves import eval_curve, loss_at_bytes, steps_to_loss
-from cocodc_jax.report.runs import Run
+from cocodc_jax.report.runs import Run, eval_curve, loss_at_bytes, steps_to_loss
 from tests.report.made_up import run
 
 
@@ -173,18 +172,18 @@ def test_page_says_what_there_is_none_of():
         evaluated("little", 0, [(5, 4.0), (10, 3.0)]),
         evaluated("much", 0, [(30, 3.0), (60, 1.0)]),
     ]
-    rows = tables.results(compare(runs, "target")).split("<tr>")[2:]
+    rows = page.results(compare(runs, "target")).split("<tr>")[2:]
     cells = [re.findall(r"<td[^>]*><div>(.*?)</div>", row)[2:4] for row in rows]
     less, later = "<small>sends less</small>", "<small>from 30 B</small>"
     assert cells == [
         ["20", "2.0000"], ["<small>never</small>", less], ["45", later],
     ]  # fmt: skip
-    note = tables.results_note(compare(runs, "target"))
+    note = page.results_note(compare(runs, "target"))
     assert "a loss of 2.0000, the last of target, linear" in note
     assert "Loss at 20 B: when a region has sent what target sends" in note
     alone = compare([evaluated("apart", 0, [(0, 4.0), (0, 2.0)])])
-    assert "loss at" not in tables.results(alone)
-    assert "Loss at" not in tables.results_note(alone)
+    assert "loss at" not in page.results(alone)
+    assert "Loss at" not in page.results_note(alone)
 
 
 def test_page_escapes_what_it_is_given():

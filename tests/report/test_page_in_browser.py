@@ -13,7 +13,7 @@ import subprocess
 
 import pytest
 
-from cocodc_jax.report import gantt, page, plots
+from cocodc_jax.report import page, plots
 from cocodc_jax.report.comparison import compare
 from tests.report.made_up import run
 
@@ -61,7 +61,7 @@ def report(tmp_path_factory):
         compare(runs, "diloco", {"mla": "seed 0: NaN at step 37 " + 9 * "and more "}),
         [
             page.Picture("Loss.", plots.png_bytes(plots.loss_by_steps(runs))),
-            page.Picture("Syncs.", plots.png_bytes(gantt.fragments_in_flight(runs))),
+            page.Picture("Syncs.", plots.png_bytes(plots.fragments_in_flight(runs))),
         ],
         "python -m experiments.compare --workdir=" + 60 * "long/",
         {"run": {"steps": 480, "text": 300 * "x"}},

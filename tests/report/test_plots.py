@@ -7,7 +7,7 @@ import matplotlib
 import pytest
 from rich.console import Console
 
-from cocodc_jax.report import gantt, plots
+from cocodc_jax.report import plots
 from cocodc_jax.report.progress import RunProgress
 from tests.report.made_up import run
 
@@ -41,24 +41,43 @@ def test_bytes_are_on_a_log_axis_with_every_method_named():
 
 
 def test_gantt_has_a_row_for_each_fragment_and_none_without_syncs():
-    figure = gantt.fragments_in_flight(RUNS)
+    figure = plots.fragments_in_flight(RUNS)
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(METHODS[1:])
     assert len(figure.axes[0].get_yticks()) == 1
     assert len(figure.axes[1].get_yticks()) == 4
     with pytest.raises(ValueError, match="no run has a sync"):
-        gantt.fragments_in_flight([run("data_parallel")])
+        plots.fragments_in_flight([run("data_parallel")])
 
 
 def test_gantt_shows_the_whole_run_or_says_what_it_leaves_out(monkeypatch):
-    (axes,) = gantt.fragments_in_flight([run("diloco")]).axes
+    (axes,) = plots.fragments_in_flight([run("diloco")]).axes
     assert axes.get_xlim()[1] == pytest.approx(300, abs=1)
     assert axes.get_xlabel() == "inner steps"
-    monkeypatch.setattr(gantt, "MAX_SYNCS", 4)
-    (axes,) = gantt.fragments_in_flight([run("diloco")]).axes
+    monkeypatch.setattr(plots, "MAX_SYNCS", 4)
+    (axes,) = plots.fragments_in_flight([run("diloco")]).axes
     assert axes.get_xlim()[1] == pytest.approx(120, abs=1)
     assert axes.get_xlabel() == (
         "inner steps: the first 120 of 300, at most 4 syncs of a method"
     )
+
+
+def test_a_row_a_model_from_the_top_with_its_number():
+    values = {"expert 0": 2.0, "average": 3.25, "mixture": 1.5}
+    (axes,) = plots.losses(values, ["expert 0"]).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(values)
+    places = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines]
+    assert places == [(2.0, 0), (3.25, 1), (1.5, 2)]
+    assert [text.get_text() for text in axes.texts] == ["2.000", "3.250", "1.500"]
+    bottom, top = axes.get_ylim()
+    assert bottom > top
+    grey, *others = [line.get_color() for line in axes.lines]
+    assert grey not in others
+
+
+@pytest.mark.parametrize("values", [{"one": 1.0}, {"one": 1.0, "same": 1.0}])
+def test_losses_that_do_not_differ_still_have_an_axis(values):
+    low, high = plots.losses(values).axes[0].get_xlim()
+    assert low < 1.0 < high
 
 
 def test_png_is_the_same_twice_and_pyplot_stays_out(tmp_path):
@@ -67,7 +86,7 @@ def test_png_is_the_same_twice_and_pyplot_stays_out(tmp_path):
     assert one == other
     assert one.startswith(b"\x89PNG")
     assert not matplotlib._pylab_helpers.Gcf.figs
-    plots.save_png(gantt.fragments_in_flight(RUNS), str(tmp_path / "a.png"))
+    plots.save_png(plots.fragments_in_flight(RUNS), str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 

@@ -188,12 +188,6 @@ def test_perplexity():
     assert perplexity(1e6) is None
 
 
-def test_lines_are_plain_json(tmp_path):
-    write(tmp_path, [EVAL])
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line) == EVAL
-
-
 def test_what_ended_a_run_is_not_hidden_by_a_disk_that_is_full(tmp_path):
     def full(*_):
         raise OSError("full")

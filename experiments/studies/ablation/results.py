@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
-from cocodc_jax.report.curves import steps_to_loss
+from cocodc_jax.report.runs import steps_to_loss
 
 from .jobs import DILOCO
 

@@ -19,7 +19,7 @@ from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.elastic_exchange import _table
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.netlab.independent import free_addresses
+from cocodc_jax.netlab.children import free_addresses
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocodc_jax.network.channel import Channel
 from cocodc_jax.network.collectives import CollectiveCost
+from cocodc_jax.network.flights import Channel
 
 
 def seconds_are_bytes(time_s, num_bytes):
@@ -14,7 +14,7 @@ def seconds_are_bytes(time_s, num_bytes):
 
 
 def arrivals(channel, jobs):
-    ids = [channel.submit(ready_s, size) for ready_s, size in jobs]
+    ids = [channel.send(ready_s, size)[0] for ready_s, size in jobs]
     return [channel.arrival_s(i) for i in ids]
 
 
@@ -56,10 +56,10 @@ def test_congestion_slows_what_is_left():
 
 def test_arrived_does_not_look_ahead():
     channel = Channel(seconds_are_bytes)
-    first = channel.submit(0.0, 2.0)
+    first, _ = channel.send(0.0, 2.0)
     assert not channel.arrived(first, 1.0)
-    # Submitted after the question, and still in time to slow the first down.
-    channel.submit(1.0, 2.0)
+    # Sent after the question, and still in time to slow the first down.
+    channel.send(1.0, 2.0)
     assert not channel.arrived(first, 3.0)
     assert channel.arrived(first, 3.5)
 
