@@ -1,4 +1,4 @@
-"""Observers of a run: timing files, the progress bar, and the request to stop."""
+"""What a run shows while it trains, the request to stop it, and its summary."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental import multihost_utils
 
+from cocodc_jax import models
 from cocodc_jax._extras import extra
+from cocodc_jax.chips import mfu
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run import timeline
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.utilization import mfu
-from cocodc_jax.train.hooks import Clock
+from cocodc_jax.train.hooks import Clock, Result
+
+if TYPE_CHECKING:
+    from cocodc_jax.run.session import Session
 
 with extra("train"):
     from rich.console import Console
@@ -110,3 +115,55 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
     finally:
         for number in handlers:
             signal.signal(number, before[number])
+
+
+def summarize(
+    session: Session,
+    result: Result,
+    seconds: float,
+    wall_s: float,
+    rollbacks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the numbers of a finished run."""
+    run = session.config.run
+    evaluated, step = result.last_eval or {}, result.state.step
+    others: dict[str, Any] = {}
+    if result.left_out is not None:
+        others["left_out"] = result.left_out
+    if run.max_rollbacks:
+        others["rollbacks"] = rollbacks
+    return {
+        "method": session.config.method.method,
+        "preset": session.config.preset,
+        "seed": run.seed,
+        "regions": run.regions,
+        "parameters": models.num_params(session.model),
+        "steps": step,
+        "tokens": session.tokens_at(step),
+        "eval_loss": evaluated.get("eval_loss"),
+        "eval_perplexity": evaluated.get("eval_perplexity"),
+        "eval_loss_outer": evaluated.get("eval_loss_outer"),
+        "region_drift": evaluated.get("region_drift"),
+        "outer_bytes": session.program.outer_bytes(result.state),
+        "bytes_sent_per_region": result.state.bytes_sent,
+        "seconds": seconds,
+        "stall_seconds": result.stall_seconds,
+        "exposed_share": _exposed_share(session),
+        "goodput": timeline.goodput(session.own_dir, step, wall_s),
+        "tokens_per_second": result.tokens_per_second,
+        "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
+        "correction_ratio": result.correction_ratio,
+        **others,
+    }
+
+
+def _exposed_share(session: Session) -> float | None:
+    """Return the share of time with exposed communication.
+
+    Exchanges at every step are part of the step's own program, and cannot be separated.
+    """
+    method = session.program.method
+    if method.per_step:
+        return None
+    warm_step = method.schedule.warm_up_steps if method.schedule else 0
+    return timeline.exposed_share(session.own_dir, warm_step)

@@ -23,8 +23,7 @@ from cocodc_jax.run.help import options, render
 from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
-from cocodc_jax.run.method_arguments import check_taken
-from cocodc_jax.run.method_config import ARGUMENTS
+from cocodc_jax.run.method_config import ARGUMENTS, check_taken
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes

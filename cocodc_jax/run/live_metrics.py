@@ -1,19 +1,23 @@
 """What a process of a run is doing now, as numbers; hooks write them, scrapes read.
 
 Everything here comes from the host's own records of the loop: nothing waits for a
-device. Units are in the names, as Prometheus has it.
+device. Units are in the names, as Prometheus has it. `serving` exposes them over HTTP
+(`pip install cocodc_jax[monitoring]`).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import socketserver
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from cocodc_jax.run.utilization import mfu
+from cocodc_jax._extras import extra
+from cocodc_jax.chips import mfu
 from cocodc_jax.train.hooks import Clock
 
 GAUGE, COUNTER = "gauge", "counter"
@@ -194,3 +198,77 @@ class LiveMetrics:
         if not self._step_s or seconds <= 0:
             return None
         return min(self._step * statistics.median(self._step_s) / seconds, 1.0)
+
+
+_TIMEOUT_S = 5.0
+_POLL_S = 0.1  # How soon it ends.
+
+
+class PortError(OSError):
+    """The port of the metrics cannot be listened at."""
+
+
+class _Server(socketserver.TCPServer):
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client went away, or took too long."""
+
+
+class _Collector:
+    """Reads `LiveMetrics` whenever they are scraped."""
+
+    def __init__(self, live: LiveMetrics, labels: Mapping[str, str]):
+        self._live, self._labels = live, labels
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of all metrics."""
+        from prometheus_client import core
+
+        families = {COUNTER: core.CounterMetricFamily}
+        values = self._live.values()
+        for metric in METRICS:
+            make = families.get(metric.kind, core.GaugeMetricFamily)
+            names = (*self._labels, *metric.labels)
+            family = make(metric.name, metric.help, labels=names)
+            for labels, value in values.get(metric.name, {}).items():
+                if value is not None:
+                    family.add_metric([*self._labels.values(), *labels], value)
+            yield family
+
+
+@contextlib.contextmanager
+def serving(
+    port: int, live: LiveMetrics, labels: Mapping[str, str]
+) -> Iterator[tuple[str, int]]:
+    """Serve the metrics on all addresses of this machine.
+
+    One connection is served at a time, each for a few seconds at most: further ones
+    wait in the system's queue and take no file descriptors, so a flood can hold up
+    scrapes and not the training.
+    """
+    with extra("monitoring"):
+        from prometheus_client import CollectorRegistry, MetricsHandler
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(live, labels))  # pyright: ignore[reportArgumentType]
+    handler: Any = MetricsHandler.factory(registry)
+    handler.timeout = _TIMEOUT_S
+    try:
+        server = _Server(("", port), handler)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "there is none"
+        raise PortError(
+            f"metrics_port: this process cannot listen on port {port}: {reason}; name "
+            "a free one (each process takes its own, from --metrics_port on)"
+        ) from error
+    with server:
+        thread = threading.Thread(
+            target=server.serve_forever, args=(_POLL_S,), daemon=True
+        )
+        thread.start()
+        try:
+            yield server.server_address[:2]  # pyright: ignore[reportReturnType]
+        finally:
+            server.shutdown()
+            thread.join()

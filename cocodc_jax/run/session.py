@@ -19,6 +19,7 @@ import jax
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax._extras import extra
+from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
@@ -27,35 +28,32 @@ from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.files import write_whole
 from cocodc_jax.kinds import Kind
-from cocodc_jax.run import changes, timeline
+from cocodc_jax.run import timeline
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
-from cocodc_jax.run.attendance import Attendance
+from cocodc_jax.run.attend import Watch, progress_bar, stop_signal, summarize
 from cocodc_jax.run.bucket import Bucket
-from cocodc_jax.run.build import (
-    init_params,
-)
-from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.build import init_params
+from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
+from cocodc_jax.run.processes import gather
 from cocodc_jax.run.resume import (
     CHECKPOINTS,
+    Changes,
     ResumeError,
     finished_summary,
     go_on,
     open_records,
     resume,
     rolled_back,
+    say_unused,
     write_config,
 )
-from cocodc_jax.run.summary import summarize
-from cocodc_jax.run.taking_part import run_digest, taking_part
+from cocodc_jax.run.taking_part import Attendance, run_digest, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
-from cocodc_jax.run.utilization import peak_tokens_per_second
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
@@ -165,7 +163,7 @@ class Session:
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
 
-    def _check_folder(self) -> changes.Changes:
+    def _check_folder(self) -> Changes:
         """Write the configuration to the folder; return its differences to this one."""
         found = {}
         if jax.process_index() == 0:
@@ -314,18 +312,18 @@ class Session:
         key = jax.random.key(self.config.run.seed)
         return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
 
-    def _finished(
-        self, saved: Checkpoints, changed: changes.Changes
-    ) -> dict[str, Any] | None:
+    def _finished(self, saved: Checkpoints, changed: Changes) -> dict[str, Any] | None:
         """Return the summary, if every process has one of the full run."""
         summary, steps = None, self.config.run.steps
         # Whether the data are the same, the checkpoint checks.
-        if saved.latest_step == steps and not changes.has(Kind.DATA, changed):
+        if saved.latest_step == steps and not any(
+            kind_of(n) is Kind.DATA for n in changed
+        ):
             summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
         if not all(gather(summary is not None)):
             return None
         if jax.process_index() == 0:
-            changes.say_unused(changed, self.workdir)
+            say_unused(changed, self.workdir)
         return summary
 
     def _write_timeline(self, result: Result, first_step: int) -> None:
@@ -381,7 +379,8 @@ class Session:
     def peak_tokens_per_second(self) -> float | None:
         """Tokens per second of all regions at an MFU of 1; None on CPUs."""
         length = self.config.data.sequence_length
-        return peak_tokens_per_second(self.model, length, self.mesh.devices.flat)
+        flops = models.flops_per_token(self.model, length)
+        return peak_tokens_per_second(self.mesh.devices.flat, flops)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens that all regions together have trained on by `step`."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from cocodc_jax._extras import check_installed
 from cocodc_jax.report.events import OpenMirror, tensorboard, weights_and_biases
 
 MODES = ("online", "offline", "disabled")
@@ -43,20 +43,9 @@ class Tracking:
             )
 
     def check(self) -> None:
-        """Refuse a project if process 0 lacks the package.
-
-        Raises:
-          ValueError: naming the flag, and the command that installs it.
-        """
-        if not self._is_here:
-            return
-        found = importlib.util.find_spec("wandb")
-        # A folder of that name, as W&B makes them, is found too, without an origin.
-        if found is None or found.origin is None:
-            raise ValueError(
-                f"wandb={self.wandb} needs a package that is not installed: "
-                "pip install 'cocodc_jax[wandb]'"
-            )
+        """Refuse a project if process 0 lacks the package."""
+        if self._is_here:
+            check_installed("wandb", "wandb", f"wandb={self.wandb}")
 
     def mirrors(self, name: str, config: Mapping[str, Any]) -> Sequence[OpenMirror]:
         """Return where this process's records go."""

@@ -9,9 +9,8 @@ import socket
 import pytest
 
 from cocodc_jax.report.records import MetricsWriter
-from cocodc_jax.run.live_metrics import LiveMetrics
+from cocodc_jax.run.live_metrics import LiveMetrics, serving
 from cocodc_jax.run.lock import only_writer, owner_of
-from cocodc_jax.run.metrics_server import serving
 from cocodc_jax.train.hooks import Clock
 from experiments import status
 

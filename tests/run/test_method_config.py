@@ -9,8 +9,12 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type, notes_of
-from cocodc_jax.run.method_arguments import check_taken, method_leaves
-from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
+from cocodc_jax.run.method_config import (
+    ARGUMENTS,
+    MethodConfig,
+    check_taken,
+    method_leaves,
+)
 from cocodc_jax.run.presets import PRESETS
 
 
