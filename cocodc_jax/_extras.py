@@ -47,11 +47,7 @@ def extra(name: str) -> Iterator[None]:
 
 
 def check_installed(package: str, name: str, flag: str) -> None:
-    """Refuse a flag, given as NAME=VALUE, if a package of an extra is not installed.
-
-    Raises:
-      ValueError: naming the flag, and the command that installs it.
-    """
+    """Refuse a flag, given as NAME=VALUE, if a package of an extra is not installed."""
     found = importlib.util.find_spec(package)
     # A folder of that name is found too (W&B makes such), without an origin.
     if found is None or found.origin is None:

@@ -27,11 +27,7 @@ class UnwritableError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have an `OSError` name the file that is being written.
-
-    Raises:
-      UnwritableError: in place of the error.
-    """
+    """Have an `OSError` name the file that is being written."""
     try:
         yield
     except OSError as error:
@@ -39,11 +35,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def ensure_folder(folder: pathlib.Path) -> None:
-    """Make a folder unless it is there, to be written to.
-
-    Raises:
-      UnwritableError: if that cannot be.
-    """
+    """Make a folder unless it is there, to be written to."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -71,12 +63,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-      ValueError: if it holds none, naming the file.
-      OSError: if it cannot be read.
-    """
+    """Return the JSON object that a file holds."""
     try:
         value = json.loads(pathlib.Path(path).read_bytes())
     except ValueError as error:

@@ -54,33 +54,20 @@ class Bucket:
 
     @classmethod
     def of(cls, workdir: str | os.PathLike[str]) -> Bucket | None:
-        """Open the bucket that `workdir` names, None if it names a folder.
-
-        Raises:
-          MissingExtraError: if a package for buckets is not installed.
-          ValueError: if it cannot be reached.
-        """
+        """Open the bucket that `workdir` names, None if it names a folder."""
         if not is_in_bucket(workdir):
             return None
         return cls(in_bucket(workdir), folder_here(workdir))
 
     def begin(self, process: int) -> None:
-        """Download a process's files of the run, and the configuration.
-
-        Raises:
-          OSError: if that fails.
-        """
+        """Download a process's files of the run, and the configuration."""
         fetch(*self._own(process))
         config = self.folder / CONFIG_FILE
         if process and config.exists():
             fetch_file(config, self.workdir / CONFIG_FILE)
 
     def send(self, process: int) -> None:
-        """Upload the files of a process that changed.
-
-        Raises:
-          OSError: if they cannot be written.
-        """
+        """Upload the files of a process that changed."""
         target, folder = self._own(process)
         send(folder, target, self.sent.setdefault(str(folder), {}))
 

@@ -39,12 +39,7 @@ _OF_EXPERTS = {
 
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
-    """Return the devices for regions; on a CPU virtual ones, with outer devices.
-
-    Raises:
-      ValueError: if there are too few devices, or the processes cannot share the
-        regions evenly.
-    """
+    """Return the devices for regions; on a CPU virtual ones, with outer devices."""
     wanted = run.regions * run.devices_per_region
     each = wanted // max(num_processes, 1)
     # On other platforms it only makes devices for the outer state.
@@ -101,12 +96,7 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
-    """Refuse a model that the devices of a region, or the method, cannot share.
-
-    Raises:
-      ValueError: naming what does not divide, and a value that works; or an argument
-        that only a mixture of experts has a meaning for.
-    """
+    """Refuse a model that the devices of a region, or the method, cannot share."""
     run = config.run
     for name, value in _OF_EXPERTS.items():
         if config.method.values.get(name) == value and not model.num_experts:
@@ -134,9 +124,6 @@ def init_params(
     """Initialize or read one region's parameters, projected to any subspace.
 
     Adapters are initialized, their base model is read.
-
-    Raises:
-      ValueError: if the folder to read from does not hold this model.
     """
     if run.init_from:
         params = models.hugging_face.read(run.init_from, model)
@@ -163,11 +150,7 @@ def program_key(config: TrainConfig) -> tuple:
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
-    """Return the run as this process trains it: of one region if elastic.
-
-    Raises:
-      ValueError: if elastic regions differ, or share a pipeline's routes.
-    """
+    """Return the run as this process trains it: of one region if elastic."""
     run = config.run
     if place is None:
         return run
@@ -182,11 +165,7 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Refuse what elastic regions cannot run, before a program starts them.
-
-    Raises:
-      ValueError: as for `own_part`, or if another exchange was requested.
-    """
+    """Refuse what elastic regions cannot run, before a program starts them."""
     if config.run.exchange not in ("auto", "elastic"):
         raise ValueError(
             f"exchange={config.run.exchange!r} is not how elastic regions "
@@ -231,11 +210,7 @@ def build_program(
     mesh: Mesh,
     place: Place | None = None,
 ) -> cc.RegionProgram:
-    """Return the method around the model's loss; compiles nothing.
-
-    Raises:
-      ValueError: if the method does not support `step_seconds`.
-    """
+    """Return the method around the model's loss; compiles nothing."""
     shapes = jax.eval_shape(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
@@ -312,11 +287,7 @@ def list_evaluation(
 def build_evaluate(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
 ) -> Callable[[models.Params], jax.Array]:
-    """Return the evaluation on the validation batches; compiles nothing.
-
-    Raises:
-      ValueError: naming the flag, if the corpus has fewer batches.
-    """
+    """Return the evaluation on the validation batches; compiles nothing."""
     # The same batches whatever the method and the seed.
     try:
         tokens = text.eval_tokens(config.run.eval_batches)

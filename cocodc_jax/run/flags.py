@@ -136,20 +136,12 @@ def define_monitoring() -> None:
 
 
 def tracking() -> Tracking:
-    """Return where to show runs.
-
-    Raises:
-      ValueError: naming the flag, its value and a value that works.
-    """
+    """Return where to show runs."""
     return Tracking(value("wandb"), value("wandb_mode"))
 
 
 def monitoring() -> Monitoring:
-    """Return how the run is watched from outside.
-
-    Raises:
-      ValueError: naming the flag, its value and a value that works.
-    """
+    """Return how the run is watched from outside."""
     return Monitoring(**{name: value(name) for name in MONITORING})
 
 
@@ -160,11 +152,7 @@ def given(name: str) -> bool:
 
 
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
-    """Refuse training flags that the program that starts the training sets itself.
-
-    Raises:
-      ValueError: naming the flag, its value, and what to do.
-    """
+    """Refuse training flags that the program that starts the training sets itself."""
     for name in (*before, *nowhere):
         if given(name):
             place = f", or give --{name} before --" if name in before else ""
@@ -179,11 +167,7 @@ def value(name: str) -> Any:
 
 
 def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
-    """Read the numbers of a flag.
-
-    Raises:
-      ValueError: naming the flag, if one is no number.
-    """
+    """Read the numbers of a flag."""
     try:
         return tuple(kind(text) for text in texts)
     except ValueError:
@@ -193,11 +177,7 @@ def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
 
 
 def processes() -> Processes:
-    """Return which processes take part: the flags, over what a launcher has set.
-
-    Raises:
-      ValueError: naming the flag, its value and a value that works.
-    """
+    """Return which processes take part: the flags, over what a launcher has set."""
     told = {name: value(name) for name in PROCESSES if given(name)}
     if "region_id" in FLAGS and given("region_id"):
         return Processes(**told)  # A separate job, whatever its launcher has set.
@@ -205,23 +185,14 @@ def processes() -> Processes:
 
 
 def elastic() -> ElasticFlags:
-    """Return the flags of elastic regions.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
+    """Return the flags of elastic regions."""
     return ElasticFlags(**{name: value(name) for name in ELASTIC if given(name)})
 
 
 def config(
     without: Sequence[str] = (), methods: Iterable[str] | None = None, **own: Any
 ) -> TrainConfig:
-    """Return the preset with the flags given.
-
-    Raises:
-      ValueError: for an unknown preset, a value that the configuration refuses, or a
-        method's argument that no method takes.
-    """
+    """Return the preset with the flags given."""
     if value("preset") not in PRESETS:
         raise ValueError(
             f"preset={value('preset')!r} is unknown; use one of {sorted(PRESETS)}"
@@ -238,21 +209,13 @@ def config(
 
 
 def check_methods(methods: Iterable[str]) -> None:
-    """Refuse a flag that is an argument of other methods only.
-
-    Raises:
-      ValueError: naming the flag, its value and what the methods take.
-    """
+    """Refuse a flag that is an argument of other methods only."""
     given_here = _given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys()))
     check_taken(given_here, methods)
 
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
-    """Refuse a flag that no inner optimizer of the runs uses.
-
-    Raises:
-      ValueError: naming the flag, its value and the optimizers.
-    """
+    """Refuse a flag that no inner optimizer of the runs uses."""
     optimizers = [c.optimizer.name(get_method(c.method.method)) for c in configs]
     optimizer_config.check_taken(_given_leaves(()), optimizers)
 
@@ -286,11 +249,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
 
 
 def help_of(doc: str, is_full: bool = False) -> str:
-    """Return the text of `--help`, with the values that hold given the other flags.
-
-    Raises:
-      ValueError: for flags that make no configuration.
-    """
+    """Return the text of `--help`, with the values that hold given the other flags."""
     own = [f.name for f in FLAGS.get_key_flags_for_module(sys.argv[0])]
     sections: dict[str, Any] = {"Flags": options(FLAGS, filter(_is_own, own))}
     if "preset" not in FLAGS:

@@ -27,11 +27,7 @@ def make(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.LossFn:
-    """Return the training loss.
-
-    Raises:
-      ValueError: if the method does not support `step_seconds`.
-    """
+    """Return the training loss."""
     if run.is_pipelined:
         routed = run.regions if run.random_routing else None
         loss_fn = models.make_pipelined_loss_fn(
@@ -120,11 +116,7 @@ def with_kernels(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.TransformerConfig:
-    """Return the model with its kernels and backward passes chosen.
-
-    Raises:
-      ValueError: if those requested are not supported by these devices and this method.
-    """
+    """Return the model with its kernels and backward passes chosen."""
     is_divided = layout(config.run, mesh) is not None
     return with_kernels_of(config, model, method, mesh.devices.flat[0], is_divided)
 
@@ -162,11 +154,7 @@ def with_kernels_of(
 def subspace_of(
     run: RunConfig, model: models.TransformerConfig
 ) -> models.Subspace | None:
-    """Return the subspace of the residual stream, None if there is none.
-
-    Raises:
-      ValueError: if the model is narrower than that.
-    """
+    """Return the subspace of the residual stream, None if there is none."""
     if not run.stage_subspace:
         return None
     return models.Subspace(model.width, run.stage_subspace)

@@ -98,11 +98,7 @@ def _is_unread(descriptor: int) -> bool:
 
 
 def check_numbers(values: Any) -> None:
-    """Refuse NaN and infinite numbers.
-
-    Raises:
-      ValueError: naming the flag and its value.
-    """
+    """Refuse NaN and infinite numbers."""
     for name in values:
         number = values[name].value
         if isinstance(number, float) and not math.isfinite(number):

@@ -68,12 +68,7 @@ _OF_ALL: dict[str, tuple[type, str, Kind]] = {
 def method_leaves(
     methods: Mapping[str, Callable] | None = None, section: str = "method"
 ) -> dict[str, Leaf]:
-    """Return a leaf for each argument that any method takes.
-
-    Raises:
-      ValueError: for an argument without a type or documentation, or of types that do
-        not fit together.
-    """
+    """Return a leaf for each argument that any method takes."""
     methods = cc.methods.METHODS if methods is None else methods
     defaults: dict[str, dict[str, Any]] = {}
     hints: dict[str, list[Any]] = {}
@@ -114,11 +109,7 @@ def _whose(defaults: Mapping[str, Any]) -> str:
 
 
 def check_taken(arguments: Mapping[str, Any], methods: Iterable[str]) -> None:
-    """Refuse arguments that none of the methods takes.
-
-    Raises:
-      ValueError: naming the argument, its value and what the methods take.
-    """
+    """Refuse arguments that none of the methods takes."""
     methods = list(methods)
     taken = {name: None for method in methods for name in cc.methods.defaults(method)}
     for name, value in arguments.items():

@@ -150,11 +150,7 @@ class OptimizerConfig:
 
 
 def check_taken(arguments: Mapping[str, Any], optimizers: Iterable[str]) -> None:
-    """Refuse arguments that none of the optimizers uses.
-
-    Raises:
-      ValueError: naming the argument, its value and what the optimizers take.
-    """
+    """Refuse arguments that none of the optimizers uses."""
     optimizers = sorted(set(optimizers))
     taken = {name for optimizer in optimizers for name in _GOES_BY[optimizer]}
     for name in (*_OF_ADAM, *_SLOW):

@@ -195,11 +195,7 @@ ONE_PROCESS = Processes()
 def check_shares(
     num_regions: int, num_processes: int, devices_per_region: int = 1
 ) -> None:
-    """Refuse a number of processes that cannot share the regions evenly.
-
-    Raises:
-      ValueError: naming the numbers and values that work.
-    """
+    """Refuse a number of processes that cannot share the regions evenly."""
     if num_regions % num_processes and num_processes % num_regions:
         raise ValueError(
             f"num_processes={num_processes} must divide regions={num_regions}, so that "
@@ -292,11 +288,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_alike(config: dict[str, Any]) -> None:
-    """Compare this process's run with the others', before anything is compiled.
-
-    Raises:
-      ValueError: naming the processes and each difference.
-    """
+    """Compare this process's run with the others', before anything is compiled."""
     mine = {
         "version": metadata.version("cocodc_jax"),
         "code": code_digest(),

@@ -56,11 +56,7 @@ def check_folder(workdir: pathlib.Path) -> None:
 
 
 def make_folder(workdir: pathlib.Path) -> None:
-    """Make the folder of a program's results, before the work that fills it.
-
-    Raises:
-      ValueError: naming it, if it cannot be made or written to.
-    """
+    """Make the folder of a program's results, before the work that fills it."""
     check_folder(workdir)
     try:
         ensure_folder(workdir)
@@ -169,12 +165,7 @@ def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -
 def write_config(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig:
-    """Write a run's configuration to its folder, unless it is there already.
-
-    Raises:
-      ValueError: if it holds another run: one may have begun since it was checked.
-      OSError: if it cannot be written to.
-    """
+    """Write a run's configuration to its folder, unless it is there already."""
     found = check_workdir(config, workdir, checkpoints)
     path, text = workdir / CONFIG_FILE, dumps(config.to_json())
     if found in (None, config) and (not path.exists() or path.read_text() != text):
@@ -226,11 +217,7 @@ def resume(
     stream: TrainStream,
     regions: Sequence[int],
 ) -> tuple[TrainState, dict, dict] | None:
-    """Restore the newest checkpoint, None if there is none.
-
-    Raises:
-      ValueError: if the checkpoint is of another program or of other data.
-    """
+    """Restore the newest checkpoint, None if there is none."""
     restored = saved.restore(program)
     if restored is None:
         return None

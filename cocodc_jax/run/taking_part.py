@@ -185,15 +185,7 @@ def taking_part(
     watch: FaultWatch | None = None,
     carried: joining.Carried | None = None,
 ) -> Iterator[tuple[tuple[TrainState, dict | None, dict], Attendance]]:
-    """Take part in a run until the end of the context.
-
-    Raises:
-      OSError: if the region cannot listen.
-      LeftBehindError: if the others go on without this region.
-      TimeoutError: if no region admits it.
-      ResumeError: if it would restart, without all others, a run that it was in, or if
-        its own checkpoint is ahead of the others'.
-    """
+    """Take part in a run until the end of the context."""
     own, _, position = begun
     began_s = time.monotonic()
     largest = joining.max_frame_bytes(program)

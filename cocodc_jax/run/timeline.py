@@ -61,11 +61,7 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
 
 
 def first_marked_step(workdir: pathlib.Path, since_step: int) -> int:
-    """Return the step that `read` starts at: the first mark from `since_step` on.
-
-    Raises:
-      ValueError: as for `read`.
-    """
+    """Return the step that `read` starts at: the first mark from `since_step` on."""
     return _marked(workdir, _files(workdir), since_step)[0]
 
 
@@ -255,11 +251,7 @@ def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:
 
 
 def first_warm_step(workdir: pathlib.Path) -> int:
-    """Return the step by which every program of a run has been compiled.
-
-    Raises:
-      ValueError: if the folder holds no run, or its configuration is corrupt.
-    """
+    """Return the step by which every program of a run has been compiled."""
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"workdir={str(workdir)!r} holds no run; name that of one")

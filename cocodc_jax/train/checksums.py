@@ -26,11 +26,7 @@ _DIGEST_BYTES = 16
 
 
 def write(folder: pathlib.Path) -> None:
-    """Write sizes and BLAKE2b digests of all files below a folder into it.
-
-    Raises:
-      OSError: if one cannot be read, or the file not be written.
-    """
+    """Write sizes and BLAKE2b digests of all files below a folder into it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     found = {

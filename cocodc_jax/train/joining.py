@@ -78,11 +78,7 @@ def adopt(
     copy: Snapshot,
     carried: Carried | None = None,
 ) -> TrainState:
-    """Make the state of a region that continues from another region's copy.
-
-    Raises:
-      ValueError: if the copy's arrays are not those of `program`.
-    """
+    """Make the state of a region that continues from another region's copy."""
     assert program.method.schedule is not None
     schedule = program.method.schedule.restore(copy.header["schedule"])
     abstract = program.abstract(schedule).sync

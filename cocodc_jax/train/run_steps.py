@@ -87,9 +87,6 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
 
     Returns:
       Leaves `[T, R, B, ...]`.
-
-    Raises:
-      ValueError: if the stream ends too early, or two batches differ in shape.
     """
     taken = list(itertools.islice(stream, num_steps))
     if len(taken) < num_steps:
