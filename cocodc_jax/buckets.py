@@ -40,7 +40,7 @@ def in_bucket(path: str | os.PathLike[str]) -> Any:
 
 
 def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:
-    """Copy a file or a folder of a bucket to this machine, what of it is not there yet."""
+    """Copy a file or folder of a bucket to this machine, as far as it is not there."""
     source = in_bucket(path)
     if not source.exists():
         raise ValueError(f"{path} does not exist")
@@ -84,7 +84,7 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
 
 
 def fetch_file(source: Any, path: pathlib.Path) -> None:
-    """Copy one file of a bucket, unless it is here already, of the same time and size."""
+    """Copy a file of a bucket, unless it is here already, of the same time and size."""
     stat = source.stat()
     there = path.stat() if path.exists() else None
     if there and (there.st_size, int(there.st_mtime)) == (stat.length, stat.mtime):

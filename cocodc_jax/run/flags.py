@@ -7,7 +7,6 @@ the flags that were given; it is rebuilt from them, so its own checks always run
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -21,13 +20,13 @@ from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.leaf_help import by_use, run_sections
-from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
+from cocodc_jax.run.leaves import COUNT_OR_WORD, Leaf, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
-from cocodc_jax.run.tracking import MODES, Tracking
+from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 
 with extra("train"):
     from absl import app, flags, logging
@@ -36,7 +35,8 @@ USAGE_ERROR = 2
 RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
 ELASTIC = leaves_of("elastic", ElasticFlags)
 MONITORING = leaves_of("monitoring", Monitoring)
-PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
+PROCESSES = leaves_of("processes", Processes)
+TRACKING = leaves_of("tracking", Tracking)
 
 # The program's flags; tests replace them.
 FLAGS = flags.FLAGS
@@ -78,7 +78,7 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
     define_one(str, "workdir", None, workdir)
-    _define_processes()
+    _define_section(PROCESSES)
     for name, leaf in ELASTIC.items():
         default = getattr(NOT_ELASTIC, name)
         text = f"With exchange=elastic: {leaf.help} Default: {default!r}."
@@ -91,53 +91,28 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
             flags.DEFINE_alias(old, name, flag_values=FLAGS)
 
 
-def _define_processes() -> None:
-    define_one(
-        str,
-        "coordinator_address",
-        None,
-        "host:port of process 0, for several processes.",
-    )
-    define_one(
-        int,
-        "num_processes",
-        None,
-        "Processes that share the regions, or several to a region; 0 asks the cluster "
-        "(SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.",
-    )
-    define_one(int, "process_id", None, "Which of the processes this one is.")
-    define_one(
-        int,
-        "start_timeout_s",
-        None,
-        "Seconds to wait until all processes have started.",
-    )
-    define_one(
-        int,
-        "heartbeat_timeout_s",
-        None,
-        "Seconds of silence after which a process is taken for dead and all others "
-        "end; more than the longest outage of the network. Default: 30.",
-    )
+def _define_section(
+    section: dict[str, Leaf], defaults: Any = None, text: str = "{}"
+) -> None:
+    """Define flags that are no part of a configuration, unset without defaults."""
+    for name, leaf in section.items():
+        default = getattr(defaults, name, None)
+        define_one(leaf.type, name, default, text.format(leaf.help))
 
 
 def define_tracking() -> None:
     """Define the flags of `Tracking`, for programs that train whole runs."""
-    project = "Project in Weights & Biases that shows the run. Default: none."
-    mode = f"{', '.join(MODES)}. Default: what WANDB_MODE in the environment says."
-    define_one(str, "wandb", "", project)
-    define_one(str, "wandb_mode", "", mode)
+    _define_section(TRACKING, NO_TRACKING)
 
 
 def define_monitoring() -> None:
     """Define the flags of `Monitoring`, for programs that train one run."""
-    for name, leaf in MONITORING.items():
-        define_one(leaf.type, name, getattr(NO_MONITORING, name), leaf.help)
+    _define_section(MONITORING, NO_MONITORING)
 
 
 def tracking() -> Tracking:
     """Return where to show runs."""
-    return Tracking(value("wandb"), value("wandb_mode"))
+    return Tracking(**{name: value(name) for name in TRACKING})
 
 
 def monitoring() -> Monitoring:
@@ -255,7 +230,7 @@ def help_of(doc: str, is_full: bool = False) -> str:
     if "preset" not in FLAGS:
         return render(doc, sections)
     sections["Several processes"] = options(FLAGS, PROCESSES)
-    sections["Elastic regions"] = options(FLAGS, tuple(ELASTIC))
+    sections["Elastic regions"] = options(FLAGS, ELASTIC)
     names = [name for name in LEAVES if name in FLAGS and not _is_own(name)]
     without = tuple(LEAVES.keys() - set(names))
     if "method" in names:

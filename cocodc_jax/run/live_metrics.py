@@ -114,19 +114,34 @@ class LiveMetrics:
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()
-        self._gauges: dict[str, float | None] = {"cocodc_planned_steps": planned_steps}
-        self._syncs: dict[str, int] = dict.fromkeys(("applied", "late", "missed"), 0)
-        self._faults: dict[tuple[str, str], float] = {}
-        self._named: dict[str, int] = dict.fromkeys(_FAULTS, 0)
-        self._spikes, self._stall_s = 0, 0.0
-        self._step, self._began_s = 0, now()
+        self._step, self._began_s, self._stall_s = 0, now(), 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
+        self._values: Values = {
+            "cocodc_planned_steps": {(): planned_steps},
+            "cocodc_stall_seconds_total": {(): 0.0},
+            "cocodc_loss_spikes_total": {(): 0},
+            "cocodc_syncs_total": {(x,): 0 for x in ("applied", "late", "missed")},
+            "cocodc_fault": {},
+            "cocodc_faults_total": {(x,): 0 for x in _FAULTS},
+        }
+
+    def put(self, name: str, value: float | None) -> None:
+        """Set a metric without further labels."""
+        with self._lock:
+            self._values[name] = {(): value}
+
+    def count(self, name: str, *labels: str) -> None:
+        """Add 1 to a counter."""
+        with self._lock:
+            of = self._values[name]
+            of[labels] = (of.get(labels) or 0) + 1
 
     def begin(self, step: int, began_s: float, saved_step: int | None) -> None:
         """Note where training starts."""
-        with self._lock:
-            self._step, self._began_s, self._stall_s = step, began_s, 0.0
-            self._gauges |= {"cocodc_step": step, "cocodc_checkpoint_step": saved_step}
+        self._step, self._began_s, self._stall_s = step, began_s, 0.0
+        self.put("cocodc_step", step)
+        self.put("cocodc_checkpoint_step", saved_step)
+        self.put("cocodc_stall_seconds_total", 0.0)
 
     def turn(self, clock: Clock) -> None:
         """Take in the loop's clock."""
@@ -137,7 +152,7 @@ class LiveMetrics:
                 seconds -= clock.stall_s - self._stall_s
                 self._step_s.append(max(seconds, 0.0) / (clock.step - self._step))
             self._step, self._stall_s = clock.step, clock.stall_s
-            self._gauges |= {
+            gauges = {
                 "cocodc_step": clock.step,
                 "cocodc_loss": clock.loss,
                 "cocodc_tokens_per_second": clock.tokens_per_second,
@@ -145,51 +160,32 @@ class LiveMetrics:
                 "cocodc_fragments_in_flight": clock.in_flight,
                 "cocodc_progress_timestamp_seconds": self._now(),
                 "cocodc_sent_bytes_total": clock.bytes_sent,
+                "cocodc_stall_seconds_total": clock.stall_s,
             }
-
-    def evaluated(self, loss: float) -> None:
-        """Take in a held-out loss."""
-        with self._lock:
-            self._gauges["cocodc_eval_loss"] = loss
-
-    def synced(self, outcome: str) -> None:
-        """Count a sync by its outcome."""
-        with self._lock:
-            self._syncs[outcome] += 1
-
-    def spiked(self) -> None:
-        """Count a loss spike."""
-        with self._lock:
-            self._spikes += 1
+            self._values |= {name: {(): value} for name, value in gauges.items()}
 
     def saving(self) -> None:
         """Note that a checkpoint of the current step begins."""
-        with self._lock:
-            self._gauges["cocodc_checkpoint_step"] = self._step
-            self._gauges["cocodc_checkpoint_timestamp_seconds"] = self._now()
+        self.put("cocodc_checkpoint_step", self._step)
+        self.put("cocodc_checkpoint_timestamp_seconds", self._now())
 
     def fault(self, kind: str, where: str, is_on: bool) -> None:
         """Note that a fault is named, or has ended."""
+        if is_on:
+            self.count("cocodc_faults_total", kind)
         with self._lock:
+            faults = self._values["cocodc_fault"]
+            faults.pop((kind, where), None)
             if is_on:
-                self._faults[kind, where] = 1.0
-                self._named[kind] = self._named.get(kind, 0) + 1
-            else:
-                self._faults.pop((kind, where), None)
+                faults[kind, where] = 1.0
 
     def values(self) -> Values:
         """Return all values that are known, by name and then by further labels."""
         members = self.members()
         with self._lock:
-            found: Values = {name: {(): x} for name, x in self._gauges.items()}
-            return found | {
+            return {name: dict(of) for name, of in self._values.items()} | {
                 "cocodc_goodput_ratio": {(): self._goodput()},
                 "cocodc_members": {(): members},
-                "cocodc_stall_seconds_total": {(): self._stall_s},
-                "cocodc_loss_spikes_total": {(): self._spikes},
-                "cocodc_syncs_total": {(x,): n for x, n in self._syncs.items()},
-                "cocodc_fault": dict(self._faults),
-                "cocodc_faults_total": {(x,): n for x, n in self._named.items()},
             }
 
     def _goodput(self) -> float | None:

@@ -282,22 +282,22 @@ class Monitor:
     def merged(self, own_counts: bool) -> None:
         """Note whether this region's message was in a mean."""
         if not own_counts:
-            self.live.synced("missed")
+            self.live.count("cocodc_syncs_total", "missed")
 
     def _record(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind == "eval":
-            self.live.evaluated(record["eval_loss"])
+            self.live.put("cocodc_eval_loss", record["eval_loss"])
         elif kind == "spike":
-            self.live.spiked()
+            self.live.count("cocodc_loss_spikes_total")
             loss = "not finite" if record["loss"] is None else f"{record['loss']:.4g}"
             text = f"loss {loss}, usually {record['usual']:.4g}"
             self.notify("loss_spike", text, record["step"], record["region"])
         elif kind == "sync":
-            self.live.synced("applied")
+            self.live.count("cocodc_syncs_total", "applied")
             age = record["apply_step"] - record["start_step"]
             if self._delay_steps is not None and age > self._delay_steps:
-                self.live.synced("late")
+                self.live.count("cocodc_syncs_total", "late")
             self._left_out(record)
 
     def _left_out(self, record: dict[str, Any]) -> None:

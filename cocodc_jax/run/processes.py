@@ -48,13 +48,15 @@ class Processes:
     """Processes of a run.
 
     Attributes:
-      coordinator_address: host:port of process 0; empty to let JAX detect it.
-      num_processes: number of processes; 0 to let JAX detect it, 1 for a run in one
-        process.
-      process_id: index of this process; -1 to let JAX detect it.
-      start_timeout_s: seconds to wait until all have started.
-      heartbeat_timeout_s: seconds without a heartbeat of a process after which it
-        counts as dead.
+      coordinator_address: host:port of process 0, for several processes; JAX detects
+        it with num_processes=0.
+      num_processes: processes that share the regions, or several to a region; 0 asks
+        the cluster (SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.
+      process_id: which of the processes this one is; JAX detects it with
+        num_processes=0.
+      start_timeout_s: seconds to wait until all processes have started. Default: 300.
+      heartbeat_timeout_s: seconds of silence after which a process is taken for dead
+        and all others end; more than the longest outage of the network. Default: 30.
     """
 
     coordinator_address: str = ""

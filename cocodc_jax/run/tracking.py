@@ -23,9 +23,9 @@ class Tracking:
     """Where process 0 shows its records, besides TensorBoard.
 
     Attributes:
-      wandb: project in Weights & Biases; empty is none.
-      wandb_mode: online, offline (`wandb sync` uploads it later) or disabled; empty
-        uses WANDB_MODE.
+      wandb: project in Weights & Biases that shows the run. Default: none.
+      wandb_mode: online, offline (`wandb sync` uploads it later) or disabled. Default:
+        what WANDB_MODE in the environment says.
     """
 
     wandb: str = ""
