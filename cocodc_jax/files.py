@@ -73,6 +73,12 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     return value
 
 
+def append_line(path: pathlib.Path, value: Any) -> None:
+    """Append a JSON value to a file, as a line."""
+    with path.open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
 def read_lines(
     path: pathlib.Path,
     parse: Callable[[Any], T],

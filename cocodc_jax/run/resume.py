@@ -6,7 +6,6 @@ was resumed with changes, with the step.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 import cocodc_jax as cc
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
-from cocodc_jax.files import ensure_folder, read_table, write_whole
+from cocodc_jax.files import append_line, ensure_folder, read_table, write_whole
 from cocodc_jax.kinds import Kind
 from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
@@ -181,8 +180,7 @@ def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
         return
     changes = found.changes(config)
     line = {"step": step, "changes": {n: list(pair) for n, pair in changes.items()}}
-    with (workdir / CHANGES_FILE).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(workdir / CHANGES_FILE, line)
     print(f"goes on from step {step} with {_listed(changes)}", file=sys.stderr)
     if "steps" in changes and config.optimizer.follows_length:
         method = config.method.build()

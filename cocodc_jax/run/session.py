@@ -20,7 +20,6 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax._extras import extra
 from cocodc_jax.chips import peak_tokens_per_second
-from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
@@ -35,7 +34,6 @@ from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import init_params
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
-from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
@@ -52,7 +50,7 @@ from cocodc_jax.run.resume import (
     say_unused,
     write_config,
 )
-from cocodc_jax.run.taking_part import Attendance, run_digest, taking_part
+from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
 from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -70,8 +68,6 @@ SUMMARY_FILE = "summary.json"
 # Errors that a user can act on without a traceback: a non-finite loss, a full or
 # missing disk, a checkpoint of other data, rows without text, regions that went on.
 RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError, LeftBehindError)
-
-Begun = tuple[TrainState, dict | None, dict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +117,11 @@ class Session:
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
             names the last good one.
         """
-        run = self.config.run
+        run, process = self.config.run, jax.process_index()
         stream = self.text.train_stream()
         with (
             only_writer(self.own_dir),
-            self._writing_to_bucket(),
+            self.bucket.writing(process) if self.bucket else contextlib.nullcontext(),
             contextlib.closing(stream),
             Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
             self._watched() as monitor,
@@ -258,13 +254,9 @@ class Session:
             None if self.place else self.config.run.regions,
             self.peak_tokens_per_second,
         )
-        return self.monitoring.watching(
-            live,
-            str(self.workdir),
-            self.text.regions,
-            self.place.region if self.place else None,
-            delay,
-        )
+        own = self.place.region if self.place else None
+        regions = self.text.regions
+        return self.monitoring.watching(live, str(self.workdir), regions, own, delay)
 
     @contextlib.contextmanager
     def _among_others(
@@ -283,31 +275,14 @@ class Session:
         if self.place is None:
             yield begun, None
             return
-        with taking_part(
-            self.place,
-            run_digest(self.config, self.text.fingerprint),
-            self.program,
-            self.own_dir,
-            begun,
-            stream,
-            self._first_params,
-            self.elastic.outer_digests,
-            FaultWatch(
-                self.own_dir,
-                self.elastic.on_fault,
-                self.place.timing.beat_s / 10,
-                monitor.fault,
-            ),
-            carried,
-        ) as (begun, attendance):
+        part = taking_part(self, self.place, begun, stream, monitor, carried)
+        with part as (begun, attendance):
             if carried is not None:  # It may have been ahead of the others.
                 saved.forget_after(begun[0].step)
             monitor.live.members = lambda: attendance.num_members
             yield begun, attendance
-            if attendance.step == self.config.run.steps:
-                attendance.finish()
 
-    def _first_params(self) -> tuple[models.Params, jax.Array]:
+    def first_params(self) -> tuple[models.Params, jax.Array]:
         """Return one region's initial parameters, and the key for the regions' keys."""
         key = jax.random.key(self.config.run.seed)
         return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
@@ -346,13 +321,8 @@ class Session:
                 "changed, or name another workdir"
             ) from error
         if found is None:
-            return self.program.init(*self._first_params()), None, {}
+            return self.program.init(*self.first_params()), None, {}
         return found
-
-    def _writing_to_bucket(self) -> contextlib.AbstractContextManager:
-        if self.bucket is None:
-            return contextlib.nullcontext()
-        return self.bucket.writing(jax.process_index())
 
     def _sent(self, offset: int) -> int:
         """Upload the files that a checkpoint refers to, if there is a bucket."""

@@ -20,7 +20,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -31,18 +31,25 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.files import read_lines
+from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.kinds import Kind
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.fault_watch import FaultWatch
+from cocodc_jax.run.monitor import Monitor
 from cocodc_jax.run.processes import code_digest, gather
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps
 
+if TYPE_CHECKING:
+    from cocodc_jax.run.session import Session
+
 SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
+_LISTEN_BEATS = 4
+
+Begun = tuple[TrainState, dict | None, dict]
 
 
 class Attendance:
@@ -80,16 +87,9 @@ class Attendance:
 
     def leave(self) -> None:
         """Announce that this region was asked to stop."""
-        print(
-            f"asked to stop: leaving the other regions at step {self.step}",
-            file=sys.stderr,
-            flush=True,
-        )
+        told = f"asked to stop: leaving the other regions at step {self.step}"
+        print(told, file=sys.stderr, flush=True)
         self._link.leave()
-
-    def finish(self) -> None:
-        """Wait until the other regions have all they need of this one to end too."""
-        self._link.finish(self._link.place.timing.grace_s)
 
     def handed_out(self, state: TrainState, output: Output) -> None:
         """Report this region's progress to the others, and admit regions that wait."""
@@ -120,7 +120,7 @@ class Attendance:
             }
             if self._digests:
                 line["digest"] = _digest(state.sync.outer.params[k])
-            self._write(SYNCS_FILE, line)
+            append_line(self._folder / SYNCS_FILE, line)
 
     def _note_shared(self, state: TrainState) -> None:
         """Keep the last outer parameters that both parts of a cut network share.
@@ -135,14 +135,6 @@ class Attendance:
                 self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
         elif self._view.seats.keys() - before.seats.keys():
             self._shared = None
-
-    def joined(self, line: dict[str, Any]) -> None:
-        """Record that this region takes part now."""
-        self._write(JOINS_FILE, line)
-
-    def _write(self, name: str, line: dict[str, Any]) -> None:
-        with (self._folder / name).open("a") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def _digest(fragment: Any) -> str:
@@ -160,9 +152,6 @@ def last_merge(folder: pathlib.Path) -> int:
     return steps[-1] if steps else 0
 
 
-_LISTEN_BEATS = 4
-
-
 def run_digest(config: TrainConfig, fingerprint: str) -> str:
     """Return a digest that is equal for two elastic regions of one run."""
     may_differ = Kind.FREE, Kind.DATA  # The fingerprint covers the data.
@@ -174,20 +163,23 @@ def run_digest(config: TrainConfig, fingerprint: str) -> str:
 
 @contextlib.contextmanager
 def taking_part(
+    session: Session,
     place: Place,
-    run: str,
-    program: RegionProgram,
-    folder: pathlib.Path,
-    begun: tuple[TrainState, dict | None, dict],
+    begun: Begun,
     stream: TrainStream,
-    make_params: Callable[[], tuple[Any, jax.Array]],
-    digests: bool,
-    watch: FaultWatch | None = None,
-    carried: joining.Carried | None = None,
-) -> Iterator[tuple[tuple[TrainState, dict | None, dict], Attendance]]:
-    """Take part in a run until the end of the context."""
-    own, _, position = begun
+    monitor: Monitor,
+    carried: joining.Carried | None,
+) -> Iterator[tuple[Begun, Attendance]]:
+    """Take part in a run until the end of the context.
+
+    Yields where this region starts, and its part; at the last step, the others then get
+    what they need of this region to end too.
+    """
+    (own, _, position), program, folder = begun, session.program, session.own_dir
     began_s = time.monotonic()
+    run = run_digest(session.config, session.text.fingerprint)
+    timing, on_fault = place.timing, session.elastic.on_fault
+    watch = FaultWatch(folder, on_fault, timing.beat_s / 10, monitor.fault)
     largest = joining.max_frame_bytes(program)
     link = inside.of_process(
         place,
@@ -197,51 +189,49 @@ def taking_part(
         gather,
     )
     with link:
-        listen_s = _LISTEN_BEATS * place.timing.beat_s
+        listen_s = _LISTEN_BEATS * timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
         initial = stream.get_state()
         if link.hears_others(listen_s) and carried is None:
-            rehearse(program, make_params, stream)
+            _rehearse(session, stream)
             stream.set_state(initial)
             seconds["rehearsed"] = time.monotonic() - began_s - listen_s
             # A region that was asked to stop saved all its steps, and may return before
             # the others have done as many: data never go back.
-            link.wait_for_step(own.step, place.timing.start_s)
+            link.wait_for_step(own.step, timing.start_s)
         asked_s = time.monotonic()
         # The others have this long to start, and again to end a turn.
-        copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
+        copy = link.join(2 * timing.start_s + timing.grace_s)
         if copy is None:
             _begins(place, link.view, own.step, max(gather(last_merge(folder))))
         program.elastic.in_mean.clear()
         program.elastic.link = link
         if copy is not None:
-            begun = (
-                _go_on(program, copy, own.step, stream, make_params, carried),
-                None,
-                {"seconds": position.get("seconds", 0.0)},
-            )
-        attendance = Attendance(program, link, folder, digests)
+            state = _go_on(session, copy, own.step, stream, carried)
+            begun = state, None, {"seconds": position.get("seconds", 0.0)}
+        attendance = Attendance(program, link, folder, session.elastic.outer_digests)
         seconds["let_in"] = time.monotonic() - asked_s
-        attendance.joined(
-            {
-                "step": begun[0].step,
-                "own_step": own.step,
-                "from_peer": copy is not None,
-                "carried": carried is not None,
-                "epoch": link.view.epoch,
-                "regions": sorted(link.view.seats),
-                "seconds": seconds,
-                "time": time.time(),
-            }
-        )
+        line = {
+            "step": begun[0].step,
+            "own_step": own.step,
+            "from_peer": copy is not None,
+            "carried": carried is not None,
+            "epoch": link.view.epoch,
+            "regions": sorted(link.view.seats),
+            "seconds": seconds,
+            "time": time.time(),
+        }
+        append_line(folder / JOINS_FILE, line)
         try:
             yield begun, attendance
+            if attendance.step == session.config.run.steps:
+                link.finish(timing.grace_s)
         finally:
             program.elastic.link = None
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
-    """Return where this region starts if not all are there, and whether it may."""
+    """Say where this region starts if not all are there, or refuse that it does."""
     missing = [r for r in range(place.num_regions) if r not in view.seats]
     if not missing:
         return
@@ -261,15 +251,12 @@ def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
     )
 
 
-def rehearse(
-    program: RegionProgram,
-    make_params: Callable[[], tuple[Any, jax.Array]],
-    stream: TrainStream,
-) -> None:
+def _rehearse(session: Session, stream: TrainStream) -> None:
     """Compile and run the programs of a full round, alone, and discard the result."""
+    program = session.program
     schedule = program.method.schedule
     assert schedule is not None
-    state = program.init(*make_params())
+    state = program.init(*session.first_params())
     batch = next(stream)
     end = schedule.sync_interval + schedule.delay_steps + 1
     while state.step < end:
@@ -280,11 +267,10 @@ def rehearse(
 
 
 def _go_on(
-    program: RegionProgram,
+    session: Session,
     copy: Snapshot,
     own_step: int,
     stream: TrainStream,
-    make_params: Callable[[], tuple[Any, jax.Array]],
     carried: joining.Carried | None,
 ) -> TrainState:
     """Return the state made from a copy, with the data at its position, or further."""
@@ -295,8 +281,8 @@ def _go_on(
             "start it again when they have come so far, or name another workdir"
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
-    params, key = make_params()
-    state = joining.adopt(program, params, key, copy, carried)
+    params, key = session.first_params()
+    state = joining.adopt(session.program, params, key, copy, carried)
     for _ in range(copy.step - own_step):
         next(stream)
     return state

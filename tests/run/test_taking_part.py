@@ -66,4 +66,4 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
 def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
     told = "the run is at step 4, and this region's own checkpoint at step 8: of an"
     with pytest.raises(ResumeError, match=told):
-        _go_on(None, Snapshot(4, {}, ()), 8, None, None, None)
+        _go_on(None, Snapshot(4, {}, ()), 8, None, None)
