@@ -225,10 +225,12 @@ class Monitor:
         self._delay_steps, self._step = delay_steps, 0
         self._not_finite: set[int] = set()
 
-    def told_by(self, hooks: Hooks, step: int, **start: Any) -> Hooks:
+    def told_by(
+        self, hooks: Hooks, step: int, began_s: float, saved_step: int | None
+    ) -> Hooks:
         """Return a loop's hooks, extended to be watched."""
         self._step = step
-        self.live.begin(step, **start)
+        self.live.begin(step, began_s, saved_step)
 
         def record(each: dict[str, Any]) -> None:
             hooks.record(each)

@@ -55,7 +55,7 @@ from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
-from cocodc_jax.train.hooks import Hooks, Result
+from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.joining import Carried
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.spikes import LossSpikeError
@@ -126,8 +126,7 @@ class Session:
             Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
             self._watched() as monitor,
         ):
-            finished = self._finished(saved, self._check_folder())
-            if finished is not None:
+            if (finished := self._finished(saved)) is not None:
                 return finished
             began_s, rollbacks = time.time(), []
             carried: Carried | None = None
@@ -159,16 +158,29 @@ class Session:
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
 
-    def _check_folder(self) -> Changes:
-        """Write the configuration to the folder; return its differences to this one."""
-        found = {}
+    def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
+        """Write the configuration; return the summary, if the run is finished.
+
+        It is if every process has a summary of the full run.
+        """
+        changed: Changes = {}
         if jax.process_index() == 0:
             try:
                 there = write_config(self.config, self.workdir, self.checkpoint_dir)
             except ValueError as error:
                 raise ResumeError(str(error)) from error
-            found = there.changes(self.config)
-        return gather(found)[0]
+            changed = there.changes(self.config)
+        changed = gather(changed)[0]
+        summary, steps = None, self.config.run.steps
+        # Whether the data are the same, the checkpoint checks.
+        has_data = any(kind_of(name) is Kind.DATA for name in changed)
+        if saved.latest_step == steps and not has_data:
+            summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
+        if not all(gather(summary is not None)):
+            return None
+        if jax.process_index() == 0:
+            say_unused(changed, self.workdir)
+        return summary
 
     def _train_on(
         self,
@@ -198,26 +210,21 @@ class Session:
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)
             watch = Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
-            hooks = Hooks(
-                record=writer.write,
-                clock=watch,
-                snapshot=lambda progress: {
-                    "processes": gather(
-                        {
-                            "progress": progress,
-                            "stream": stream.get_state(),
-                            "metrics_bytes": self._sent(writer.offset),
-                            "seconds": watch.seconds,
-                            "began_s": began_s,
-                        }
-                    )
-                },
-                should_stop=should_stop,
-                of_all=gather,
-            )
-            hooks = monitor.told_by(
-                hooks, state.step, began_s=began_s, saved_step=saved.latest_step
-            )
+
+            def snapshot(progress: dict) -> dict:
+                own = {
+                    "progress": progress,
+                    "stream": stream.get_state(),
+                    "metrics_bytes": writer.offset,
+                    "seconds": watch.seconds,
+                    "began_s": began_s,
+                }
+                if self.bucket:  # The files that the checkpoint refers to.
+                    self.bucket.send(jax.process_index())
+                return {"processes": gather(own)}
+
+            hooks = Hooks(writer.write, watch, snapshot, should_stop, of_all=gather)
+            hooks = monitor.told_by(hooks, state.step, began_s, saved.latest_step)
             if attendance is not None:
                 hooks = attendance.told_by(hooks, monitor.merged)
             result = train(
@@ -234,7 +241,10 @@ class Session:
                 earlier_s=earlier_s,
                 spikes=run.spikes(run.max_rollbacks - len(rollbacks)),
             )
-        self._write_timeline(result, state.step)
+        timeline.save(self.own_dir, result.timeline, state.step)
+        gather("every process has written its own")
+        if jax.process_index() == 0:
+            timeline.show(self.workdir)
         wall_s = time.time() - began_s
         summary = summarize(self, result, earlier_s + result.seconds, wall_s, rollbacks)
         if result.state.step == run.steps:
@@ -287,26 +297,6 @@ class Session:
         key = jax.random.key(self.config.run.seed)
         return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
 
-    def _finished(self, saved: Checkpoints, changed: Changes) -> dict[str, Any] | None:
-        """Return the summary, if every process has one of the full run."""
-        summary, steps = None, self.config.run.steps
-        # Whether the data are the same, the checkpoint checks.
-        if saved.latest_step == steps and not any(
-            kind_of(n) is Kind.DATA for n in changed
-        ):
-            summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
-        if not all(gather(summary is not None)):
-            return None
-        if jax.process_index() == 0:
-            say_unused(changed, self.workdir)
-        return summary
-
-    def _write_timeline(self, result: Result, first_step: int) -> None:
-        timeline.save(self.own_dir, result.timeline, first_step)
-        gather("every process has written its own")
-        if jax.process_index() == 0:
-            timeline.show(self.workdir)
-
     def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
         """Return state, progress and positions at the newest checkpoint, or step 0."""
         try:
@@ -323,12 +313,6 @@ class Session:
         if found is None:
             return self.program.init(*self.first_params()), None, {}
         return found
-
-    def _sent(self, offset: int) -> int:
-        """Upload the files that a checkpoint refers to, if there is a bucket."""
-        if self.bucket:
-            self.bucket.send(jax.process_index())
-        return offset
 
     @property
     def checkpoint_dir(self) -> Any:
