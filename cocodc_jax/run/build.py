@@ -51,12 +51,10 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     is_cpu = devices[0].platform == "cpu"
     there = wanted if is_cpu else len(devices)
     if run.devices > there:
-        reason = (
-            " (regions * stages * data_axis * sequence_axis * model_axis virtual ones)"
-        )
+        virtual = "regions * stages * data_axis * sequence_axis * model_axis virtual"
         raise ValueError(
             f"devices={run.devices} asks for more than there are: {there}"
-            f"{reason if is_cpu else ''}"
+            f"{f' ({virtual} ones)' if is_cpu else ''}"
         )
     return devices[: run.devices or there]
 
@@ -109,13 +107,8 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
     )
     losses.subspace_of(run, model)
     if run.is_pipelined:
-        models.check_pipeline(
-            model,
-            run.stages,
-            run.microbatches,
-            config.data.batch_per_region,
-            run.data_axis,
-        )
+        batch = config.data.batch_per_region
+        models.check_pipeline(model, run.stages, run.microbatches, batch, run.data_axis)
 
 
 def init_params(
@@ -135,18 +128,12 @@ def init_params(
 
 def program_key(config: TrainConfig) -> tuple:
     """Return a key that is equal for runs that can share a compiled program."""
-    run = config.run
-    regions = run.unequal(config.data.batch_per_region)
-    pipeline = (
-        run.microbatches,
-        run.random_routing,
-        run.stage_subspace,
-        run.stage_compress,
-    )
-    others = (regions, pipeline, run.transport, run.step_seconds, run.accumulate_steps)
-    layout = (config.method, config.optimizer, run.steps, run.how_mapped)
-    layout = (*layout, run.optimizer_memory)
-    return (*layout, *others)
+    run, regions = config.run, config.run.unequal(config.data.batch_per_region)
+    return (
+        config.method, config.optimizer, regions, run.transport, run.steps,
+        run.how_mapped, run.optimizer_memory, run.step_seconds, run.accumulate_steps,
+        run.microbatches, run.random_routing, run.stage_subspace, run.stage_compress,
+    )  # fmt: skip
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
@@ -261,11 +248,11 @@ def open_for(
             if jax.process_index() in processes
             for i in range(size)
         ]
-    if jax.process_index() != 0:
+    if jax.process_index() > 0:
         gather("process 0 has prepared it")
-        return open_text(config.data, regions, own)
     text = open_text(config.data, regions, own)
-    gather("process 0 has prepared it")
+    if jax.process_index() == 0:
+        gather("process 0 has prepared it")
     return text
 
 
@@ -273,15 +260,11 @@ def list_evaluation(
     config: TrainConfig, model: models.TransformerConfig, program: cc.RegionProgram
 ) -> LoweredProgram:
     """Return the program of `build_evaluate`, for compiling without running it."""
-    data = config.data
+    data, mesh = config.data, program.mesh
     shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
-    judged = (program.param_shapes,)
-    return list_evaluate(
-        _judge(config, model, program.mesh),
-        program.mesh,
-        judged,
-        jax.ShapeDtypeStruct(shape, jnp.int32),
-    )
+    batches = jax.ShapeDtypeStruct(shape, jnp.int32)
+    judge = _judge(config, model, mesh)
+    return list_evaluate(judge, mesh, (program.param_shapes,), batches)
 
 
 def build_evaluate(

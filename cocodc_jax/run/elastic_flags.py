@@ -101,19 +101,12 @@ class ElasticFlags:
             tuple(filter(None, self.region_addresses.split(","))),
             read_key(self.key_file),
             Timing(
-                self.beat_s,
-                self.dead_after_s,
-                self.grace_s,
-                self.start_s,
-                self.quorum_regions,
-                self.max_behind_syncs,
+                self.beat_s, self.dead_after_s, self.grace_s, self.start_s,
+                self.quorum_regions, self.max_behind_syncs,
             ),
-            self.min_regions,
-            self.late_mean,
-            self.late_message,
-            self.via,
-            regions if self.via else 0,
-        )
+            self.min_regions, self.late_mean, self.late_message,
+            self.via, regions if self.via else 0,
+        )  # fmt: skip
         if self.via:
             reach(self.via)
         return place

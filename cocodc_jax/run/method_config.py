@@ -22,59 +22,58 @@ from cocodc_jax.transforms.numerics import check_finite
 _FEW = 3  # methods that are named in the help of a flag
 
 # Arguments of `COMMON`, which methods' functions need not document.
-_OF_ALL: dict[str, tuple[type, str, Kind]] = {
-    "compress": (
+_OF_ALL = {
+    "compress": Leaf(
+        "method",
         str,
         "compressor of a region's messages, such as fp4, int8, topk:0.01, "
         "lowrank:32+int4, or ef+topk:0.01 with error feedback; default: the method's "
         "own, else float32 (streaming_diloco as published sends fp4)",
-        Kind.COMPUTED,
     ),
-    "outer_placement": (
+    "outer_placement": Leaf(
+        "method",
         str,
         "host keeps the outer state on a host device, divided divides it over the "
         "devices of each region",
         Kind.FREE,
     ),
-    "region_weights": (
+    "region_weights": Leaf(
+        "method",
         str,
         "weights of regions in a mean: equal, or tokens, the tokens that each trained "
         "on",
-        Kind.COMPUTED,
     ),
-    "expert_weights": (
+    "expert_weights": Leaf(
+        "method",
         str,
         "equal, or tokens to weigh regions in the mean of an expert by the tokens that "
         "it saw there; an expert that nobody trained gets no update",
-        Kind.COMPUTED,
     ),
-    "exclude_above": (
+    "exclude_above": Leaf(
+        "method",
         float,
         "leaves a region out of a mean, and restores it from the outer parameters, if "
         "its parameters or message are not finite, or if its message is longer than "
         "this multiple of the median over regions; inf checks for finite values only",
-        Kind.COMPUTED,
     ),
-    "robust_mean": (
+    "robust_mean": Leaf(
+        "method",
         str,
         "clip cuts messages to the median length over regions (sparse ones tensor by "
         "tensor); trim:0.25 drops the largest and the smallest quarter of the values, "
         "entry by entry",
-        Kind.COMPUTED,
     ),
 }
 
 
-def method_leaves(
-    methods: Mapping[str, Callable] | None = None, section: str = "method"
-) -> dict[str, Leaf]:
-    """Return a leaf for each argument that any method takes."""
-    methods = cc.methods.METHODS if methods is None else methods
+def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
+    """Return a leaf for each argument that any of these methods takes."""
     defaults: dict[str, dict[str, Any]] = {}
     hints: dict[str, list[Any]] = {}
-    notes: dict[str, str] = {name: note for name, (_, note, _) in _OF_ALL.items()}
+    notes: dict[str, str] = {}
     for method, function in methods.items():
         types, said = typing.get_type_hints(function), notes_of(function, "Args")
+        notes = said | notes
         for name, parameter in inspect.signature(function).parameters.items():
             if name not in types:
                 raise ValueError(
@@ -82,8 +81,6 @@ def method_leaves(
                 )
             defaults.setdefault(name, {})[method] = parameter.default
             hints.setdefault(name, []).append(types[name])
-            if name in said:
-                notes.setdefault(name, said[name])
     leaves = {}
     for name, of_methods in defaults.items():
         if name in _OF_ALL:
@@ -94,9 +91,9 @@ def method_leaves(
                 "add it to the Args of its docstring"
             )
         text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
-        leaves[name] = Leaf(section, leaf_type(*hints[name]), text)
-    for name, (type_, note, kind) in _OF_ALL.items():
-        leaves[name] = Leaf(section, type_, f"{note}. For all methods.", kind)
+        leaves[name] = Leaf("method", leaf_type(*hints[name]), text)
+    for name, leaf in _OF_ALL.items():
+        leaves[name] = dataclasses.replace(leaf, help=f"{leaf.help}. For all methods.")
     return leaves
 
 
@@ -123,7 +120,7 @@ def check_taken(arguments: Mapping[str, Any], methods: Iterable[str]) -> None:
 
 Pairs = tuple[tuple[str, Any], ...]
 WHERE_TAKEN = "where_taken"
-ARGUMENTS = method_leaves()
+ARGUMENTS = method_leaves(cc.methods.METHODS)
 # Limits that nothing reaches then.
 _MAY_BE_INFINITE = ("exclude_above", "momentum_clip")
 

@@ -34,11 +34,8 @@ import cocodc_jax as cc
 from cocodc_jax.run.config import flat
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.
-ADDRESS, COUNT, ID = (
-    "COCODC_COORDINATOR_ADDRESS",
-    "COCODC_NUM_PROCESSES",
-    "COCODC_PROCESS_ID",
-)
+ADDRESS, COUNT = "COCODC_COORDINATOR_ADDRESS", "COCODC_NUM_PROCESSES"
+ID = "COCODC_PROCESS_ID"
 
 _FAREWELL_S = 3.0
 
@@ -76,7 +73,15 @@ class Processes:
                 "the cluster says"
             )
         if self.num_processes < 2:
-            self._check_nothing_told()
+            repair = "say how many there are"
+            if self.num_processes == 0:
+                repair = "leave it out, JAX finds it"
+            for name, unset in (("coordinator_address", ""), ("process_id", -1)):
+                if (value := getattr(self, name)) != unset:
+                    raise ValueError(
+                        f"{name}={value!r} was given, but num_processes is "
+                        f"{self.num_processes}; {repair}"
+                    )
             return
         host, _, port = self.coordinator_address.rpartition(":")
         if not host or not port.isdigit():
@@ -89,20 +94,6 @@ class Processes:
                 f"process_id={self.process_id} must be 0 to {self.num_processes - 1}, "
                 f"another for each of num_processes={self.num_processes}"
             )
-
-    def _check_nothing_told(self) -> None:
-        repair = (
-            "leave it out, JAX finds it"
-            if self.num_processes == 0
-            else "say how many there are"
-        )
-        for name, unset in (("coordinator_address", ""), ("process_id", -1)):
-            value = getattr(self, name)
-            if value != unset:
-                raise ValueError(
-                    f"{name}={value!r} was given, but num_processes is "
-                    f"{self.num_processes}; {repair}"
-                )
 
     @classmethod
     def from_environment(cls, **given: Any) -> Processes:
@@ -230,15 +221,15 @@ def failing_alone() -> Iterator[None]:
         code = _report(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        farewell = threading.Thread(target=_shut_down, daemon=True)
+
+        def shut_down() -> None:
+            with contextlib.suppress(Exception):  # Others have failed too; reported.
+                jax.distributed.shutdown()
+
+        farewell = threading.Thread(target=shut_down, daemon=True)
         farewell.start()
         farewell.join(_FAREWELL_S)
         os._exit(code)
-
-
-def _shut_down() -> None:
-    with contextlib.suppress(Exception):  # Others have failed too; that was reported.
-        jax.distributed.shutdown()
 
 
 def _report(error: BaseException) -> int:
@@ -291,18 +282,15 @@ def gather(value: Any) -> list[Any]:
 
 def check_alike(config: dict[str, Any]) -> None:
     """Compare this process's run with the others', before anything is compiled."""
-    mine = {
-        "version": metadata.version("cocodc_jax"),
-        "code": code_digest(),
-        **flat(config),
-    }
-    everyone = gather(mine)
-    found = []
-    for process, theirs in enumerate(everyone):
-        for name in sorted(everyone[0].keys() | theirs.keys()):
-            first, here = everyone[0].get(name), theirs.get(name)
-            if first != here:
-                found.append(f"{name} is {first!r} in process 0, {here!r} in {process}")
+    version = metadata.version("cocodc_jax")
+    mine = {"version": version, "code": code_digest(), **flat(config)}
+    first, *others = gather(mine)
+    found = [
+        f"{name} is {first.get(name)!r} in process 0, {theirs.get(name)!r} in {process}"
+        for process, theirs in enumerate(others, 1)
+        for name in sorted(first.keys() | theirs.keys())
+        if first.get(name) != theirs.get(name)
+    ]
     if found:
         raise ValueError(
             f"the processes do not run the same: {'; '.join(found)}; start all of them "

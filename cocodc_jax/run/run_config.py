@@ -131,18 +131,10 @@ class RunConfig:
     def __post_init__(self):
         """Validate the numbers."""
         for name in (
-            "steps",
-            "regions",
-            "data_axis",
-            "model_axis",
-            "sequence_axis",
-            "accumulate_steps",
-            "outer_channels",
-            "stages",
-            "microbatches",
-            "eval_batches",
-            "keep_checkpoints",
-        ):
+            "steps", "regions", "data_axis", "model_axis", "sequence_axis",
+            "accumulate_steps", "outer_channels", "stages", "microbatches",
+            "eval_batches", "keep_checkpoints",
+        ):  # fmt: skip
             _check_at_least(name, getattr(self, name), 1)
         if self.regions * self.devices_per_region > MAX_DEVICES:
             raise ValueError(
@@ -151,10 +143,8 @@ class RunConfig:
                 f"{self.model_axis} devices each are more than {MAX_DEVICES} devices; "
                 "lower one of them"
             )
-        _check_at_least("devices", self.devices, 0)
-        _check_at_least("seed", self.seed, 0)
-        _check_at_least("stage_subspace", self.stage_subspace, 0)
-        _check_at_least("max_rollbacks", self.max_rollbacks, 0)
+        for name in ("devices", "seed", "stage_subspace", "max_rollbacks"):
+            _check_at_least(name, getattr(self, name), 0)
         self.spikes(self.max_rollbacks)
         if self.max_rollbacks and self.exchange == "elastic":
             raise ValueError(
@@ -184,7 +174,12 @@ class RunConfig:
         check_how(self.local_regions)
         check_memory(self.optimizer_memory)
         self._check_pace()
-        self._check_stage_compress()
+        if self.stage_compress and self.stages == 1:
+            raise ValueError(
+                f"stage_compress={self.stage_compress!r} compresses messages between "
+                "stages, and stages=1; use more of them, or leave it out"
+            )
+        self.stage_codec  # noqa: B018
         self.cadence  # noqa: B018  (its own checks)
         self.transport  # noqa: B018
         self.unequal(1)
@@ -205,14 +200,6 @@ class RunConfig:
                 f"step_seconds={self.step_seconds} has regions sleep one after "
                 "another, and local_regions='batched'; leave one of them out"
             )
-
-    def _check_stage_compress(self) -> None:
-        if self.stage_compress and self.stages == 1:
-            raise ValueError(
-                f"stage_compress={self.stage_compress!r} compresses messages between "
-                "stages, and stages=1; use more of them, or leave it out"
-            )
-        self.stage_codec  # noqa: B018
 
     def unequal(self, batch_per_region: int) -> Regions:
         """Return the regions as a value.
@@ -247,12 +234,8 @@ class RunConfig:
     @property
     def transport(self) -> Transport:
         """How messages cross regions."""
-        return Transport(
-            self.exchange,
-            self.all_reduce,
-            self.outer_channels,
-            overlap=self.overlap,
-        )
+        channels = self.outer_channels
+        return Transport(self.exchange, self.all_reduce, channels, overlap=self.overlap)
 
     @property
     def is_pipelined(self) -> bool:
