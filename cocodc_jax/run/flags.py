@@ -15,6 +15,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
 from cocodc_jax.run import optimizer_config
+from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
@@ -26,7 +27,6 @@ from cocodc_jax.run.method_config import ARGUMENTS, check_taken
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
-from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 
 with extra("train"):
     from absl import app, flags, logging

@@ -29,7 +29,14 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.kinds import Kind
 from cocodc_jax.run import timeline
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.attend import Watch, progress_bar, stop_signal, summarize
+from cocodc_jax.run.attend import (
+    NO_TRACKING,
+    Tracking,
+    Watch,
+    progress_bar,
+    stop_signal,
+    summarize,
+)
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import init_params
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
@@ -51,7 +58,6 @@ from cocodc_jax.run.resume import (
     write_config,
 )
 from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
-from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError

@@ -13,10 +13,10 @@ import pytest
 import cocodc_jax
 from cocodc_jax.report.events import weights_and_biases
 from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import open_records
-from cocodc_jax.run.tracking import Tracking
 from experiments import train
 
 TRAIN = {
