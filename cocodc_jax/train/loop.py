@@ -160,7 +160,7 @@ class _Loop:
         if self._is_measured:
             times = (self._flights.step_s, self._flights.sync_s)
         state, output = self._program.advance(
-            state, chunk, times, self._flights.handed_out
+            state, chunk, times, self._flights.stepped
         )
         self._flights.watch(state, output)
         self._hooks.handed_out(state, output)

@@ -186,7 +186,7 @@ def test_who_hands_out_a_merge_may_wait_for_its_mean():
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])
         recorder.started(1, 2, READY, arriving.PendingMean(future))
-        recorder.handed_out(4, steps)
+        recorder.stepped(4, steps)
         time.sleep(0.2)
         steps.gate.set()
         time.sleep(0.8)
