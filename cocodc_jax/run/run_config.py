@@ -15,7 +15,7 @@ from cocodc_jax.models import StageCodec
 from cocodc_jax.sharding.local_regions import check_how
 from cocodc_jax.sharding.optimizer_memory import check_memory
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.train.cadence import Cadence
+from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch
 from cocodc_jax.transforms.compression import parse
 from cocodc_jax.transforms.compressor import Packed, message_bytes

@@ -30,21 +30,21 @@ import numpy as np
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.sharding import transfer
-from cocodc_jax.train.cadence import EVERY_TEN, Cadence, is_due
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.finite import FiniteWatch
-from cocodc_jax.train.hooks import NO_HOOKS, Clock, Hooks, Result
-from cocodc_jax.train.records import Records, finite_mean
-from cocodc_jax.train.routing import routing_of
-from cocodc_jax.train.run_steps import take_batches
-from cocodc_jax.train.spikes import (
-    NO_SPIKES,
-    LossSpikeError,
-    Spike,
-    Spikes,
-    SpikeWatch,
+from cocodc_jax.train.hooks import (
+    EVERY_TEN,
+    NO_HOOKS,
+    Cadence,
+    Clock,
+    Hooks,
+    Result,
+    is_due,
 )
+from cocodc_jax.train.records import Records, finite_mean, routing_of
+from cocodc_jax.train.run_steps import take_batches
+from cocodc_jax.train.spikes import NO_SPIKES, LossSpikeError, Spike, Spikes, SpikeWatch
 
 PyTree = Any
 
@@ -122,13 +122,9 @@ class _Loop:
     def __init__(
         self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes
     ):
-        self._program = program
-        self._tokens_at = tokens_at
-        self._cadence = cadence
-        self._hooks = hooks
-        self._checkpoints = checkpoints
+        self._program, self._tokens_at, self._cadence = program, tokens_at, cadence
+        self._hooks, self._checkpoints, self._flights = hooks, checkpoints, flights
         self._finite = FiniteWatch(program, checkpoints)
-        self._flights = flights
         self._unread: list[_Turn] = []
         self._rolls_back = spikes.rolls_back
         watch = Spikes(spikes.zscore) if spikes.zscore else None
@@ -136,18 +132,15 @@ class _Loop:
         schedule = program.method.schedule
         self._is_measured = schedule is not None and schedule.is_measured
         self._lengths_seen: set[int] = set()
-        self._warm_step = 0
         # Whether the last turn read compiled nothing, and when it ended.
         self._was_warm = True
         self._began_s = self._free_s = time.perf_counter()
-        self._steady_tokens = 0
-        self._steady_s = 0.0
+        self._steady_tokens, self._steady_s = 0, 0.0
 
     def continue_from(self, step: int, progress: dict | None) -> None:
         """Start at `step`, with the sums of a checkpoint."""
         schedule = self._program.method.schedule
-        if schedule:
-            self._warm_step = step + schedule.warm_up_steps
+        self._warm_step = step + (schedule.warm_up_steps if schedule else 0)
         if progress:
             self._records.continue_from(progress)
 
@@ -167,14 +160,8 @@ class _Loop:
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._lengths_seen.add(length)
         self.flush(state)
-        self._unread.append(
-            _Turn(
-                first_step,
-                state.sync.num_in_flight if state.sync else 0,
-                is_warm,
-                output,
-            )
-        )
+        in_flight = state.sync.num_in_flight if state.sync else 0
+        self._unread.append(_Turn(first_step, in_flight, is_warm, output))
         return state
 
     def flush(self, state: TrainState) -> None:
@@ -277,8 +264,7 @@ class _Loop:
         """Read everything, then start to save, or raise in all processes at once."""
         state = self.synchronize(state)
         if self._rolls_back:
-            found = sum(self._hooks.of_all(self._records.spikes), [])
-            if found:
+            if found := sum(self._hooks.of_all(self._records.spikes), []):
                 self._checkpoints.wait()
                 spikes = [Spike(*each) for each in found]
                 raise LossSpikeError(spikes, self._checkpoints.latest_step)
@@ -289,15 +275,15 @@ class _Loop:
 
     def result(self, state: TrainState) -> Result:
         """Return the result of the run."""
-        can_restore = self._program.method.can_restore
-        seconds = time.perf_counter() - self._began_s
-        steady = self._steady_tokens / self._steady_s if self._steady_s else None
+        records = self._records
         return Result(
             state,
-            self._records.last_eval,
-            self._records.correction_ratio,
-            seconds,
-            self._flights.stall_s,
-            steady,
-            left_out=self._records.left_out if can_restore else None,
+            records.last_eval,
+            records.correction_ratio,
+            seconds=time.perf_counter() - self._began_s,
+            stall_seconds=self._flights.stall_s,
+            tokens_per_second=(
+                self._steady_tokens / self._steady_s if self._steady_s else None
+            ),
+            left_out=records.left_out if self._program.method.can_restore else None,
         )

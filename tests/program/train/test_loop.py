@@ -15,12 +15,11 @@ from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import Output
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train import loop
-from cocodc_jax.train.cadence import Cadence
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.train.finite import NonFiniteLossError
-from cocodc_jax.train.hooks import NO_HOOKS, Hooks
+from cocodc_jax.train.hooks import NO_HOOKS, Cadence, Hooks
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from cocodc_jax.report.events import scalars
 from cocodc_jax.report.records import check_record
-from cocodc_jax.train.routing import record_of, routing_of
+from cocodc_jax.train.records import record_of, routing_of
 
 # Two regions, one layer, four experts, two a token.
 LOADS = np.array([[[1.0, 1.0, 0, 0]], [[1.0, 0.5, 0.5, 0]]], np.float32)
