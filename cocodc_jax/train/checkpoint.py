@@ -46,7 +46,7 @@ class CheckpointError(OSError):
 
 
 class _DamagedError(Exception):
-    """A checkpoint without checksums cannot be restored."""
+    """A checkpoint is corrupt, or cannot be read."""
 
 
 def steps_in(directory: Any) -> list[int]:
@@ -65,9 +65,8 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
-        self._directory: Any = directory
-        if not self._in_bucket:
-            self._directory = pathlib.Path(directory).absolute()
+        path = directory if self._in_bucket else pathlib.Path(directory).absolute()
+        self._directory: Any = path
         self._directory.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         self._manager = ocp.CheckpointManager(
@@ -160,22 +159,31 @@ class Checkpoints:
             methods of both if one cannot land the fragments in flight of the other; or
             if there is none of `step`.
         """
+        steps = sorted(self._manager.all_steps())
         if step is not None:
-            return self._restore_exactly(step, program)
+            if step not in steps:
+                raise ValueError(
+                    f"step={step} has no checkpoint in {self._directory}; there are "
+                    f"those of steps {', '.join(map(str, steps))}"
+                )
+            try:
+                return self._restore(step, program)
+            except _DamagedError as error:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self._directory} is damaged: "
+                    f"{error}"
+                ) from error
         damaged: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
-            if why is None:
-                try:
-                    found = self._restore(step, program)
-                except _DamagedError as error:
-                    why = str(error)
-                else:
-                    if damaged:
-                        checksums.set_aside(self._directory, damaged, step)
-                        self._manager.reload()
-                    return found
-            damaged[step] = why
+        for step in reversed(steps):
+            try:
+                found = self._restore(step, program)
+            except _DamagedError as error:
+                damaged[step] = str(error)
+                continue
+            if damaged:
+                checksums.set_aside(self._directory, damaged, step)
+                self._manager.reload()
+            return found
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._directory} are damaged: "
@@ -184,26 +192,11 @@ class Checkpoints:
             )
         return None
 
-    def _restore_exactly(
-        self, step: int, program: RegionProgram
-    ) -> tuple[TrainState, dict]:
-        steps = sorted(self._manager.all_steps())
-        if step not in steps:
-            raise ValueError(
-                f"step={step} has no checkpoint in {self._directory}; there are those "
-                f"of steps {', '.join(map(str, steps))}"
-            )
-        try:
-            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
-            if why is None:
-                return self._restore(step, program)
-        except _DamagedError as error:
-            why = str(error)
-        raise CheckpointError(
-            f"the checkpoint of step {step} in {self._directory} is damaged: {why}"
-        )
-
     def _restore(self, step: int, program: RegionProgram) -> tuple[TrainState, dict]:
+        """Restore the checkpoint of a step, or raise `_DamagedError`."""
+        why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
+        if why is not None:
+            raise _DamagedError(why)
         only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
         with self._judged(step):
             rest: dict = self._manager.restore(step, args=only_rest)["rest"]

@@ -41,10 +41,7 @@ class Cadence:
     ) -> int:
         """Return the inner steps to dispatch at once: up to the next thing that is due.
 
-        Args:
-          program: of the run.
-          state: current state.
-          num_steps: the step that the run ends at.
+        `num_steps` is the step that the run ends at.
         """
         ahead = [num_steps - state.step]
         event = program.steps_to_event(state)
