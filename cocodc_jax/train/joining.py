@@ -157,11 +157,10 @@ def _flight(
         mean = program.elastic.awaited(sync, rank)
     kept = {}
     for name, shape in like.kept.items():
-        kept[name] = (
-            _read(frames, shape)
-            if name == STALE
-            else program.copy_fragment(state, k)  # As if it had no progress.
-        )
+        if name == STALE:
+            kept[name] = _read(frames, shape)
+        else:  # As if it had no progress.
+            kept[name] = program.copy_fragment(state, k)
     return InFlight(mean, kept)
 
 
