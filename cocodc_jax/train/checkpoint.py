@@ -265,20 +265,23 @@ def _first_line(error: BaseException) -> str:
 def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
     """Return the shapes of the program's state when the checkpoint was saved."""
     shapes, saved = rest["shapes"], rest["schedule"]
-    # With nothing in flight: another method may have other fragments.
-    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
-    landed = program.abstract(_landed(program, saved))
+    schedule, state, wrong = program.method.schedule, None, ""
+    if schedule and saved:
+        try:
+            state = schedule.restore(saved)
+        except (KeyError, TypeError):  # Another method's.
+            wrong = "what the schedule remembers is of another kind"
     there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
-    if wrong := _differences(lasting, _shapes(landed)):
+    # First with nothing in flight: another method may have other fragments.
+    landed = None
+    if schedule:
+        landed = schedule.landed(schedule.init() if state is None else state)
+    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
+    if other := _differences(lasting, _shapes(program.abstract(landed))):
         raise ValueError(
             f"{where} is of another model, method or number of regions (saved by "
-            f"{there}, restored into {here}): {wrong}"
+            f"{there}, restored into {here}): {other}"
         )
-    schedule = program.method.schedule
-    try:
-        state = schedule.restore(saved) if schedule and saved else None
-    except (KeyError, TypeError):
-        state, wrong = None, "what the schedule remembers is of another kind"
     found = program.abstract(state)
     if wrong := wrong or _differences(shapes, _shapes(found)):
         raise ValueError(
@@ -289,21 +292,12 @@ def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
     return found
 
 
-def _landed(program: RegionProgram, saved: dict | None) -> Any:
-    """Restore the schedule's state as if nothing were in flight."""
-    schedule = program.method.schedule
-    if not schedule:
-        return None
-    try:
-        state = schedule.restore(saved) if saved else schedule.init()
-    except (KeyError, TypeError):  # Another method's; its shapes differ.
-        state = schedule.init()
-    return schedule.landed(state)
-
-
 def _shapes(state: TrainState) -> dict[str, str]:
     """Return dtype and shape of every array, by path."""
-    return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(_flat(state))}
+    arrays = _arrays(state)
+    sync = arrays.pop("sync")
+    leaves = named_leaves(arrays | sync)
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
@@ -318,16 +312,8 @@ def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
     return wrong[0] + more if wrong else ""
 
 
-def _flat(state: TrainState) -> dict[str, PyTree]:
-    sync = state.sync.arrays if state.sync else {}
-    return {"region": state.region, **sync, **_frozen(state)}
-
-
 def _arrays(state: TrainState) -> dict[str, PyTree]:
     """Return the arrays of a state."""
     sync = state.sync.arrays if state.sync else {}
-    return {"region": state.region, "sync": sync, **_frozen(state)}
-
-
-def _frozen(state: TrainState) -> dict[str, PyTree]:
-    return {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}
+    frozen = {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}
+    return {"region": state.region, "sync": sync, **frozen}
