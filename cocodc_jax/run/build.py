@@ -20,13 +20,7 @@ from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.processes import check_shares, gather
-from cocodc_jax.sharding.mesh import (
-    REGION,
-    STAGE,
-    Mesh,
-    inner_devices,
-    make_mesh,
-)
+from cocodc_jax.sharding.mesh import REGION, STAGE, Mesh, inner_devices, make_mesh
 from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 

@@ -13,11 +13,7 @@ import cocodc_jax as cc
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig, dumps
 from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
-from cocodc_jax.run.optimizer_config import (
-    OPTIMIZERS,
-    OptimizerConfig,
-    check_taken,
-)
+from cocodc_jax.run.optimizer_config import OPTIMIZERS, OptimizerConfig, check_taken
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.run_config import RunConfig
 
@@ -148,23 +144,14 @@ def test_method_arguments_are_the_methods_own_with_defaults_filled_in():
         ),
         (lambda: RunConfig(model_axis=10**12), "more than 1048576 devices; lower one"),
         (lambda: OptimizerConfig(inner_lr=float("nan")), "inner_lr=nan must be a fin"),
-        (
-            lambda: OptimizerConfig(grad_clip=float("inf")),
-            "grad_clip=inf must be",
-        ),
+        (lambda: OptimizerConfig(grad_clip=float("inf")), "grad_clip=inf must be"),
         (
             lambda: SMOKE.replace(num_layers=999999999999),
             "num_layers=999999999999 is more than a model can have; use 10000 or less",
         ),
         (lambda: SMOKE.replace(width=2**63), "width=9223372036854775808 is more than"),
-        (
-            lambda: SMOKE.replace(rope_theta=float("inf")),
-            "rope_theta=inf must be",
-        ),
-        (
-            lambda: SMOKE.replace(rope_theta=float("nan")),
-            "rope_theta=nan must be",
-        ),
+        (lambda: SMOKE.replace(rope_theta=float("inf")), "rope_theta=inf must be"),
+        (lambda: SMOKE.replace(rope_theta=float("nan")), "rope_theta=nan must be"),
         (lambda: RunConfig(batch_sizes="1,1,1,0"), "batch_sizes=.* must be at least 1"),
         (lambda: SMOKE.replace(batch_sizes="4,4,4,3"), "divisors of batch_per_region"),
         (lambda: OptimizerConfig(inner_optimizer="lion"), "inner_optimizer='lion' is"),

@@ -93,9 +93,7 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
     runs = []
     for overlap in ("no", "yes"):
         program = tiny.make_program(
-            "streaming_diloco",
-            mesh,
-            transport=Transport("program", overlap=overlap),
+            "streaming_diloco", mesh, transport=Transport("program", overlap=overlap)
         )
         cadence = dict(eval_every=3, checkpoint_every=4)
         run = Run(
@@ -163,13 +161,7 @@ class TestRecords:
         _, outputs = tiny.finish(program, tiny.start(program), 12)
         losses = np.concatenate([np.asarray(o.losses) for o in outputs])
         syncs = [sync for output in outputs for sync in output.syncs]
-        run = Run(
-            tiny,
-            program,
-            12,
-            cadence={"eval_every": 4},
-            evaluate=evaluate,
-        )
+        run = Run(tiny, program, 12, cadence={"eval_every": 4}, evaluate=evaluate)
         for i, record in enumerate(run.of_kind("train")):
             window = losses[3 * i : 3 * i + 3].astype(np.float64)
             assert record["step"] == 3 * i + 3
@@ -254,12 +246,7 @@ class TestCadence:
         program = tiny.shared_program(method_name)
         expected, _ = tiny.finish(program, tiny.start(program), 12)
         run = Run(
-            tiny,
-            program,
-            12,
-            folder=tmp_path,
-            cadence=cadence,
-            evaluate=evaluate,
+            tiny, program, 12, folder=tmp_path, cadence=cadence, evaluate=evaluate
         )
         state = program.synchronize(expected)
         tiny.assert_same(tiny.numbers(run.result.state), tiny.numbers(state))
