@@ -22,29 +22,17 @@ GIB, GB, TERA = 2**30, 10**9, 10**12
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one chip can do.
+    """What one chip can do, in bytes and bytes a second."""
 
-    Attributes:
-      name: as targets write it.
-      platform: tpu or cuda.
-      hbm_bytes: main memory.
-      flops: bf16 matrix products a second, dense.
-      hbm_bps: bytes a second from main memory.
-      link_bps: bytes a second that it can receive from chips of its slice or host.
-      network_bps: bytes a second that it can receive from elsewhere.
-      axes: of a slice's shape; 1 for GPUs, whose shape is hosts.
-      topology: name that the compiler knows it by.
-    """
-
-    name: str
-    platform: str
-    hbm_bytes: int
-    flops: float
-    hbm_bps: float
-    link_bps: float
-    network_bps: float
-    axes: int
-    topology: str
+    name: str  # As targets write it.
+    platform: str  # tpu or cuda.
+    hbm_bytes: int  # Main memory.
+    flops: float  # bf16 matrix products a second, dense.
+    hbm_bps: float  # From main memory.
+    link_bps: float  # That it can receive from chips of its slice or host.
+    network_bps: float  # That it can receive from elsewhere.
+    axes: int  # Of a slice's shape; 1 for GPUs, whose shape is hosts.
+    topology: str  # Name that the compiler knows it by.
 
 
 CHIPS = {

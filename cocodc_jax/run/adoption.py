@@ -23,16 +23,10 @@ from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The run to start from.
-
-    Attributes:
-      folder: its workdir.
-      step: of the checkpoint; None is the newest.
-      config: of the run.
-    """
+    """The run to start from."""
 
     folder: pathlib.Path
-    step: int | None
+    step: int | None  # Of the checkpoint; None is the newest.
     config: TrainConfig
 
     @classmethod

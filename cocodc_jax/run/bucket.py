@@ -38,16 +38,11 @@ def folder_here(workdir: str | os.PathLike[str]) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The remote and the local folder of a run's files.
+    """The remote and the local folder of a run's files."""
 
-    Attributes:
-      folder: of the run in the bucket, an `etils.epath.Path`.
-      workdir: the local folder.
-      sent: see `buckets.send`, by folder.
-    """
-
-    folder: Any
+    folder: Any  # In the bucket, an `etils.epath.Path`.
     workdir: pathlib.Path
+    # See `buckets.send`, by folder.
     sent: dict[str, dict[str, tuple[int, int]]] = dataclasses.field(
         default_factory=dict, compare=False
     )

@@ -31,19 +31,12 @@ _TURNS = 256  # That the time of an undisturbed step is the median of.
 
 
 class Metric(NamedTuple):
-    """One of `METRICS`.
-
-    Attributes:
-      name: as it is exposed.
-      kind: `GAUGE` or `COUNTER`; counters start anew with a process.
-      help: what it is.
-      labels: besides those of the process.
-    """
+    """One of `METRICS`, by the name that it is exposed as."""
 
     name: str
-    kind: str
+    kind: str  # Counters start anew with a process.
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # Besides those of the process.
 
 
 METRICS = (
@@ -53,44 +46,27 @@ METRICS = (
     Metric("cocodc_eval_loss", GAUGE, "Held-out loss of the mean model, in nats."),
     Metric("cocodc_tokens_per_second", GAUGE, "Of all regions of this job, last turn."),
     Metric("cocodc_mfu_ratio", GAUGE, "Model FLOPs over the devices' peak."),
-    Metric(
-        "cocodc_goodput_ratio",
-        GAUGE,
-        "Share of the time since the run began that undisturbed steps would take.",
-    ),
+    Metric("cocodc_goodput_ratio", GAUGE,
+           "Share of the time since the run began that undisturbed steps would take."),
     Metric("cocodc_fragments_in_flight", GAUGE, "Fragments on their way."),
     Metric("cocodc_members", GAUGE, "Regions that take part now."),
-    Metric(
-        "cocodc_fault",
-        GAUGE,
-        "1 for each fault of a region or link while it is named.",
-        ("kind", "where"),
-    ),
-    Metric(
-        "cocodc_checkpoint_step", GAUGE, "Step of the newest checkpoint that was begun."
-    ),
-    Metric(
-        "cocodc_checkpoint_timestamp_seconds",
-        GAUGE,
-        "Unix time at which this process began its newest checkpoint.",
-    ),
-    Metric(
-        "cocodc_progress_timestamp_seconds",
-        GAUGE,
-        "Unix time at which the last losses were read.",
-    ),
+    Metric("cocodc_fault", GAUGE,
+           "1 for each fault of a region or link while it is named.",
+           ("kind", "where")),
+    Metric("cocodc_checkpoint_step", GAUGE,
+           "Step of the newest checkpoint that was begun."),
+    Metric("cocodc_checkpoint_timestamp_seconds", GAUGE,
+           "Unix time at which this process began its newest checkpoint."),
+    Metric("cocodc_progress_timestamp_seconds", GAUGE,
+           "Unix time at which the last losses were read."),
     Metric("cocodc_stall_seconds_total", COUNTER, "Time spent waiting for means."),
     Metric("cocodc_sent_bytes_total", COUNTER, "Sent by one region, of the full run."),
-    Metric(
-        "cocodc_syncs_total",
-        COUNTER,
-        "Syncs by outcome: applied; of those, late (after their slot) and missed "
-        "(without this region's message).",
-        ("outcome",),
-    ),
+    Metric("cocodc_syncs_total", COUNTER,
+           "Syncs by outcome: applied; of those, late (after their slot) and missed "
+           "(without this region's message).", ("outcome",)),
     Metric("cocodc_faults_total", COUNTER, "Faults that were named.", ("kind",)),
     Metric("cocodc_loss_spikes_total", COUNTER, "Loss spikes of these regions."),
-)
+)  # fmt: skip
 
 Values = dict[str, dict[tuple[str, ...], float | None]]
 

@@ -34,18 +34,11 @@ _WAITING = 32
 
 
 class Event(NamedTuple):
-    """Something that an operator wants to know.
+    """Something that an operator wants to know, of a step and a region if any."""
 
-    Attributes:
-      name: one of `EVENTS`.
-      message: a line.
-      step: inner steps done, None if it is not about one.
-      region: None if it is not about one.
-    """
-
-    name: str
-    message: str
-    step: int | None = None
+    name: str  # One of `EVENTS`.
+    message: str  # A line.
+    step: int | None = None  # Inner steps done.
     region: int | None = None
 
 

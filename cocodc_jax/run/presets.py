@@ -31,18 +31,13 @@ SMOKE = TrainConfig(
     ),
     model=models.get("smoke"),
     data=DataConfig(sequence_length=32, batch_per_region=4),
-    method=MethodConfig(
-        where_taken={
-            "sync_interval": 16,
-            "num_fragments": 4,
-            "delay_steps": 2,
-            "rank": 8,
-        }
-    ),
+    method=MethodConfig(where_taken={
+        "sync_interval": 16, "num_fragments": 4, "delay_steps": 2, "rank": 8,
+    }),
     optimizer=OptimizerConfig(
         inner_lr=3e-3, warmup_steps=5, beta2=0.99, slow_beta=0.99
     ),
-)
+)  # fmt: skip
 
 # The laptop comparison: about one million parameters, minutes on two cores.
 #
@@ -60,18 +55,13 @@ TINY = TrainConfig(
     ),
     model=models.get("tiny"),
     data=DataConfig(sequence_length=128, batch_per_region=4),
-    method=MethodConfig(
-        where_taken={
-            "sync_interval": 40,
-            "num_fragments": 4,
-            "delay_steps": 5,
-            "rank": 16,
-        }
-    ),
+    method=MethodConfig(where_taken={
+        "sync_interval": 40, "num_fragments": 4, "delay_steps": 5, "rank": 16,
+    }),
     optimizer=OptimizerConfig(
         inner_lr=2e-3, warmup_steps=40, beta2=0.99, slow_beta=0.99
     ),
-)
+)  # fmt: skip
 
 # Tiny with a mixture of experts: minutes on two cores.
 #
@@ -152,12 +142,8 @@ PAPER_150M = TrainConfig(
         "cocodc_paper",
         # So that --method=diloco and others keep what they have in common with it.
         where_taken={
-            "sync_interval": 100,
-            "num_fragments": 4,
-            "delay_steps": 5,
-            "syncs_per_interval": 8,
-            "outer_lr": 0.4,
-            "outer_momentum": 0.9,
+            "sync_interval": 100, "num_fragments": 4, "delay_steps": 5,
+            "syncs_per_interval": 8, "outer_lr": 0.4, "outer_momentum": 0.9,
             "compensation_strength": 0.5,
         },
     ),

@@ -30,27 +30,16 @@ _STEPS = 9
 
 @dataclasses.dataclass
 class Flight:
-    """One sync, by this process's clock.
-
-    Attributes:
-      fragment: which.
-      start_step: inner steps done when it started.
-      start_s: when those steps were done.
-      arrival_s: when the mean arrived; None before.
-      apply_step: inner steps done when it was merged; None before.
-      num_bytes: bytes one region sent for it.
-      merge_s: when both the steps and the outer fragment were ready.
-      stall_s: how long regions had waited for it by then.
-    """
+    """One sync, by this process's clock; None is not known yet."""
 
     fragment: int
-    start_step: int
-    start_s: float | None = None
-    arrival_s: float | None = None
-    apply_step: int | None = None
-    num_bytes: int = 0
-    merge_s: float | None = None
-    stall_s: float | None = None
+    start_step: int  # Inner steps done when it started.
+    start_s: float | None = None  # When those steps were done.
+    arrival_s: float | None = None  # When the mean arrived.
+    apply_step: int | None = None  # Inner steps done when it was merged.
+    num_bytes: int = 0  # That one region sent for it.
+    merge_s: float | None = None  # When the steps and the outer fragment were ready.
+    stall_s: float | None = None  # How long regions had waited for it by then.
 
 
 class FlightRecorder:

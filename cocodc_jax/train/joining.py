@@ -41,10 +41,8 @@ PyTree = Any
 class Carried(NamedTuple):
     """A region's own state when the others went on without it.
 
-    Attributes:
-      state: of the region.
-      shared: the last outer parameters that it had in common with the others; None is
-        those of `state`.
+    `shared` are the last outer parameters that it had in common with the others; None
+    is those of `state`.
     """
 
     state: TrainState

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cocodc_jax.run import flags
-from cocodc_jax.run.messages import one_line, while_read
+from cocodc_jax.run.messages import as_a_command, one_line
 
 PROGRAM = """
 from cocodc_jax.run import flags
@@ -114,7 +114,7 @@ flags.run_main(main)"""
 
 
 def test_another_pipe_that_breaks_is_told(capfd):
-    with pytest.raises(BrokenPipeError), while_read():
+    with pytest.raises(BrokenPipeError), as_a_command():
         raise BrokenPipeError
 
 

@@ -17,7 +17,6 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train import checksums
 from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 
-
 STREAMING = methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
 
 
