@@ -42,7 +42,7 @@ from cocodc_jax.train.hooks import (
     Result,
     is_due,
 )
-from cocodc_jax.train.records import Records, finite_mean, routing_of
+from cocodc_jax.train.records import Records, finite_mean, recorded_of
 from cocodc_jax.train.run_steps import take_batches
 from cocodc_jax.train.spikes import NO_SPIKES, LossSpikeError, Spike, Spikes, SpikeWatch
 
@@ -184,24 +184,13 @@ class _Loop:
         losses = transfer.local_rows(turn.output.losses, axis=1)
         first_region = transfer.first_local_row(turn.output.losses, axis=1)
         self._finite.check_losses(turn.first_step, losses, first_region)
-        stage_bytes = turn.output.aux.get("stage_bytes")
-        if stage_bytes is not None:
-            stage_bytes = transfer.local_rows(stage_bytes, axis=1)
-        routing = {
-            name: transfer.local_rows(x, axis=1)
-            for name, x in routing_of(turn.output.aux).items()
-        }
+        recorded = recorded_of(turn.output.aux).items()
+        aux = {name: transfer.local_rows(x, axis=1) for name, x in recorded}
         syncs = collections.deque(turn.output.syncs)
         for i, loss in enumerate(losses):
             step = turn.first_step + i + 1
-            self._records.step(
-                step,
-                loss,
-                turn.output.bytes_sent[i],
-                None if stage_bytes is None else stage_bytes[i],
-                first_region,
-                {name: x[i] for name, x in routing.items()},
-            )
+            of_step, sent = {n: x[i] for n, x in aux.items()}, turn.output.bytes_sent[i]
+            self._records.step(step, loss, sent, first_region, of_step)
             while syncs and syncs[0].apply_step == step:
                 sync = syncs.popleft()
                 self._finite.check_sync(sync, state)

@@ -68,11 +68,10 @@ class Records:
         step: int,
         loss: np.ndarray,
         bytes_sent: int,
-        stage_bytes: np.ndarray | None = None,
-        first_region: int = 0,
-        routing: Mapping[str, np.ndarray] | None = None,
+        first_region: int,
+        aux: Mapping[str, np.ndarray],
     ) -> None:
-        """Add one step, and write a record if it is due."""
+        """Add one step, with `recorded_of` it, and write a record if it is due."""
         for spike in (
             self._spikes.observe(step, loss, first_region) if self._spikes else ()
         ):
@@ -94,11 +93,11 @@ class Records:
             "loss_regions": [_plain(x) for x in regions],
             "bytes_sent_per_region": bytes_sent,
         }
-        if stage_bytes is not None:
-            record["stage_bytes"] = float(stage_bytes.mean(dtype=np.float64))
+        if "stage_bytes" in aux:
+            record["stage_bytes"] = float(aux["stage_bytes"].mean(dtype=np.float64))
         self._write(record)
-        if routing:
-            self._write(record_of(step, routing))
+        if "expert_load" in aux:
+            self._write(record_of(step, aux))
 
     def sync(self, sync: AppliedSync) -> None:
         """Write the record of an applied sync; waits for its numbers."""
@@ -159,12 +158,13 @@ def _plain(value: Any) -> float | None:
 
 # Numbers of one region's load that are written one by one, at most.
 MOST_LOADS = 256
-_AUX = ("router_balance", "router_z", "router_entropy", "expert_load")
+_ROUTING = ("router_balance", "router_z", "router_entropy", "expert_load")
 
 
-def routing_of(aux: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a loss reports of its routers, by name; empty if it has none."""
-    return {name: aux[name] for name in _AUX if "expert_load" in aux}
+def recorded_of(aux: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is recorded of what a loss reports: stages' bytes, and routers."""
+    names = ("stage_bytes", *(_ROUTING if "expert_load" in aux else ()))
+    return {name: aux[name] for name in names if name in aux}
 
 
 def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
