@@ -45,15 +45,6 @@ def test_the_wait_from_the_steps_to_the_arrival_is_stall():
     assert 0.1 < recorder.stall_s < longest + 1
 
 
-def test_an_early_arrival_is_no_stall():
-    steps = PendingMean()
-    with FlightRecorder() as recorder:
-        recorder.stepped(4, steps, merged(READY))
-        time.sleep(0.2)
-        steps.gate.set()
-    assert recorder.stall_s < 0.1
-
-
 def test_waits_add_up():
     with FlightRecorder() as recorder:
         for step in range(3):
