@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -140,21 +140,20 @@ class Session:
                 # A rollback continues with the next data.
                 ahead = stream.get_state() if rollbacks else None
                 try:
-                    seconds = time.time() - began_s
-                    among = self._among_others(saved, stream, carried, seconds, monitor)
+                    if carried is None:
+                        begun = self.begin(saved, stream)
+                    else:
+                        begun = carried.state, None, {"seconds": time.time() - began_s}
+                    among = contextlib.nullcontext((begun, None))
+                    if self.place is not None:
+                        among = taking_part(self, begun, stream, monitor, carried)
                     with among as (begun, attendance):
+                        if carried is not None:  # It may be ahead of the others.
+                            saved.forget_after(begun[0].step)
                         if ahead is not None:
                             stream.set_state(ahead)
-                        return self._train_on(
-                            saved,
-                            stream,
-                            begun,
-                            attendance,
-                            monitor,
-                            console,
-                            began_s,
-                            rollbacks,
-                        )
+                        others = attendance, monitor, console, began_s, rollbacks
+                        return self._train_on(saved, stream, begun, *others)
                 except LeftBehindError as error:
                     if error.state is None:
                         raise
@@ -273,30 +272,6 @@ class Session:
         own = self.place.region if self.place else None
         regions = self.text.regions
         return self.monitoring.watching(live, str(self.workdir), regions, own, delay)
-
-    @contextlib.contextmanager
-    def _among_others(
-        self,
-        saved: Checkpoints,
-        stream: TrainStream,
-        carried: Carried | None,
-        seconds: float,
-        monitor: Monitor,
-    ) -> Iterator[tuple[Begun, Attendance | None]]:
-        """Yield where to resume, and this region's part among others."""
-        if carried is None:
-            begun = self.begin(saved, stream)
-        else:
-            begun = carried.state, None, {"seconds": seconds}
-        if self.place is None:
-            yield begun, None
-            return
-        part = taking_part(self, self.place, begun, stream, monitor, carried)
-        with part as (begun, attendance):
-            if carried is not None:  # It may have been ahead of the others.
-                saved.forget_after(begun[0].step)
-            monitor.live.members = lambda: attendance.num_members
-            yield begun, attendance
 
     def first_params(self) -> tuple[models.Params, jax.Array]:
         """Return one region's initial parameters, and the key for the regions' keys."""

@@ -73,25 +73,19 @@ class Attendance:
         self._shared: Any = None
         self._merged: Callable[[bool], None] = lambda own_counts: None
 
-    @property
-    def num_members(self) -> int:
-        """Regions that take part, as far as this one knows."""
-        return len(self._link.view.seats)
-
     def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
         """Return a loop's hooks, extended to report to the other regions."""
         self._merged = merged
-        return dataclasses.replace(
-            hooks, handed_out=self.handed_out, stopping=self.leave
-        )
+        own = {"handed_out": self._handed_out, "stopping": self._leave}
+        return dataclasses.replace(hooks, **own)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Announce that this region was asked to stop."""
         told = f"asked to stop: leaving the other regions at step {self.step}"
         print(told, file=sys.stderr, flush=True)
         self._link.leave()
 
-    def handed_out(self, state: TrainState, output: Output) -> None:
+    def _handed_out(self, state: TrainState, output: Output) -> None:
         """Report this region's progress to the others, and admit regions that wait."""
         assert state.sync is not None
         starts = [start for _, start in state.sync.in_flight]
@@ -164,7 +158,6 @@ def run_digest(config: TrainConfig, fingerprint: str) -> str:
 @contextlib.contextmanager
 def taking_part(
     session: Session,
-    place: Place,
     begun: Begun,
     stream: TrainStream,
     monitor: Monitor,
@@ -176,6 +169,8 @@ def taking_part(
     what they need of this region to end too.
     """
     (own, _, position), program, folder = begun, session.program, session.own_dir
+    place = session.place
+    assert place is not None
     began_s = time.monotonic()
     run = run_digest(session.config, session.text.fingerprint)
     timing, on_fault = place.timing, session.elastic.on_fault
@@ -222,6 +217,7 @@ def taking_part(
             "time": time.time(),
         }
         append_line(folder / JOINS_FILE, line)
+        monitor.live.members = lambda: len(link.view.seats)
         try:
             yield begun, attendance
             if attendance.step == session.config.run.steps:
