@@ -66,16 +66,16 @@ class TrainConfig:
                 f"batch_sizes={self.run.batch_sizes} must be divisors of "
                 f"batch_per_region={batch}"
             )
-        for name, axis in (
-            ("batch_per_region", "data_axis"),
-            ("sequence_length", "sequence_axis"),
-        ):
-            number, parts = getattr(self.data, name), getattr(self.run, axis)
-            if number % parts:
-                raise ValueError(
-                    f"{name}={number} must be a multiple of {axis}={parts}, which "
-                    "shares it out"
-                )
+        if batch % self.run.data_axis:
+            raise ValueError(
+                f"batch_per_region={batch} must be a multiple of "
+                f"data_axis={self.run.data_axis}, which shares it out"
+            )
+        if self.data.sequence_length % self.run.sequence_axis:
+            raise ValueError(
+                f"sequence_length={self.data.sequence_length} must be a multiple of "
+                f"sequence_axis={self.run.sequence_axis}, which shares it out"
+            )
         own = batch // self.run.data_axis
         if own % self.run.accumulate_steps:
             parts = [n for n in range(1, own + 1) if own % n == 0]
