@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,17 @@ def extra(name: str) -> Iterator[None]:
             f"{error.name} is not installed: pip install 'cocodc_jax[{name}]'",
             name=error.name,
         ) from None
+
+
+def check_installed(package: str, name: str, flag: str) -> None:
+    """Refuse a flag, given as NAME=VALUE, if a package of an extra is not installed."""
+    found = importlib.util.find_spec(package)
+    # A folder of that name is found too (W&B makes such), without an origin.
+    if found is None or found.origin is None:
+        raise ValueError(
+            f"{flag} needs a package that is not installed: pip install "
+            f"'cocodc_jax[{name}]'"
+        )
 
 
 class _Later:

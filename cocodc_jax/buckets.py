@@ -25,12 +25,7 @@ def is_in_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def in_bucket(path: str | os.PathLike[str]) -> Any:
-    """Return a path in a bucket, an `etils.epath.Path`, of which anything is asked.
-
-    Raises:
-      MissingExtraError: if what reaches buckets is not installed.
-      ValueError: if the bucket cannot be reached, with what its client says.
-    """
+    """Return a path in a bucket, an `etils.epath.Path`, of which anything is asked."""
     with extra("gcs"):
         from etils import epath
 
@@ -45,12 +40,7 @@ def in_bucket(path: str | os.PathLike[str]) -> Any:
 
 
 def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:
-    """Copy a file or a folder of a bucket to this machine, what of it is not there yet.
-
-    Raises:
-      MissingExtraError: if what reaches buckets is not installed.
-      ValueError: if it cannot be reached, or does not exist.
-    """
+    """Copy a file or folder of a bucket to this machine, as far as it is not there."""
     source = in_bucket(path)
     if not source.exists():
         raise ValueError(f"{path} does not exist")
@@ -73,9 +63,6 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
     """Make a folder hold what a folder of a bucket holds, and no other files.
 
     What is hidden is left alone; and, of a run, logs (`*.log`) of who started it.
-
-    Raises:
-      OSError: if a file cannot be read, or written here.
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries = list(source.iterdir()) if source.exists() else []
@@ -97,11 +84,7 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
 
 
 def fetch_file(source: Any, path: pathlib.Path) -> None:
-    """Copy one file of a bucket, unless it is here already, of the same time and size.
-
-    Raises:
-      OSError: if it cannot be read, or written here.
-    """
+    """Copy a file of a bucket, unless it is here already, of the same time and size."""
     stat = source.stat()
     there = path.stat() if path.exists() else None
     if there and (there.st_size, int(there.st_mtime)) == (stat.length, stat.mtime):
@@ -116,9 +99,6 @@ def send(folder: pathlib.Path, target: Any, sent: dict[str, tuple[int, int]]) ->
     """Write the files of a folder, not of those below it, to a folder of a bucket.
 
     A file of a bucket is there whole or not at all, as those of `write_whole`.
-
-    Raises:
-      OSError: if a file cannot be read or written.
     """
     for path in sorted(folder.iterdir()):
         if not path.is_file() or not _is_ours(path.name):

@@ -1,4 +1,4 @@
-"""What accelerators can do, as published: peak, memory, bandwidths.
+"""What accelerators can do, as published, and how much of it a run uses (MFU).
 
 Bandwidths are one way: what a device can receive while it sends as much.
 
@@ -14,88 +14,40 @@ of the A100, and what JAX calls the GPUs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 GIB, GB, TERA = 2**30, 10**9, 10**12
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one chip can do.
+    """What one chip can do, in bytes and bytes a second."""
 
-    Attributes:
-      name: as targets write it.
-      platform: tpu or cuda.
-      hbm_bytes: main memory.
-      flops: bf16 matrix products a second, dense.
-      hbm_bps: bytes a second from main memory.
-      link_bps: bytes a second that it can receive from chips of its slice or host.
-      network_bps: bytes a second that it can receive from elsewhere.
-      axes: of a slice's shape; 1 for GPUs, whose shape is hosts.
-      topology: name that the compiler knows it by.
-    """
-
-    name: str
-    platform: str
-    hbm_bytes: int
-    flops: float
-    hbm_bps: float
-    link_bps: float
-    network_bps: float
-    axes: int
-    topology: str
+    name: str  # As targets write it.
+    platform: str  # tpu or cuda.
+    hbm_bytes: int  # Main memory.
+    flops: float  # bf16 matrix products a second, dense.
+    hbm_bps: float  # From main memory.
+    link_bps: float  # That it can receive from chips of its slice or host.
+    network_bps: float  # That it can receive from elsewhere.
+    axes: int  # Of a slice's shape; 1 for GPUs, whose shape is hosts.
+    topology: str  # Name that the compiler knows it by.
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            "v4", "tpu", 32 * GIB, 275 * TERA, 1200 * GB, 300 * GB, 6.25 * GB, 3, "v4"
-        ),
-        # 16 GiB, of which the compiler keeps a quarter of one for itself.
-        Chip(
-            "v5e",
-            "tpu",
-            int(15.75 * GIB),
-            197 * TERA,
-            819 * GB,
-            200 * GB,
-            3.125 * GB,
-            2,
-            "v5e",
-        ),
-        Chip(
-            "v5p", "tpu", 95 * GIB, 459 * TERA, 2765 * GB, 600 * GB, 6.25 * GB, 3, "v5p"
-        ),
-        Chip(
-            "v6e", "tpu", 32 * GIB, 918 * TERA, 1638 * GB, 400 * GB, 12.5 * GB, 2, "v6e"
-        ),
-        Chip(
-            "7x",
-            "tpu",
-            192 * GIB,
-            2307 * TERA,
-            7380 * GB,
-            600 * GB,
-            12.5 * GB,
-            3,
-            "tpu7x",
-        ),
-        Chip(
-            "h100", "cuda", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 50 * GB, 1, "h100"
-        ),
-        Chip(
-            "h200",
-            "cuda",
-            141 * GB,
-            989 * TERA,
-            4800 * GB,
-            450 * GB,
-            50 * GB,
-            1,
-            "h200",
-        ),
+        Chip("v4", "tpu", 32*GIB, 275*TERA, 1200*GB, 300*GB, 6.25*GB, 3, "v4"),
+        # Of 16 GiB the compiler keeps a quarter of one for itself.
+        Chip("v5e", "tpu", 63*GIB//4, 197*TERA, 819*GB, 200*GB, 3.125*GB, 2, "v5e"),
+        Chip("v5p", "tpu", 95*GIB, 459*TERA, 2765*GB, 600*GB, 6.25*GB, 3, "v5p"),
+        Chip("v6e", "tpu", 32*GIB, 918*TERA, 1638*GB, 400*GB, 12.5*GB, 2, "v6e"),
+        Chip("7x", "tpu", 192*GIB, 2307*TERA, 7380*GB, 600*GB, 12.5*GB, 3, "tpu7x"),
+        Chip("h100", "cuda", 80*GB, 989*TERA, 3350*GB, 450*GB, 50*GB, 1, "h100"),
+        Chip("h200", "cuda", 141*GB, 989*TERA, 4800*GB, 450*GB, 50*GB, 1, "h200"),
     )
-}
+}  # fmt: skip
 # Names by `jax.Device.device_kind`; libtpu's own, and those that JAX has had for them.
 _KINDS = {
     "TPU v4": "v4",
@@ -127,3 +79,29 @@ def peak_flops(device_kind: str) -> float | None:
     if name is None:
         return _OTHER_PEAKS.get(device_kind)
     return float(CHIPS[name].flops / _DEVICES_PER_CHIP.get(name, 1))
+
+
+def peak_tokens_per_second(
+    devices: Iterable[Any], flops_per_token: float
+) -> float | None:
+    """Return the rate that uses all of the devices' peaks; None if one is unknown."""
+    peaks = [peak_flops(device.device_kind) for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) / flops_per_token if len(known) == len(peaks) else None
+
+
+def mfu(tokens_per_second: float | None, peak: float | None) -> float | None:
+    """Return the model FLOPs utilization: a rate over `peak_tokens_per_second`.
+
+    With f the model's operations per token (`models.flops_per_token`, PaLM's
+    convention, arXiv 2204.02311, appendix B: forward and backward, without
+    recomputation), P the sum of the devices' peaks and x the tokens per second,
+
+        MFU = f x / P = x / (P / f)
+
+    >>> mfu(200.0, 500.0), mfu(200.0, None)
+    (0.4, None)
+    """
+    if tokens_per_second is None or peak is None:
+        return None
+    return tokens_per_second / peak

@@ -1,7 +1,7 @@
-"""Files that are written whole: a reader finds the old one or the new one.
+"""Files that are written whole, so that a reader finds the old one or the new one.
 
 Written beside, then renamed: a process that is killed, and a disk that is full, leave
-the file that was there before.
+the file that was there before. Files that grow line by line are read by `read_lines`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import errno
 import json
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class UnwritableError(OSError):
@@ -25,11 +27,7 @@ class UnwritableError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have an `OSError` name the file that is being written.
-
-    Raises:
-      UnwritableError: in place of the error.
-    """
+    """Have an `OSError` name the file that is being written."""
     try:
         yield
     except OSError as error:
@@ -37,11 +35,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def ensure_folder(folder: pathlib.Path) -> None:
-    """Make a folder unless it is there, to be written to.
-
-    Raises:
-      UnwritableError: if that cannot be.
-    """
+    """Make a folder unless it is there, to be written to."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -69,12 +63,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-      ValueError: if it holds none, naming the file.
-      OSError: if it cannot be read.
-    """
+    """Return the JSON object that a file holds."""
     try:
         value = json.loads(pathlib.Path(path).read_bytes())
     except ValueError as error:
@@ -82,3 +71,43 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return value
+
+
+def append_line(path: pathlib.Path, value: Any) -> None:
+    """Append a JSON value to a file, as a line."""
+    with path.open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def read_lines(
+    path: pathlib.Path,
+    parse: Callable[[Any], T],
+    what: str = "line",
+    skips_damaged: bool = False,
+) -> list[T]:
+    """Return the lines of a file of JSON that is appended to; none without the file.
+
+    A last line without its end is left out: it is still being written, or a kill has
+    cut it off.
+
+    Args:
+      path: the file.
+      parse: takes the value of a line; what it raises says that the line is damaged.
+      what: a line is, for the error.
+      skips_damaged: leave damaged lines out in place of refusing the file.
+
+    Raises:
+      ValueError: naming the file and the line that is damaged.
+    """
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            found.append(parse(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            if not skips_damaged:
+                raise ValueError(
+                    f"{path}, line {number} is no {what}: {line[:60]!r}"
+                ) from error
+    return found

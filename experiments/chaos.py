@@ -37,11 +37,11 @@ from typing import Any
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
-from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
 from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
+from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from . import commands
 from .faults import scenarios

@@ -10,7 +10,6 @@ whether it still runs. HOST:PORT is where a process of `experiments.train
 """
 
 import datetime
-import json
 import pathlib
 import re
 import shutil
@@ -23,10 +22,9 @@ from typing import Any
 
 from absl import flags
 
-from cocodc_jax.files import read_table
+from cocodc_jax.files import read_lines, read_table
 from cocodc_jax.report.records import METRICS_FILE, TIMING_FILE, Record, read_records
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
-from cocodc_jax.run.attendance import SYNCS_FILE
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.fault_watch import FAULTS_FILE
 from cocodc_jax.run.help import render
@@ -34,6 +32,7 @@ from cocodc_jax.run.lock import owner_of
 from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
 from cocodc_jax.run.session import SUMMARY_FILE
+from cocodc_jax.run.taking_part import SYNCS_FILE
 from cocodc_jax.train.checkpoint import steps_in
 
 from . import commands
@@ -95,7 +94,7 @@ def _row(
     records, timing = (_records(own / name) for name in (METRICS_FILE, TIMING_FILE))
     last = {record["kind"]: record for record in records}
     train, evaluated = last.get("train", {}), last.get("eval", {})
-    syncs = _lines(own / SYNCS_FILE)
+    syncs = read_lines(own / SYNCS_FILE, dict)
     now_row = timing[-1] if timing else {}
     step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
     state = _state(own, config["steps"], bool(records or timing))
@@ -147,23 +146,13 @@ def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
 def _faults(own: pathlib.Path) -> list[str]:
     """Return a line for each fault that is named and has not ended."""
     named: dict[tuple, str] = {}
-    for line in _lines(own / FAULTS_FILE):
+    for line in read_lines(own / FAULTS_FILE, dict):
         key = line["kind"], *line["where"]
         named.pop(key, None)
         if line["fault"] == "begins":
             where = ", ".join(map(str, line["where"]))
             named[key] = f"{line['kind']} {where}, since step {line['start_step']}"
     return list(named.values())
-
-
-def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that is appended to; a cut last line is left out."""
-    try:
-        return [json.loads(x) for x in path.read_bytes().split(b"\n")[:-1]]
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _records(path: pathlib.Path) -> list[Record]:

@@ -8,6 +8,7 @@ import pytest
 from cocodc_jax.files import (
     UnwritableError,
     ensure_folder,
+    read_lines,
     read_table,
     write_whole,
 )
@@ -57,3 +58,13 @@ def test_a_folder_is_made_or_told_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UnwritableError, match=f"{folder} cannot .*Permission denied"):
         ensure_folder(folder)
+
+
+def test_lines_are_read_without_one_that_is_cut_off(tmp_path):
+    path = tmp_path / "syncs.jsonl"
+    assert read_lines(path, dict) == []
+    path.write_bytes(b'{"step": 1}\n{"ste{"step": 2}\n{"step": 3}\n{"step": 4}')
+    steps = read_lines(path, lambda line: line["step"], skips_damaged=True)
+    assert steps == [1, 3]
+    with pytest.raises(ValueError, match=f"^{path}, line 2 is no sync: b'{{\"ste{{"):
+        read_lines(path, dict, "sync")

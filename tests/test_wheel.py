@@ -107,7 +107,7 @@ def test_a_wheel_has_one_name_and_all_that_programs_read(wheel):
     assert own == {"cocodc_jax"}
     for name in (
         "py.typed",
-        "run/presets/tiny.py",
+        "run/presets.py",
         "experiments/grids/example.toml",
         "experiments/networks/unequal.yaml",
         "experiments/launch/slurm.sbatch",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cocodc_jax.run.config import LEAVES, TrainConfig
     from cocodc_jax.run.hugging_face import export
     from cocodc_jax.run.leaves import Leaf
+    from cocodc_jax.run.losses import paced
     from cocodc_jax.run.method_config import MethodConfig
     from cocodc_jax.run.optimizer_config import OptimizerConfig
     from cocodc_jax.run.preparing import prepare
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from cocodc_jax.run.resume import ResumeError
     from cocodc_jax.run.run_config import RunConfig
     from cocodc_jax.run.session import RUN_ERRORS, Session
-    from cocodc_jax.run.simulated_step_time import paced
 
 __all__ = [
     "LEAVES",
@@ -63,7 +63,7 @@ _PLACES = {
     "TrainConfig": "config:TrainConfig",
     "export": "hugging_face:export",
     "failing_alone": "processes:failing_alone",
-    "paced": "simulated_step_time:paced",
+    "paced": "losses:paced",
     "prepare": "preparing:prepare",
 }
 

@@ -23,26 +23,15 @@ from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The run to start from.
-
-    Attributes:
-      folder: its workdir.
-      step: of the checkpoint; None is the newest.
-      config: of the run.
-    """
+    """The run to start from."""
 
     folder: pathlib.Path
-    step: int | None
+    step: int | None  # Of the checkpoint; None is the newest.
     config: TrainConfig
 
     @classmethod
     def of(cls, config: TrainConfig) -> Source | None:
-        """Find the run of `--adopt_from`, None if the flag is empty.
-
-        Raises:
-          ValueError: naming the flag, if there is no such run, it has another model, or
-            it has reached the last step of the new one.
-        """
+        """Find the run of `--adopt_from`, None if the flag is empty."""
         text = config.run.adopt_from
         if not text:
             return None
@@ -88,11 +77,7 @@ class Source:
         mesh: Mesh,
         stream: TrainStream,
     ) -> TrainState:
-        """Return the new run's initial state, and print what was kept and lost.
-
-        Raises:
-          ValueError: if the checkpoint cannot be restored or does not fit.
-        """
+        """Return the new run's initial state, and print what was kept and lost."""
         run = self.config.run
         devices = list(mesh.devices.flat)
         old_mesh = mesh_of(run, devices)

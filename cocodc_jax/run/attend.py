@@ -1,23 +1,31 @@
-"""Observers of a run: timing files, the progress bar, and the request to stop."""
+"""What a run shows while it trains and where, the request to stop, its summary."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental import multihost_utils
 
-from cocodc_jax._extras import extra
+from cocodc_jax import models
+from cocodc_jax._extras import check_installed, extra
+from cocodc_jax.chips import mfu
+from cocodc_jax.report.events import OpenMirror, tensorboard, weights_and_biases
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.run import timeline
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.utilization import mfu
-from cocodc_jax.train.hooks import Clock
+from cocodc_jax.train.hooks import Clock, Result
+
+if TYPE_CHECKING:
+    from cocodc_jax.run.session import Session
 
 with extra("train"):
     from rich.console import Console
@@ -47,22 +55,11 @@ class Watch:
         """Show and write the progress."""
         self.seconds = self._earlier_s + clock.wall_s
         share = mfu(clock.tokens_per_second, self._peak)
-        self._bar.update(
-            clock.step,
-            clock.loss,
-            clock.tokens_per_second,
-            clock.in_flight,
-            clock.bytes_sent,
-            share,
-        )
-        self._writer.write_timing(
-            clock.step,
-            clock.wall_s,
-            clock.tokens_per_second,
-            clock.stall_s - self._stall_s,
-            share,
-        )
-        self._stall_s = clock.stall_s
+        step, rate = clock.step, clock.tokens_per_second
+        sent = clock.bytes_sent
+        self._bar.update(step, clock.loss, rate, clock.in_flight, sent, share)
+        stall_s, self._stall_s = clock.stall_s - self._stall_s, clock.stall_s
+        self._writer.write_timing(step, clock.wall_s, rate, stall_s, share)
 
 
 def progress_bar(
@@ -110,3 +107,110 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
     finally:
         for number in handlers:
             signal.signal(number, before[number])
+
+
+def summarize(
+    session: Session,
+    result: Result,
+    seconds: float,
+    wall_s: float,
+    rollbacks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the numbers of a finished run."""
+    run = session.config.run
+    evaluated, step = result.last_eval or {}, result.state.step
+    of_eval = ("eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift")
+    others: dict[str, Any] = {}
+    if result.left_out is not None:
+        others["left_out"] = result.left_out
+    if run.max_rollbacks:
+        others["rollbacks"] = rollbacks
+    return {
+        "method": session.config.method.method,
+        "preset": session.config.preset,
+        "seed": run.seed,
+        "regions": run.regions,
+        "parameters": models.num_params(session.model),
+        "steps": step,
+        "tokens": session.tokens_at(step),
+        **{name: evaluated.get(name) for name in of_eval},
+        "outer_bytes": session.program.outer_bytes(result.state),
+        "bytes_sent_per_region": result.state.bytes_sent,
+        "seconds": seconds,
+        "stall_seconds": result.stall_seconds,
+        "exposed_share": _exposed_share(session),
+        "goodput": timeline.goodput(session.own_dir, step, wall_s),
+        "tokens_per_second": result.tokens_per_second,
+        "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
+        "correction_ratio": result.correction_ratio,
+        **others,
+    }
+
+
+def _exposed_share(session: Session) -> float | None:
+    """Return the share of time with exposed communication.
+
+    Exchanges at every step are part of the step's own program, and cannot be separated.
+    """
+    method = session.program.method
+    if method.per_step:
+        return None
+    warm_step = method.schedule.warm_up_steps if method.schedule else 0
+    return timeline.exposed_share(session.own_dir, warm_step)
+
+
+MODES = ("online", "offline", "disabled")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracking:
+    """Where process 0 shows its records, besides TensorBoard.
+
+    Not part of the configuration: it changes no number, and may change when a run
+    resumes.
+
+    Attributes:
+      wandb: project in Weights & Biases that shows the run. Default: none.
+      wandb_mode: online, offline (`wandb sync` uploads it later) or disabled. Default:
+        what WANDB_MODE in the environment says.
+    """
+
+    wandb: str = ""
+    wandb_mode: str = ""
+
+    def __post_init__(self):
+        """Validate the words."""
+        if self.wandb_mode not in ("", *MODES):
+            raise ValueError(
+                f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"
+            )
+        if self.wandb_mode and not self.wandb:
+            raise ValueError(
+                f"wandb_mode={self.wandb_mode} has no project; add --wandb=PROJECT"
+            )
+
+    def check(self) -> None:
+        """Refuse a project if process 0 lacks the package."""
+        if self._is_here:
+            check_installed("wandb", "wandb", f"wandb={self.wandb}")
+
+    def mirrors(self, name: str, config: Mapping[str, Any]) -> Sequence[OpenMirror]:
+        """Return where this process's records go."""
+        if not self._is_here:
+            return (tensorboard,)
+        wandb = functools.partial(
+            weights_and_biases,
+            project=self.wandb,
+            mode=self.wandb_mode or None,
+            name=name,
+            config=config,
+        )
+        return (tensorboard, wandb)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether this process shows the run: only one does."""
+        return bool(self.wandb) and jax.process_index() == 0
+
+
+NO_TRACKING = Tracking()

@@ -38,49 +38,31 @@ def folder_here(workdir: str | os.PathLike[str]) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The remote and the local folder of a run's files.
+    """The remote and the local folder of a run's files."""
 
-    Attributes:
-      folder: of the run in the bucket, an `etils.epath.Path`.
-      workdir: the local folder.
-      sent: see `buckets.send`, by folder.
-    """
-
-    folder: Any
+    folder: Any  # In the bucket, an `etils.epath.Path`.
     workdir: pathlib.Path
+    # See `buckets.send`, by folder.
     sent: dict[str, dict[str, tuple[int, int]]] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
     @classmethod
     def of(cls, workdir: str | os.PathLike[str]) -> Bucket | None:
-        """Open the bucket that `workdir` names, None if it names a folder.
-
-        Raises:
-          MissingExtraError: if a package for buckets is not installed.
-          ValueError: if it cannot be reached.
-        """
+        """Open the bucket that `workdir` names, None if it names a folder."""
         if not is_in_bucket(workdir):
             return None
         return cls(in_bucket(workdir), folder_here(workdir))
 
     def begin(self, process: int) -> None:
-        """Download a process's files of the run, and the configuration.
-
-        Raises:
-          OSError: if that fails.
-        """
+        """Download a process's files of the run, and the configuration."""
         fetch(*self._own(process))
         config = self.folder / CONFIG_FILE
         if process and config.exists():
             fetch_file(config, self.workdir / CONFIG_FILE)
 
     def send(self, process: int) -> None:
-        """Upload the files of a process that changed.
-
-        Raises:
-          OSError: if they cannot be written.
-        """
+        """Upload the files of a process that changed."""
         target, folder = self._own(process)
         send(folder, target, self.sent.setdefault(str(folder), {}))
 

@@ -18,16 +18,9 @@ from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
 from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.run.cross_process_check import gather
 from cocodc_jax.run.optimizer_config import OptimizerConfig
-from cocodc_jax.run.processes import check_shares
-from cocodc_jax.sharding.mesh import (
-    REGION,
-    STAGE,
-    Mesh,
-    inner_devices,
-    make_mesh,
-)
+from cocodc_jax.run.processes import check_shares, gather
+from cocodc_jax.sharding.mesh import REGION, STAGE, Mesh, inner_devices, make_mesh
 from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -40,12 +33,7 @@ _OF_EXPERTS = {
 
 
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
-    """Return the devices for regions; on a CPU virtual ones, with outer devices.
-
-    Raises:
-      ValueError: if there are too few devices, or the processes cannot share the
-        regions evenly.
-    """
+    """Return the devices for regions; on a CPU virtual ones, with outer devices."""
     wanted = run.regions * run.devices_per_region
     each = wanted // max(num_processes, 1)
     # On other platforms it only makes devices for the outer state.
@@ -57,12 +45,10 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     is_cpu = devices[0].platform == "cpu"
     there = wanted if is_cpu else len(devices)
     if run.devices > there:
-        reason = (
-            " (regions * stages * data_axis * sequence_axis * model_axis virtual ones)"
-        )
+        virtual = "regions * stages * data_axis * sequence_axis * model_axis virtual"
         raise ValueError(
             f"devices={run.devices} asks for more than there are: {there}"
-            f"{reason if is_cpu else ''}"
+            f"{f' ({virtual} ones)' if is_cpu else ''}"
         )
     return devices[: run.devices or there]
 
@@ -102,12 +88,7 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
-    """Refuse a model that the devices of a region, or the method, cannot share.
-
-    Raises:
-      ValueError: naming what does not divide, and a value that works; or an argument
-        that only a mixture of experts has a meaning for.
-    """
+    """Refuse a model that the devices of a region, or the method, cannot share."""
     run = config.run
     for name, value in _OF_EXPERTS.items():
         if config.method.values.get(name) == value and not model.num_experts:
@@ -120,13 +101,8 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
     )
     losses.subspace_of(run, model)
     if run.is_pipelined:
-        models.check_pipeline(
-            model,
-            run.stages,
-            run.microbatches,
-            config.data.batch_per_region,
-            run.data_axis,
-        )
+        batch = config.data.batch_per_region
+        models.check_pipeline(model, run.stages, run.microbatches, batch, run.data_axis)
 
 
 def init_params(
@@ -135,9 +111,6 @@ def init_params(
     """Initialize or read one region's parameters, projected to any subspace.
 
     Adapters are initialized, their base model is read.
-
-    Raises:
-      ValueError: if the folder to read from does not hold this model.
     """
     if run.init_from:
         params = models.hugging_face.read(run.init_from, model)
@@ -149,26 +122,16 @@ def init_params(
 
 def program_key(config: TrainConfig) -> tuple:
     """Return a key that is equal for runs that can share a compiled program."""
-    run = config.run
-    regions = run.unequal(config.data.batch_per_region)
-    pipeline = (
-        run.microbatches,
-        run.random_routing,
-        run.stage_subspace,
-        run.stage_compress,
-    )
-    others = (regions, pipeline, run.transport, run.step_seconds, run.accumulate_steps)
-    layout = (config.method, config.optimizer, run.steps, run.how_mapped)
-    layout = (*layout, run.optimizer_memory)
-    return (*layout, *others)
+    run, regions = config.run, config.run.unequal(config.data.batch_per_region)
+    return (
+        config.method, config.optimizer, regions, run.transport, run.steps,
+        run.how_mapped, run.optimizer_memory, run.step_seconds, run.accumulate_steps,
+        run.microbatches, run.random_routing, run.stage_subspace, run.stage_compress,
+    )  # fmt: skip
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
-    """Return the run as this process trains it: of one region if elastic.
-
-    Raises:
-      ValueError: if elastic regions differ, or share a pipeline's routes.
-    """
+    """Return the run as this process trains it: of one region if elastic."""
     run = config.run
     if place is None:
         return run
@@ -183,11 +146,7 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Refuse what elastic regions cannot run, before a program starts them.
-
-    Raises:
-      ValueError: as for `own_part`, or if another exchange was requested.
-    """
+    """Refuse what elastic regions cannot run, before a program starts them."""
     if config.run.exchange not in ("auto", "elastic"):
         raise ValueError(
             f"exchange={config.run.exchange!r} is not how elastic regions "
@@ -232,11 +191,7 @@ def build_program(
     mesh: Mesh,
     place: Place | None = None,
 ) -> cc.RegionProgram:
-    """Return the method around the model's loss; compiles nothing.
-
-    Raises:
-      ValueError: if the method does not support `step_seconds`.
-    """
+    """Return the method around the model's loss; compiles nothing."""
     shapes = jax.eval_shape(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
@@ -287,11 +242,11 @@ def open_for(
             if jax.process_index() in processes
             for i in range(size)
         ]
-    if jax.process_index() != 0:
+    if jax.process_index() > 0:
         gather("process 0 has prepared it")
-        return open_text(config.data, regions, own)
     text = open_text(config.data, regions, own)
-    gather("process 0 has prepared it")
+    if jax.process_index() == 0:
+        gather("process 0 has prepared it")
     return text
 
 
@@ -299,25 +254,17 @@ def list_evaluation(
     config: TrainConfig, model: models.TransformerConfig, program: cc.RegionProgram
 ) -> LoweredProgram:
     """Return the program of `build_evaluate`, for compiling without running it."""
-    data = config.data
+    data, mesh = config.data, program.mesh
     shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
-    judged = (program.param_shapes,)
-    return list_evaluate(
-        _judge(config, model, program.mesh),
-        program.mesh,
-        judged,
-        jax.ShapeDtypeStruct(shape, jnp.int32),
-    )
+    batches = jax.ShapeDtypeStruct(shape, jnp.int32)
+    judge = _judge(config, model, mesh)
+    return list_evaluate(judge, mesh, (program.param_shapes,), batches)
 
 
 def build_evaluate(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh, text: TextData
 ) -> Callable[[models.Params], jax.Array]:
-    """Return the evaluation on the validation batches; compiles nothing.
-
-    Raises:
-      ValueError: naming the flag, if the corpus has fewer batches.
-    """
+    """Return the evaluation on the validation batches; compiles nothing."""
     # The same batches whatever the method and the seed.
     try:
         tokens = text.eval_tokens(config.run.eval_batches)

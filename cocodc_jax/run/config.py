@@ -60,15 +60,15 @@ class TrainConfig:
                 f"lora_rank={self.model.lora_rank} adapts a model that is there "
                 "already; name its folder: init_from"
             )
-        for size in self.run.unequal(self.data.batch_per_region).batch_sizes:
-            if self.data.batch_per_region % size:
-                raise ValueError(
-                    f"batch_sizes={self.run.batch_sizes} must be divisors of "
-                    f"batch_per_region={self.data.batch_per_region}"
-                )
-        if self.data.batch_per_region % self.run.data_axis:
+        batch = self.data.batch_per_region
+        if any(batch % n for n in self.run.unequal(batch).batch_sizes):
             raise ValueError(
-                f"batch_per_region={self.data.batch_per_region} must be a multiple of "
+                f"batch_sizes={self.run.batch_sizes} must be divisors of "
+                f"batch_per_region={batch}"
+            )
+        if batch % self.run.data_axis:
+            raise ValueError(
+                f"batch_per_region={batch} must be a multiple of "
                 f"data_axis={self.run.data_axis}, which shares it out"
             )
         if self.data.sequence_length % self.run.sequence_axis:
@@ -76,14 +76,13 @@ class TrainConfig:
                 f"sequence_length={self.data.sequence_length} must be a multiple of "
                 f"sequence_axis={self.run.sequence_axis}, which shares it out"
             )
-        own = self.data.batch_per_region // self.run.data_axis
+        own = batch // self.run.data_axis
         if own % self.run.accumulate_steps:
             parts = [n for n in range(1, own + 1) if own % n == 0]
             raise ValueError(
                 f"accumulate_steps={self.run.accumulate_steps} does not divide the "
-                f"{own} sequences of a device (batch_per_region="
-                f"{self.data.batch_per_region} / data_axis={self.run.data_axis}); use "
-                f"one of {parts}"
+                f"{own} sequences of a device (batch_per_region={batch} / data_axis="
+                f"{self.run.data_axis}); use one of {parts}"
             )
 
     @property
@@ -138,23 +137,18 @@ class TrainConfig:
             another type.
         """
         try:
-            return cls._from_table(value)
+            sections = {
+                name: _from_dict(name, section, value.get(name))
+                for name, section in SECTIONS.items()
+            }
+            if value.keys() != {"preset", *SECTIONS}:
+                raise ValueError(
+                    f"configuration has keys {sorted(value)}, "
+                    f"expected {['preset', *SECTIONS]}"
+                )
+            return cls(preset=value["preset"], **sections)
         except (TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"a value is of another type ({error})") from error
-
-    @classmethod
-    def _from_table(cls, value: dict[str, Any]) -> TrainConfig:
-        sections = {
-            name: _from_dict(name, section, value.get(name))
-            for name, section in SECTIONS.items()
-        }
-        unknown = set(value) - set(SECTIONS) - {"preset"}
-        if unknown or "preset" not in value:
-            raise ValueError(
-                f"configuration has keys {sorted(value)}, "
-                f"expected {['preset', *SECTIONS]}"
-            )
-        return cls(preset=value["preset"], **sections)
 
     def changes(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """Return the values of both, by name, where two configurations differ."""
@@ -195,8 +189,7 @@ def _leaves() -> dict[str, Leaf]:
     for section, cls in SECTIONS.items():
         kind = Kind.MODEL if cls is TransformerConfig else Kind.COMPUTED
         found = leaves_of(section, cls, DERIVED.get(section, ()), kind)
-        if cls is MethodConfig:
-            found |= ARGUMENTS
+        found |= ARGUMENTS if cls is MethodConfig else {}
         if twice := sorted(leaves.keys() & found.keys()):
             raise ValueError(f"two sections have a field {twice[0]!r}")
         leaves |= found

@@ -82,12 +82,7 @@ class ElasticFlags:
             )
 
     def place(self, exchange: str, regions: int) -> Place | None:
-        """Return the place of this region, None if regions are not elastic.
-
-        Raises:
-          MissingExtraError: if a package that reaches `via` is not installed.
-          ValueError: naming the flag, its value and a value that works.
-        """
+        """Return the place of this region, None if regions are not elastic."""
         if exchange != "elastic":
             if self != NOT_ELASTIC:
                 raise ValueError(
@@ -106,29 +101,18 @@ class ElasticFlags:
             tuple(filter(None, self.region_addresses.split(","))),
             read_key(self.key_file),
             Timing(
-                self.beat_s,
-                self.dead_after_s,
-                self.grace_s,
-                self.start_s,
-                self.quorum_regions,
-                self.max_behind_syncs,
+                self.beat_s, self.dead_after_s, self.grace_s, self.start_s,
+                self.quorum_regions, self.max_behind_syncs,
             ),
-            self.min_regions,
-            self.late_mean,
-            self.late_message,
-            self.via,
-            regions if self.via else 0,
-        )
+            self.min_regions, self.late_mean, self.late_message,
+            self.via, regions if self.via else 0,
+        )  # fmt: skip
         if self.via:
             reach(self.via)
         return place
 
     def check_several(self, num_processes: int) -> None:
-        """Refuse settings that a region of several processes does not support.
-
-        Raises:
-          ValueError: naming the flag, its value and a value that works.
-        """
+        """Refuse settings that a region of several processes does not support."""
         if self.late_mean == "merge":
             raise ValueError(
                 "late_mean='merge' lets each process see by its own clock that a mean "

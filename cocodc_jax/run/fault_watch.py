@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 import time
@@ -14,6 +13,7 @@ from cocodc_jax.elastic.link import Faulty
 from cocodc_jax.elastic.messages import SyncId
 from cocodc_jax.elastic.straggler_detector import Silence
 from cocodc_jax.elastic.times import Measured
+from cocodc_jax.files import append_line
 from cocodc_jax.network.faults import Finding, Messages, Regions
 
 FAULTS_FILE = "faults.jsonl"
@@ -82,23 +82,19 @@ class FaultWatch:
             self._tell("ends", before[key])
 
     def _to_do(self, named: dict[tuple, Finding]) -> Faulty:
-        shunned, detours = frozenset(), frozenset()
-        if self._on_fault == "exclude":
-            shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
-        if self._on_fault == "route":
-            detours = {where for kind, where in named if kind == "link"}
-        return frozenset(shunned), frozenset(detours)
+        shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
+        detours = {where for kind, where in named if kind == "link"}
+        return (
+            frozenset(shunned if self._on_fault == "exclude" else ()),
+            frozenset(detours if self._on_fault == "route" else ()),
+        )
 
     def _tell(self, what: str, finding: Finding) -> None:
-        is_step = finding.kind == "slow"
-        unit = "s a step" if is_step else "s a message"
-        text = finding.explain(unit="s" if finding.kind == "silent" else unit)
+        units = {"slow": "s a step", "silent": "s"}
+        text = finding.explain(unit=units.get(finding.kind, "s a message"))
         fragment, start_step = self._last
-        print(
-            f"fault {what} at the sync of step {start_step}: {text}",
-            file=sys.stderr,
-            flush=True,
-        )
+        told = f"fault {what} at the sync of step {start_step}: {text}"
+        print(told, file=sys.stderr, flush=True)
         line = {
             "fault": what,
             "kind": finding.kind,
@@ -110,8 +106,7 @@ class FaultWatch:
             "score": _plain(finding.score),
             "time": time.time(),
         }
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self._path, line)
         self._observe(what == "begins", finding, text)
 
 

@@ -7,7 +7,6 @@ the flags that were given; it is rebuilt from them, so its own checks always run
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -16,19 +15,18 @@ from cocodc_jax._extras import extra
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
 from cocodc_jax.run import optimizer_config
+from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.leaf_help import by_use, run_sections
-from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
+from cocodc_jax.run.leaves import COUNT_OR_WORD, Leaf, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
-from cocodc_jax.run.method_arguments import check_taken
-from cocodc_jax.run.method_config import ARGUMENTS
+from cocodc_jax.run.method_config import ARGUMENTS, check_taken
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
-from cocodc_jax.run.tracking import MODES, Tracking
 
 with extra("train"):
     from absl import app, flags, logging
@@ -37,7 +35,8 @@ USAGE_ERROR = 2
 RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
 ELASTIC = leaves_of("elastic", ElasticFlags)
 MONITORING = leaves_of("monitoring", Monitoring)
-PROCESSES = tuple(field.name for field in dataclasses.fields(Processes))
+PROCESSES = leaves_of("processes", Processes)
+TRACKING = leaves_of("tracking", Tracking)
 
 # The program's flags; tests replace them.
 FLAGS = flags.FLAGS
@@ -79,7 +78,7 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
     define_one(str, "workdir", None, workdir)
-    _define_processes()
+    _define_section(PROCESSES)
     for name, leaf in ELASTIC.items():
         default = getattr(NOT_ELASTIC, name)
         text = f"With exchange=elastic: {leaf.help} Default: {default!r}."
@@ -92,65 +91,32 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
             flags.DEFINE_alias(old, name, flag_values=FLAGS)
 
 
-def _define_processes() -> None:
-    define_one(
-        str,
-        "coordinator_address",
-        None,
-        "host:port of process 0, for several processes.",
-    )
-    define_one(
-        int,
-        "num_processes",
-        None,
-        "Processes that share the regions, or several to a region; 0 asks the cluster "
-        "(SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.",
-    )
-    define_one(int, "process_id", None, "Which of the processes this one is.")
-    define_one(
-        int,
-        "start_timeout_s",
-        None,
-        "Seconds to wait until all processes have started.",
-    )
-    define_one(
-        int,
-        "heartbeat_timeout_s",
-        None,
-        "Seconds of silence after which a process is taken for dead and all others "
-        "end; more than the longest outage of the network. Default: 30.",
-    )
+def _define_section(
+    section: dict[str, Leaf], defaults: Any = None, text: str = "{}"
+) -> None:
+    """Define flags that are no part of a configuration, unset without defaults."""
+    for name, leaf in section.items():
+        default = getattr(defaults, name, None)
+        define_one(leaf.type, name, default, text.format(leaf.help))
 
 
 def define_tracking() -> None:
     """Define the flags of `Tracking`, for programs that train whole runs."""
-    project = "Project in Weights & Biases that shows the run. Default: none."
-    mode = f"{', '.join(MODES)}. Default: what WANDB_MODE in the environment says."
-    define_one(str, "wandb", "", project)
-    define_one(str, "wandb_mode", "", mode)
+    _define_section(TRACKING, NO_TRACKING)
 
 
 def define_monitoring() -> None:
     """Define the flags of `Monitoring`, for programs that train one run."""
-    for name, leaf in MONITORING.items():
-        define_one(leaf.type, name, getattr(NO_MONITORING, name), leaf.help)
+    _define_section(MONITORING, NO_MONITORING)
 
 
 def tracking() -> Tracking:
-    """Return where to show runs.
-
-    Raises:
-      ValueError: naming the flag, its value and a value that works.
-    """
-    return Tracking(value("wandb"), value("wandb_mode"))
+    """Return where to show runs."""
+    return Tracking(**{name: value(name) for name in TRACKING})
 
 
 def monitoring() -> Monitoring:
-    """Return how the run is watched from outside.
-
-    Raises:
-      ValueError: naming the flag, its value and a value that works.
-    """
+    """Return how the run is watched from outside."""
     return Monitoring(**{name: value(name) for name in MONITORING})
 
 
@@ -161,11 +127,7 @@ def given(name: str) -> bool:
 
 
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
-    """Refuse training flags that the program that starts the training sets itself.
-
-    Raises:
-      ValueError: naming the flag, its value, and what to do.
-    """
+    """Refuse training flags that the program that starts the training sets itself."""
     for name in (*before, *nowhere):
         if given(name):
             place = f", or give --{name} before --" if name in before else ""
@@ -180,11 +142,7 @@ def value(name: str) -> Any:
 
 
 def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
-    """Read the numbers of a flag.
-
-    Raises:
-      ValueError: naming the flag, if one is no number.
-    """
+    """Read the numbers of a flag."""
     try:
         return tuple(kind(text) for text in texts)
     except ValueError:
@@ -194,11 +152,7 @@ def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
 
 
 def processes() -> Processes:
-    """Return which processes take part: the flags, over what a launcher has set.
-
-    Raises:
-      ValueError: naming the flag, its value and a value that works.
-    """
+    """Return which processes take part: the flags, over what a launcher has set."""
     told = {name: value(name) for name in PROCESSES if given(name)}
     if "region_id" in FLAGS and given("region_id"):
         return Processes(**told)  # A separate job, whatever its launcher has set.
@@ -206,23 +160,14 @@ def processes() -> Processes:
 
 
 def elastic() -> ElasticFlags:
-    """Return the flags of elastic regions.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
+    """Return the flags of elastic regions."""
     return ElasticFlags(**{name: value(name) for name in ELASTIC if given(name)})
 
 
 def config(
     without: Sequence[str] = (), methods: Iterable[str] | None = None, **own: Any
 ) -> TrainConfig:
-    """Return the preset with the flags given.
-
-    Raises:
-      ValueError: for an unknown preset, a value that the configuration refuses, or a
-        method's argument that no method takes.
-    """
+    """Return the preset with the flags given."""
     if value("preset") not in PRESETS:
         raise ValueError(
             f"preset={value('preset')!r} is unknown; use one of {sorted(PRESETS)}"
@@ -239,21 +184,13 @@ def config(
 
 
 def check_methods(methods: Iterable[str]) -> None:
-    """Refuse a flag that is an argument of other methods only.
-
-    Raises:
-      ValueError: naming the flag, its value and what the methods take.
-    """
+    """Refuse a flag that is an argument of other methods only."""
     given_here = _given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys()))
     check_taken(given_here, methods)
 
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
-    """Refuse a flag that no inner optimizer of the runs uses.
-
-    Raises:
-      ValueError: naming the flag, its value and the optimizers.
-    """
+    """Refuse a flag that no inner optimizer of the runs uses."""
     optimizers = [c.optimizer.name(get_method(c.method.method)) for c in configs]
     optimizer_config.check_taken(_given_leaves(()), optimizers)
 
@@ -287,17 +224,13 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
 
 
 def help_of(doc: str, is_full: bool = False) -> str:
-    """Return the text of `--help`, with the values that hold given the other flags.
-
-    Raises:
-      ValueError: for flags that make no configuration.
-    """
+    """Return the text of `--help`, with the values that hold given the other flags."""
     own = [f.name for f in FLAGS.get_key_flags_for_module(sys.argv[0])]
     sections: dict[str, Any] = {"Flags": options(FLAGS, filter(_is_own, own))}
     if "preset" not in FLAGS:
         return render(doc, sections)
     sections["Several processes"] = options(FLAGS, PROCESSES)
-    sections["Elastic regions"] = options(FLAGS, tuple(ELASTIC))
+    sections["Elastic regions"] = options(FLAGS, ELASTIC)
     names = [name for name in LEAVES if name in FLAGS and not _is_own(name)]
     without = tuple(LEAVES.keys() - set(names))
     if "method" in names:

@@ -12,19 +12,12 @@ _WIDTH, _COLUMN = 88, 28
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A flag in the help.
-
-    Attributes:
-      name: of the flag.
-      value: its default; None shows none.
-      text: its help.
-      choices: its possible values, if there are few.
-    """
+    """A flag in the help."""
 
     name: str
-    value: Any
+    value: Any  # Its default; None shows none.
     text: str
-    choices: Collection[str] = ()
+    choices: Collection[str] = ()  # Its possible values, if there are few.
 
     def __str__(self) -> str:
         """Return its name and value, with its help next to or below them."""

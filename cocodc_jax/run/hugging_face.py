@@ -26,11 +26,7 @@ PARAMS = ("outer", "mean")
 
 
 def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerConfig:
-    """Return a run's model with its vocabulary, checked against `init_from`.
-
-    Raises:
-      ValueError: naming what differs between the folder, the flags and the tokenizer.
-    """
+    """Return a run's model with its vocabulary, checked against `init_from`."""
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     folder = config.run.init_from
     if not folder:

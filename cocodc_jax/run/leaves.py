@@ -38,10 +38,7 @@ class Leaf:
 
 
 def leaves_of(
-    section: str,
-    cls: type,
-    without: Sequence[str] = (),
-    kind: Kind = Kind.COMPUTED,
+    section: str, cls: type, without: Sequence[str] = (), kind: Kind = Kind.COMPUTED
 ) -> dict[str, Leaf]:
     """Return the leaves of a section, by name."""
     notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)

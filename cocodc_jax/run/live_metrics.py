@@ -1,19 +1,23 @@
 """What a process of a run is doing now, as numbers; hooks write them, scrapes read.
 
 Everything here comes from the host's own records of the loop: nothing waits for a
-device. Units are in the names, as Prometheus has it.
+device. Units are in the names, as Prometheus has it. `serving` exposes them over HTTP
+(`pip install cocodc_jax[monitoring]`).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import socketserver
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from cocodc_jax.run.utilization import mfu
+from cocodc_jax._extras import extra
+from cocodc_jax.chips import mfu
 from cocodc_jax.train.hooks import Clock
 
 GAUGE, COUNTER = "gauge", "counter"
@@ -27,19 +31,12 @@ _TURNS = 256  # That the time of an undisturbed step is the median of.
 
 
 class Metric(NamedTuple):
-    """One of `METRICS`.
-
-    Attributes:
-      name: as it is exposed.
-      kind: `GAUGE` or `COUNTER`; counters start anew with a process.
-      help: what it is.
-      labels: besides those of the process.
-    """
+    """One of `METRICS`, by the name that it is exposed as."""
 
     name: str
-    kind: str
+    kind: str  # Counters start anew with a process.
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # Besides those of the process.
 
 
 METRICS = (
@@ -49,44 +46,27 @@ METRICS = (
     Metric("cocodc_eval_loss", GAUGE, "Held-out loss of the mean model, in nats."),
     Metric("cocodc_tokens_per_second", GAUGE, "Of all regions of this job, last turn."),
     Metric("cocodc_mfu_ratio", GAUGE, "Model FLOPs over the devices' peak."),
-    Metric(
-        "cocodc_goodput_ratio",
-        GAUGE,
-        "Share of the time since the run began that undisturbed steps would take.",
-    ),
+    Metric("cocodc_goodput_ratio", GAUGE,
+           "Share of the time since the run began that undisturbed steps would take."),
     Metric("cocodc_fragments_in_flight", GAUGE, "Fragments on their way."),
     Metric("cocodc_members", GAUGE, "Regions that take part now."),
-    Metric(
-        "cocodc_fault",
-        GAUGE,
-        "1 for each fault of a region or link while it is named.",
-        ("kind", "where"),
-    ),
-    Metric(
-        "cocodc_checkpoint_step", GAUGE, "Step of the newest checkpoint that was begun."
-    ),
-    Metric(
-        "cocodc_checkpoint_timestamp_seconds",
-        GAUGE,
-        "Unix time at which this process began its newest checkpoint.",
-    ),
-    Metric(
-        "cocodc_progress_timestamp_seconds",
-        GAUGE,
-        "Unix time at which the last losses were read.",
-    ),
+    Metric("cocodc_fault", GAUGE,
+           "1 for each fault of a region or link while it is named.",
+           ("kind", "where")),
+    Metric("cocodc_checkpoint_step", GAUGE,
+           "Step of the newest checkpoint that was begun."),
+    Metric("cocodc_checkpoint_timestamp_seconds", GAUGE,
+           "Unix time at which this process began its newest checkpoint."),
+    Metric("cocodc_progress_timestamp_seconds", GAUGE,
+           "Unix time at which the last losses were read."),
     Metric("cocodc_stall_seconds_total", COUNTER, "Time spent waiting for means."),
     Metric("cocodc_sent_bytes_total", COUNTER, "Sent by one region, of the full run."),
-    Metric(
-        "cocodc_syncs_total",
-        COUNTER,
-        "Syncs by outcome: applied; of those, late (after their slot) and missed "
-        "(without this region's message).",
-        ("outcome",),
-    ),
+    Metric("cocodc_syncs_total", COUNTER,
+           "Syncs by outcome: applied; of those, late (after their slot) and missed "
+           "(without this region's message).", ("outcome",)),
     Metric("cocodc_faults_total", COUNTER, "Faults that were named.", ("kind",)),
     Metric("cocodc_loss_spikes_total", COUNTER, "Loss spikes of these regions."),
-)
+)  # fmt: skip
 
 Values = dict[str, dict[tuple[str, ...], float | None]]
 
@@ -110,19 +90,34 @@ class LiveMetrics:
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()
-        self._gauges: dict[str, float | None] = {"cocodc_planned_steps": planned_steps}
-        self._syncs: dict[str, int] = dict.fromkeys(("applied", "late", "missed"), 0)
-        self._faults: dict[tuple[str, str], float] = {}
-        self._named: dict[str, int] = dict.fromkeys(_FAULTS, 0)
-        self._spikes, self._stall_s = 0, 0.0
-        self._step, self._began_s = 0, now()
+        self._step, self._began_s, self._stall_s = 0, now(), 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
+        self._values: Values = {
+            "cocodc_planned_steps": {(): planned_steps},
+            "cocodc_stall_seconds_total": {(): 0.0},
+            "cocodc_loss_spikes_total": {(): 0},
+            "cocodc_syncs_total": {(x,): 0 for x in ("applied", "late", "missed")},
+            "cocodc_fault": {},
+            "cocodc_faults_total": {(x,): 0 for x in _FAULTS},
+        }
+
+    def put(self, name: str, value: float | None) -> None:
+        """Set a metric without further labels."""
+        with self._lock:
+            self._values[name] = {(): value}
+
+    def count(self, name: str, *labels: str) -> None:
+        """Add 1 to a counter."""
+        with self._lock:
+            of = self._values[name]
+            of[labels] = (of.get(labels) or 0) + 1
 
     def begin(self, step: int, began_s: float, saved_step: int | None) -> None:
         """Note where training starts."""
-        with self._lock:
-            self._step, self._began_s, self._stall_s = step, began_s, 0.0
-            self._gauges |= {"cocodc_step": step, "cocodc_checkpoint_step": saved_step}
+        self._step, self._began_s, self._stall_s = step, began_s, 0.0
+        self.put("cocodc_step", step)
+        self.put("cocodc_checkpoint_step", saved_step)
+        self.put("cocodc_stall_seconds_total", 0.0)
 
     def turn(self, clock: Clock) -> None:
         """Take in the loop's clock."""
@@ -133,7 +128,7 @@ class LiveMetrics:
                 seconds -= clock.stall_s - self._stall_s
                 self._step_s.append(max(seconds, 0.0) / (clock.step - self._step))
             self._step, self._stall_s = clock.step, clock.stall_s
-            self._gauges |= {
+            gauges = {
                 "cocodc_step": clock.step,
                 "cocodc_loss": clock.loss,
                 "cocodc_tokens_per_second": clock.tokens_per_second,
@@ -141,51 +136,32 @@ class LiveMetrics:
                 "cocodc_fragments_in_flight": clock.in_flight,
                 "cocodc_progress_timestamp_seconds": self._now(),
                 "cocodc_sent_bytes_total": clock.bytes_sent,
+                "cocodc_stall_seconds_total": clock.stall_s,
             }
-
-    def evaluated(self, loss: float) -> None:
-        """Take in a held-out loss."""
-        with self._lock:
-            self._gauges["cocodc_eval_loss"] = loss
-
-    def synced(self, outcome: str) -> None:
-        """Count a sync by its outcome."""
-        with self._lock:
-            self._syncs[outcome] += 1
-
-    def spiked(self) -> None:
-        """Count a loss spike."""
-        with self._lock:
-            self._spikes += 1
+            self._values |= {name: {(): value} for name, value in gauges.items()}
 
     def saving(self) -> None:
         """Note that a checkpoint of the current step begins."""
-        with self._lock:
-            self._gauges["cocodc_checkpoint_step"] = self._step
-            self._gauges["cocodc_checkpoint_timestamp_seconds"] = self._now()
+        self.put("cocodc_checkpoint_step", self._step)
+        self.put("cocodc_checkpoint_timestamp_seconds", self._now())
 
     def fault(self, kind: str, where: str, is_on: bool) -> None:
         """Note that a fault is named, or has ended."""
+        if is_on:
+            self.count("cocodc_faults_total", kind)
         with self._lock:
+            faults = self._values["cocodc_fault"]
+            faults.pop((kind, where), None)
             if is_on:
-                self._faults[kind, where] = 1.0
-                self._named[kind] = self._named.get(kind, 0) + 1
-            else:
-                self._faults.pop((kind, where), None)
+                faults[kind, where] = 1.0
 
     def values(self) -> Values:
         """Return all values that are known, by name and then by further labels."""
         members = self.members()
         with self._lock:
-            found: Values = {name: {(): x} for name, x in self._gauges.items()}
-            return found | {
+            return {name: dict(of) for name, of in self._values.items()} | {
                 "cocodc_goodput_ratio": {(): self._goodput()},
                 "cocodc_members": {(): members},
-                "cocodc_stall_seconds_total": {(): self._stall_s},
-                "cocodc_loss_spikes_total": {(): self._spikes},
-                "cocodc_syncs_total": {(x,): n for x, n in self._syncs.items()},
-                "cocodc_fault": dict(self._faults),
-                "cocodc_faults_total": {(x,): n for x, n in self._named.items()},
             }
 
     def _goodput(self) -> float | None:
@@ -194,3 +170,77 @@ class LiveMetrics:
         if not self._step_s or seconds <= 0:
             return None
         return min(self._step * statistics.median(self._step_s) / seconds, 1.0)
+
+
+_TIMEOUT_S = 5.0
+_POLL_S = 0.1  # How soon it ends.
+
+
+class PortError(OSError):
+    """The port of the metrics cannot be listened at."""
+
+
+class _Server(socketserver.TCPServer):
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client went away, or took too long."""
+
+
+class _Collector:
+    """Reads `LiveMetrics` whenever they are scraped."""
+
+    def __init__(self, live: LiveMetrics, labels: Mapping[str, str]):
+        self._live, self._labels = live, labels
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of all metrics."""
+        from prometheus_client import core
+
+        families = {COUNTER: core.CounterMetricFamily}
+        values = self._live.values()
+        for metric in METRICS:
+            make = families.get(metric.kind, core.GaugeMetricFamily)
+            names = (*self._labels, *metric.labels)
+            family = make(metric.name, metric.help, labels=names)
+            for labels, value in values.get(metric.name, {}).items():
+                if value is not None:
+                    family.add_metric([*self._labels.values(), *labels], value)
+            yield family
+
+
+@contextlib.contextmanager
+def serving(
+    port: int, live: LiveMetrics, labels: Mapping[str, str]
+) -> Iterator[tuple[str, int]]:
+    """Serve the metrics on all addresses of this machine.
+
+    One connection is served at a time, each for a few seconds at most: further ones
+    wait in the system's queue and take no file descriptors, so a flood can hold up
+    scrapes and not the training.
+    """
+    with extra("monitoring"):
+        from prometheus_client import CollectorRegistry, MetricsHandler
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(live, labels))  # pyright: ignore[reportArgumentType]
+    handler: Any = MetricsHandler.factory(registry)
+    handler.timeout = _TIMEOUT_S
+    try:
+        server = _Server(("", port), handler)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "there is none"
+        raise PortError(
+            f"metrics_port: this process cannot listen on port {port}: {reason}; name "
+            "a free one (each process takes its own, from --metrics_port on)"
+        ) from error
+    with server:
+        thread = threading.Thread(
+            target=server.serve_forever, args=(_POLL_S,), daemon=True
+        )
+        thread.start()
+        try:
+            yield server.server_address[:2]  # pyright: ignore[reportReturnType]
+        finally:
+            server.shutdown()
+            thread.join()

@@ -30,10 +30,6 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
     The lock is the kernel's (`flock`), so it ends with the process. Each process of a
     run locks the folder of its own files.
-
-    Raises:
-      FolderInUseError: naming the folder, and the process that has the lock.
-      OSError: if the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("a+") as file:

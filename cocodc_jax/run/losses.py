@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.run.simulated_step_time import paced
 from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import DATA, MODEL, SEQUENCE, Mesh, is_cpu
+from cocodc_jax.sharding.mesh import DATA, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
+from cocodc_jax.sync.needs import LossFn
 
 
 def make(
@@ -22,11 +27,7 @@ def make(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.LossFn:
-    """Return the training loss.
-
-    Raises:
-      ValueError: if the method does not support `step_seconds`.
-    """
+    """Return the training loss."""
     if run.is_pipelined:
         routed = run.regions if run.random_routing else None
         loss_fn = models.make_pipelined_loss_fn(
@@ -115,11 +116,7 @@ def with_kernels(
     method: cc.methods.Method,
     mesh: Mesh,
 ) -> models.TransformerConfig:
-    """Return the model with its kernels and backward passes chosen.
-
-    Raises:
-      ValueError: if those requested are not supported by these devices and this method.
-    """
+    """Return the model with its kernels and backward passes chosen."""
     is_divided = layout(config.run, mesh) is not None
     return with_kernels_of(config, model, method, mesh.devices.flat[0], is_divided)
 
@@ -157,11 +154,95 @@ def with_kernels_of(
 def subspace_of(
     run: RunConfig, model: models.TransformerConfig
 ) -> models.Subspace | None:
-    """Return the subspace of the residual stream, None if there is none.
-
-    Raises:
-      ValueError: if the model is narrower than that.
-    """
+    """Return the subspace of the residual stream, None if there is none."""
     if not run.stage_subspace:
         return None
     return models.Subspace(model.width, run.stage_subspace)
+
+
+PyTree = Any
+
+_INT = jax.ShapeDtypeStruct((), jnp.int32)
+_BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
+_ZERO_MS = time.monotonic_ns() // 1_000_000  # int32 counts 24 days from here
+
+
+def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
+    """Return the same loss with a gradient that takes at least a given time.
+
+    It simulates an accelerator's step time, with the host's cores free meanwhile: if
+    all regions of the lab share a few cores, computing takes time from sending and
+    relaying, which no deployment does. A paced loss computes the same numbers, and
+    makes each gradient last a given time, asleep. One callback reads the clock before
+    the loss. A second one sleeps after the gradient until the time is over, and so
+    before any exchange at every step. Waiting elsewhere is not counted.
+
+    Data dependencies enforce the order. The first callback takes the parameters and
+    returns the 0 that is added to the batch. The second takes the gradient and returns
+    the predicate of a conditional that passes the gradient on. Adding a number to the
+    gradient instead made XLA compile the optimizer differently, and changed the last
+    bits.
+
+    Call it like `inner_step.make_step`: in a `jax.shard_map` over regions, with one
+    device per region. Reverse mode only. If the program itself takes longer, nothing
+    sleeps.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; leaves of the batch
+        are integers.
+      step_seconds: of the gradients of all regions of a block.
+      block: number of regions on a device.
+    """
+    # In turn, each takes its share of the time.
+    seconds = step_seconds / block.size if block.one_by_one else step_seconds
+
+    def until(began_ms, *_):
+        time.sleep(max(0.0, seconds - (_now_ms() - int(began_ms)) / 1000))
+        return np.bool_(True)
+
+    @jax.custom_vjp
+    def gate(params, began_ms):
+        return params
+
+    def backward(began_ms, grads):
+        is_over = _call(until, _BOOL, began_ms, *_parts(grads))
+        return jax.lax.cond(is_over, lambda g: g, _never, grads), None
+
+    gate.defvjp(lambda params, began_ms: (params, began_ms), backward)
+
+    def paced_loss(params, batch, key):
+        before = _parts(jax.lax.stop_gradient(params))
+        began_ms, zero = _call(_begin, (_INT, _INT), *before)
+        batch = jax.tree.map(lambda x: x + zero.astype(x.dtype), batch)
+        return loss_fn(gate(params, began_ms), batch, key)
+
+    return paced_loss
+
+
+def _begin(*_):
+    return np.int32(_now_ms()), np.int32(0)
+
+
+def _never(grads: PyTree) -> PyTree:
+    """Return a value that the compiler cannot prove equal to the gradient."""
+    return jax.tree.map(jnp.negative, grads)
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000 - _ZERO_MS
+
+
+def _call(function, result, *arguments):
+    """Return a callback; JAX requires it to be manual over all mesh axes."""
+    inside = jax.shard_map(
+        lambda *x: io_callback(function, result, *x),
+        axis_names=set(INSIDE),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    return inside(*arguments)
+
+
+def _parts(tree: PyTree) -> list[jax.Array]:
+    """Return one number of each leaf, which is ready when the leaf is."""
+    return [x.ravel()[0] for x in jax.tree.leaves(tree)]

@@ -27,25 +27,25 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
 
 
 @contextlib.contextmanager
-def while_read() -> Iterator[None]:
-    """Exit quietly if the reader of standard output has closed it, as `head` does."""
+def as_a_command() -> Iterator[None]:
+    """Exit as commands do: on Ctrl-C, a full disk, or if nobody reads their output.
+
+    The first two are one line; a reader that goes, as `head` does, is none.
+    """
     try:
-        yield
-        if sys.stdout:  # As `>&-` closes it.
-            sys.stdout.flush()
+        with while_writable():
+            yield
+            if sys.stdout:  # As `>&-` closes it.
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
         if not _is_unread(sys.stdout.fileno()):
             raise  # It was another pipe.
         # Python flushes again at exit, and would report that too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-@contextlib.contextmanager
-def as_a_command() -> Iterator[None]:
-    """Exit as commands do on Ctrl-C, a full disk or a closed pipe."""
-    with until_interrupted(), while_writable(), while_read():
-        yield
 
 
 def say_once(handler: logging.Handler) -> None:
@@ -71,16 +71,6 @@ def _is_said_here_only(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def until_interrupted() -> Iterator[None]:
-    """Exit with one line and a shell's exit code on Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-
-
-@contextlib.contextmanager
 def while_writable() -> Iterator[None]:
     """Exit with one line if a result cannot be written, as on a full disk."""
     try:
@@ -98,11 +88,7 @@ def _is_unread(descriptor: int) -> bool:
 
 
 def check_numbers(values: Any) -> None:
-    """Refuse NaN and infinite numbers.
-
-    Raises:
-      ValueError: naming the flag and its value.
-    """
+    """Refuse NaN and infinite numbers."""
     for name in values:
         number = values[name].value
         if isinstance(number, float) and not math.isfinite(number):

@@ -8,20 +8,127 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from cocodc_jax._extras import check_installed
 from cocodc_jax.network.faults import Finding
-from cocodc_jax.run.event_command import Event, EventCommand
-from cocodc_jax.run.live_metrics import LiveMetrics
-from cocodc_jax.run.metrics_server import serving
+from cocodc_jax.run.live_metrics import LiveMetrics, serving
 from cocodc_jax.sync.robust import NOT_FINITE
 from cocodc_jax.train.finite import NonFiniteLossError
 from cocodc_jax.train.hooks import Clock, Hooks
+
+TIMEOUT_S = 60.0
+_WAITING = 32
+
+
+class Event(NamedTuple):
+    """Something that an operator wants to know, of a step and a region if any."""
+
+    name: str  # One of `EVENTS`.
+    message: str  # A line.
+    step: int | None = None  # Inner steps done.
+    region: int | None = None
+
+
+EVENTS = (
+    "fault", "fault_ended", "region_lost", "region_returned", "loss_spike",
+    "non_finite", "finished", "stopped", "failed",
+)  # fmt: skip
+
+
+class EventCommand:
+    """Runs one command at a time, in the order of events; use as a context manager.
+
+    A command that takes too long is killed, with its children. Events that come while
+    very many wait are dropped. Both, and exit codes, are lines on standard error.
+    """
+
+    def __init__(self, command: str, workdir: str, timeout_s: float = TIMEOUT_S):
+        """Run nothing yet; an empty command never runs."""
+        self._command, self._workdir = command, workdir
+        self._timeout_s = timeout_s
+        self._waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._run_all, daemon=True)
+
+    def __enter__(self) -> EventCommand:
+        """Start the thread that runs commands."""
+        if self._command:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait for the commands that wait and run, for twice the time of one."""
+        if not self._command:
+            return
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=self._timeout_s)
+        self._thread.join(2 * self._timeout_s)
+        if self._thread.is_alive():
+            _say("commands still run or wait; the program ends without them")
+
+    def __call__(self, event: Event) -> None:
+        """Hand over an event; returns at once."""
+        if not self._command:
+            return
+        try:
+            self._waiting.put_nowait(event)
+        except queue.Full:
+            _say(f"{_WAITING} events wait; {event.name} is dropped ({event.message})")
+
+    def _run_all(self) -> None:
+        while (event := self._waiting.get()) is not None:
+            try:
+                self._run(event)
+            except Exception as error:  # Whatever it is: the run goes on.
+                _say(f"{event.name}: {error}")
+
+    def _run(self, event: Event) -> None:
+        about = event._asdict() | {"workdir": self._workdir, "time": time.time()}
+        about["event"] = about.pop("name")
+        environment = {
+            f"COCODC_{name.upper()}": "" if about[name] is None else str(about[name])
+            for name in ("event", "step", "region", "message", "workdir")
+        }
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                self._command,
+                shell=True,
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,  # So that all of it can be killed.
+            )
+            try:
+                process.communicate(json.dumps(about).encode(), self._timeout_s)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                _say(f"{event.name}: killed after {self._timeout_s:g} s")
+                return
+            if process.returncode:
+                said.seek(0)
+                lines = said.read().decode(errors="replace").strip().splitlines()
+                end = f" ({lines[-1][:200]})" if lines else ""
+                _say(f"{event.name}: exit code {process.returncode}{end}")
+
+
+def _say(line: str) -> None:
+    print(f"warning: --on_event: {line}", file=sys.stderr, flush=True)
+
 
 MAX_PORT = 65535
 
@@ -52,16 +159,10 @@ class Monitoring:
             )
 
     def check(self) -> None:
-        """Refuse metrics if the package that serves them is missing.
-
-        Raises:
-          ValueError: naming the flag, and the command that installs it.
-        """
-        if self.metrics_port and not importlib.util.find_spec("prometheus_client"):
-            raise ValueError(
-                f"metrics_port={self.metrics_port} needs a package that is not "
-                "installed: pip install 'cocodc_jax[monitoring]'"
-            )
+        """Refuse metrics if the package that serves them is missing."""
+        if self.metrics_port:
+            flag = f"metrics_port={self.metrics_port}"
+            check_installed("prometheus_client", "monitoring", flag)
 
     @contextlib.contextmanager
     def watching(
@@ -72,11 +173,7 @@ class Monitoring:
         own_region: int | None,
         delay_steps: int | None,
     ) -> Iterator[Monitor]:
-        """Watch a run; an exception that ends it is an event.
-
-        Raises:
-          PortError: if the port of this process is taken.
-        """
+        """Watch a run; an exception that ends it is an event."""
         place = (own_region or 0) * jax.process_count() + jax.process_index()
         labels = {
             "region": ",".join(map(str, regions)),
@@ -121,10 +218,12 @@ class Monitor:
         self._delay_steps, self._step = delay_steps, 0
         self._not_finite: set[int] = set()
 
-    def told_by(self, hooks: Hooks, step: int, **start: Any) -> Hooks:
+    def told_by(
+        self, hooks: Hooks, step: int, began_s: float, saved_step: int | None
+    ) -> Hooks:
         """Return a loop's hooks, extended to be watched."""
         self._step = step
-        self.live.begin(step, **start)
+        self.live.begin(step, began_s, saved_step)
 
         def record(each: dict[str, Any]) -> None:
             hooks.record(each)
@@ -178,22 +277,22 @@ class Monitor:
     def merged(self, own_counts: bool) -> None:
         """Note whether this region's message was in a mean."""
         if not own_counts:
-            self.live.synced("missed")
+            self.live.count("cocodc_syncs_total", "missed")
 
     def _record(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         if kind == "eval":
-            self.live.evaluated(record["eval_loss"])
+            self.live.put("cocodc_eval_loss", record["eval_loss"])
         elif kind == "spike":
-            self.live.spiked()
+            self.live.count("cocodc_loss_spikes_total")
             loss = "not finite" if record["loss"] is None else f"{record['loss']:.4g}"
             text = f"loss {loss}, usually {record['usual']:.4g}"
             self.notify("loss_spike", text, record["step"], record["region"])
         elif kind == "sync":
-            self.live.synced("applied")
+            self.live.count("cocodc_syncs_total", "applied")
             age = record["apply_step"] - record["start_step"]
             if self._delay_steps is not None and age > self._delay_steps:
-                self.live.synced("late")
+                self.live.count("cocodc_syncs_total", "late")
             self._left_out(record)
 
     def _left_out(self, record: dict[str, Any]) -> None:

@@ -18,12 +18,7 @@ _ADAM_B2 = 0.999
 # Arguments of each optimizer besides its learning rate and weight decay.
 _OF_ADAM = ("beta1", "beta2", "grad_clip")
 _SLOW = ("slow_beta", "slow_weight", "fast_weight")
-_GOES_BY = {
-    "adamw": _OF_ADAM,
-    "mt_adam": _OF_ADAM + _SLOW,
-    "muon": _OF_ADAM,
-    "sgd": (),
-}
+_GOES_BY = {"adamw": _OF_ADAM, "mt_adam": _OF_ADAM + _SLOW, "muon": _OF_ADAM, "sgd": ()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +145,7 @@ class OptimizerConfig:
 
 
 def check_taken(arguments: Mapping[str, Any], optimizers: Iterable[str]) -> None:
-    """Refuse arguments that none of the optimizers uses.
-
-    Raises:
-      ValueError: naming the argument, its value and what the optimizers take.
-    """
+    """Refuse arguments that none of the optimizers uses."""
     optimizers = sorted(set(optimizers))
     taken = {name for optimizer in optimizers for name in _GOES_BY[optimizer]}
     for name in (*_OF_ADAM, *_SLOW):

@@ -14,6 +14,7 @@ import jax
 from cocodc_jax.data import load
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.run.adoption import Source
+from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import (
     build_evaluate,
@@ -26,14 +27,12 @@ from cocodc_jax.run.build import (
     use_devices,
 )
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.cross_process_check import check_alike
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
-from cocodc_jax.run.processes import ONE_PROCESS, Processes
+from cocodc_jax.run.processes import ONE_PROCESS, Processes, check_alike
 from cocodc_jax.run.resume import CHECKPOINTS, check_exchange, check_workdir, claim
 from cocodc_jax.run.session import Session
-from cocodc_jax.run.tracking import NO_TRACKING, Tracking
 from cocodc_jax.train.checkpoint import steps_in
 
 

@@ -13,23 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
+import pathlib
 import re
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import cocodc_jax as cc
+from cocodc_jax.run.config import flat
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.
-ADDRESS, COUNT, ID = (
-    "COCODC_COORDINATOR_ADDRESS",
-    "COCODC_NUM_PROCESSES",
-    "COCODC_PROCESS_ID",
-)
+ADDRESS, COUNT = "COCODC_COORDINATOR_ADDRESS", "COCODC_NUM_PROCESSES"
+ID = "COCODC_PROCESS_ID"
 
 _FAREWELL_S = 3.0
 
@@ -39,13 +45,15 @@ class Processes:
     """Processes of a run.
 
     Attributes:
-      coordinator_address: host:port of process 0; empty to let JAX detect it.
-      num_processes: number of processes; 0 to let JAX detect it, 1 for a run in one
-        process.
-      process_id: index of this process; -1 to let JAX detect it.
-      start_timeout_s: seconds to wait until all have started.
-      heartbeat_timeout_s: seconds without a heartbeat of a process after which it
-        counts as dead.
+      coordinator_address: host:port of process 0, for several processes; JAX detects
+        it with num_processes=0.
+      num_processes: processes that share the regions, or several to a region; 0 asks
+        the cluster (SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.
+      process_id: which of the processes this one is; JAX detects it with
+        num_processes=0.
+      start_timeout_s: seconds to wait until all processes have started. Default: 300.
+      heartbeat_timeout_s: seconds of silence after which a process is taken for dead
+        and all others end; more than the longest outage of the network. Default: 30.
     """
 
     coordinator_address: str = ""
@@ -65,7 +73,15 @@ class Processes:
                 "the cluster says"
             )
         if self.num_processes < 2:
-            self._check_nothing_told()
+            repair = "say how many there are"
+            if self.num_processes == 0:
+                repair = "leave it out, JAX finds it"
+            for name, unset in (("coordinator_address", ""), ("process_id", -1)):
+                if (value := getattr(self, name)) != unset:
+                    raise ValueError(
+                        f"{name}={value!r} was given, but num_processes is "
+                        f"{self.num_processes}; {repair}"
+                    )
             return
         host, _, port = self.coordinator_address.rpartition(":")
         if not host or not port.isdigit():
@@ -78,20 +94,6 @@ class Processes:
                 f"process_id={self.process_id} must be 0 to {self.num_processes - 1}, "
                 f"another for each of num_processes={self.num_processes}"
             )
-
-    def _check_nothing_told(self) -> None:
-        repair = (
-            "leave it out, JAX finds it"
-            if self.num_processes == 0
-            else "say how many there are"
-        )
-        for name, unset in (("coordinator_address", ""), ("process_id", -1)):
-            value = getattr(self, name)
-            if value != unset:
-                raise ValueError(
-                    f"{name}={value!r} was given, but num_processes is "
-                    f"{self.num_processes}; {repair}"
-                )
 
     @classmethod
     def from_environment(cls, **given: Any) -> Processes:
@@ -186,11 +188,7 @@ ONE_PROCESS = Processes()
 def check_shares(
     num_regions: int, num_processes: int, devices_per_region: int = 1
 ) -> None:
-    """Refuse a number of processes that cannot share the regions evenly.
-
-    Raises:
-      ValueError: naming the numbers and values that work.
-    """
+    """Refuse a number of processes that cannot share the regions evenly."""
     if num_regions % num_processes and num_processes % num_regions:
         raise ValueError(
             f"num_processes={num_processes} must divide regions={num_regions}, so that "
@@ -223,15 +221,15 @@ def failing_alone() -> Iterator[None]:
         code = _report(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        farewell = threading.Thread(target=_shut_down, daemon=True)
+
+        def shut_down() -> None:
+            with contextlib.suppress(Exception):  # Others have failed too; reported.
+                jax.distributed.shutdown()
+
+        farewell = threading.Thread(target=shut_down, daemon=True)
         farewell.start()
         farewell.join(_FAREWELL_S)
         os._exit(code)
-
-
-def _shut_down() -> None:
-    with contextlib.suppress(Exception):  # Others have failed too; that was reported.
-        jax.distributed.shutdown()
 
 
 def _report(error: BaseException) -> int:
@@ -265,3 +263,46 @@ def _number(name: str) -> int:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every process's value, in the order of their ids; waits for all."""
+    if jax.process_count() == 1:
+        return [value]
+    # Later collectives use all devices, including the outer mesh. Two concurrent ones
+    # between the same devices could start in different orders in different processes.
+    jax.block_until_ready(jax.live_arrays())
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    longest = int(np.max(multihost_utils.process_allgather(np.array(len(mine)))))
+    padded = np.full(longest, ord(" "), np.uint8)
+    padded[: len(mine)] = mine
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(np.asarray(row).tobytes()) for row in rows]
+
+
+def check_alike(config: dict[str, Any]) -> None:
+    """Compare this process's run with the others', before anything is compiled."""
+    version = metadata.version("cocodc_jax")
+    mine = {"version": version, "code": code_digest(), **flat(config)}
+    first, *others = gather(mine)
+    found = [
+        f"{name} is {first.get(name)!r} in process 0, {theirs.get(name)!r} in {process}"
+        for process, theirs in enumerate(others, 1)
+        for name in sorted(first.keys() | theirs.keys())
+        if first.get(name) != theirs.get(name)
+    ]
+    if found:
+        raise ValueError(
+            f"the processes do not run the same: {'; '.join(found)}; start all of them "
+            "with the same command and the same code"
+        )
+
+
+def code_digest() -> str:
+    """Return twelve hex digits that identify the version of this package's source."""
+    root = pathlib.Path(cc.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

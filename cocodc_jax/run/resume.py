@@ -1,10 +1,14 @@
-"""Resume a run: whether a folder holds it, and where it stopped."""
+"""Resume a run: whether a folder holds it, what may have changed, where it stopped.
+
+See `kinds` for the kinds of fields. `changes.jsonl` has a line for each time that a run
+was resumed with changes, with the step.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,16 +17,26 @@ import numpy as np
 import cocodc_jax as cc
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
-from cocodc_jax.files import ensure_folder, read_table, write_whole
+from cocodc_jax.files import append_line, ensure_folder, read_table, write_whole
+from cocodc_jax.kinds import Kind
 from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
-from cocodc_jax.run import changes
-from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.lock import FolderInUseError, only_writer
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 from cocodc_jax.train.spikes import LossSpikeError
 
 CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
+CHANGES_FILE = "changes.jsonl"
+
+Changes = Mapping[str, tuple[Any, Any]]
+
+_OR_ELSE = {
+    Kind.COMPUTED: " as before, or train in another workdir with --adopt_from={}, "
+    "which goes on from the last checkpoint",
+    Kind.MODEL: " as before, or begin in another workdir: it makes another model",
+    Kind.BEGINNING: ", which the run began with",
+}
 
 
 class ResumeError(Exception):
@@ -30,11 +44,7 @@ class ResumeError(Exception):
 
 
 def check_folder(workdir: pathlib.Path) -> None:
-    """Refuse a workdir that is a file, or in a bucket.
-
-    Raises:
-      ValueError: naming it.
-    """
+    """Refuse a workdir that is a file, or in a bucket."""
     if workdir.parts[:1] == ("gs:",):  # A `Path` has one of the two slashes.
         raise ValueError(
             f"workdir='gs://{pathlib.PurePath(*workdir.parts[1:])}' is in a bucket, "
@@ -45,11 +55,7 @@ def check_folder(workdir: pathlib.Path) -> None:
 
 
 def make_folder(workdir: pathlib.Path) -> None:
-    """Make the folder of a program's results, before the work that fills it.
-
-    Raises:
-      ValueError: naming it, if it cannot be made or written to.
-    """
+    """Make the folder of a program's results, before the work that fills it."""
     check_folder(workdir)
     try:
         ensure_folder(workdir)
@@ -68,11 +74,7 @@ def unwritable(workdir: pathlib.Path, error: OSError) -> ValueError:
 def check_workdir(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig | None:
-    """Refuse a folder that holds anything but this run.
-
-    Raises:
-      ValueError: naming the folder and what is in it.
-    """
+    """Refuse a folder that holds anything but this run; return the run's own config."""
     path, saved = workdir / CONFIG_FILE, workdir / CHECKPOINTS
     check_folder(workdir)
     if saved.exists() and not saved.is_dir():
@@ -92,19 +94,45 @@ def check_workdir(
         ) from error
     # Arguments that are newer than the file take their defaults there too.
     found = found.resolve()
-    changes.check(
+    _check_changes(
         found, config, workdir, max(steps_in(checkpoints or saved), default=0)
     )
     return found
+
+
+def _check_changes(
+    found: TrainConfig, config: TrainConfig, workdir: pathlib.Path, done: int
+) -> None:
+    """Refuse changes that a run that has begun cannot be resumed with."""
+    changes = found.changes(config)
+    names = {kind: [n for n in changes if kind_of(n) is kind] for kind in Kind}
+    told = []
+    for kind, other in _OR_ELSE.items():
+        if names[kind]:
+            pairs = ((n, changes[n][0]) for n in names[kind])
+            before = " ".join(f"--{n}={x}" for n, x in pairs if x is not None)
+            told.append(
+                f"for {', '.join(names[kind])} give {before}{other.format(workdir)}"
+            )
+    if names[Kind.LENGTH]:
+        if config.run.steps < done:
+            told.append(f"for steps give {done} or more, as so many are done")
+        elif config.optimizer.follows_length and not config.run.change_schedule:
+            told.append(
+                "for steps add --change_schedule, as the learning rate follows their "
+                "number and becomes that of the new length"
+            )
+    if told:
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds a run of another configuration "
+            f"({found.differences(config)}): {'; '.join(told)}"
+        )
 
 
 def check_exchange(folder: Any, is_elastic: bool) -> None:
     """Refuse a folder of a run whose regions were not elastic if they are now.
 
     And vice versa: each elastic region has checkpoints of its own region.
-
-    Raises:
-      ValueError: naming it.
     """
     other = folder.parent if is_elastic else folder / "region_0"
     if (folder / CONFIG_FILE).exists() or not (other / CONFIG_FILE).exists():
@@ -123,9 +151,6 @@ def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -
     """Write a run's configuration to its folder, unless another process trains there.
 
     It is written just before training, so that a conflict is reported early.
-
-    Raises:
-      ValueError: if the folder cannot be written to, or holds another run by now.
     """
     try:
         with only_writer(workdir):
@@ -139,12 +164,7 @@ def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -
 def write_config(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig:
-    """Write a run's configuration to its folder, unless it is there already.
-
-    Raises:
-      ValueError: if it holds another run: one may have begun since it was checked.
-      OSError: if it cannot be written to.
-    """
+    """Write a run's configuration to its folder, unless it is there already."""
     found = check_workdir(config, workdir, checkpoints)
     path, text = workdir / CONFIG_FILE, dumps(config.to_json())
     if found in (None, config) and (not path.exists() or path.read_text() != text):
@@ -153,12 +173,40 @@ def write_config(
 
 
 def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
-    """Record in a run's folder what has changed when it is resumed at a step."""
+    """Record and print what has changed when a run is resumed at a step."""
     path = workdir / CONFIG_FILE
     found = TrainConfig.from_json(read_table(path)).resolve()
-    if found != config:
-        changes.note(found, config, workdir, step)
-        write_whole(path, dumps(config.to_json()))
+    if found == config:
+        return
+    changes = found.changes(config)
+    line = {"step": step, "changes": {n: list(pair) for n, pair in changes.items()}}
+    append_line(workdir / CHANGES_FILE, line)
+    print(f"goes on from step {step} with {_listed(changes)}", file=sys.stderr)
+    if "steps" in changes and config.optimizer.follows_length:
+        method = config.method.build()
+        before, after = (
+            np.asarray(each.optimizer.learning_rate(each.run.steps, method)(step))
+            for each in (found, config)
+        )
+        print(
+            f"  the learning rate of its next step is {after:.3g}, not {before:.3g}",
+            file=sys.stderr,
+        )
+    write_whole(path, dumps(config.to_json()))
+
+
+def say_unused(changes: Changes, workdir: pathlib.Path) -> None:
+    """Print that the changes make no difference to a finished run."""
+    if changes:
+        print(
+            f"note: the run in {workdir} is finished; it was not run again with "
+            f"{_listed(changes)}",
+            file=sys.stderr,
+        )
+
+
+def _listed(changes: Changes) -> str:
+    return ", ".join(f"{name}={b} (was {a})" for name, (a, b) in changes.items())
 
 
 def resume(
@@ -167,11 +215,7 @@ def resume(
     stream: TrainStream,
     regions: Sequence[int],
 ) -> tuple[TrainState, dict, dict] | None:
-    """Restore the newest checkpoint, None if there is none.
-
-    Raises:
-      ValueError: if the checkpoint is of another program or of other data.
-    """
+    """Restore the newest checkpoint, None if there is none."""
     restored = saved.restore(program)
     if restored is None:
         return None
@@ -215,12 +259,7 @@ def open_records(
     step: int,
     mirrors: Sequence[OpenMirror] = (tensorboard,),
 ) -> MetricsWriter:
-    """Open the files of records where a process resumes.
-
-    Raises:
-      ResumeError: if the records were corrupted or truncated since.
-      OSError: if the files cannot be written.
-    """
+    """Open the files of records where a process resumes."""
     try:
         offset = found.get("metrics_bytes")
         if offset is None and step:

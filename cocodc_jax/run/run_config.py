@@ -6,15 +6,20 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.kinds import Kind, free, of_kind
 from cocodc_jax.models import StageCodec
-from cocodc_jax.run.stage_codec import build_codec
 from cocodc_jax.sharding.local_regions import check_how
 from cocodc_jax.sharding.optimizer_memory import check_memory
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.train.cadence import Cadence
+from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch
+from cocodc_jax.transforms.compression import parse
+from cocodc_jax.transforms.compressor import Packed, message_bytes
+from cocodc_jax.transforms.packing import index_bits
 
 # More than any system has today: a typo.
 MAX_DEVICES = 2**20
@@ -126,18 +131,10 @@ class RunConfig:
     def __post_init__(self):
         """Validate the numbers."""
         for name in (
-            "steps",
-            "regions",
-            "data_axis",
-            "model_axis",
-            "sequence_axis",
-            "accumulate_steps",
-            "outer_channels",
-            "stages",
-            "microbatches",
-            "eval_batches",
-            "keep_checkpoints",
-        ):
+            "steps", "regions", "data_axis", "model_axis", "sequence_axis",
+            "accumulate_steps", "outer_channels", "stages", "microbatches",
+            "eval_batches", "keep_checkpoints",
+        ):  # fmt: skip
             _check_at_least(name, getattr(self, name), 1)
         if self.regions * self.devices_per_region > MAX_DEVICES:
             raise ValueError(
@@ -146,10 +143,8 @@ class RunConfig:
                 f"{self.model_axis} devices each are more than {MAX_DEVICES} devices; "
                 "lower one of them"
             )
-        _check_at_least("devices", self.devices, 0)
-        _check_at_least("seed", self.seed, 0)
-        _check_at_least("stage_subspace", self.stage_subspace, 0)
-        _check_at_least("max_rollbacks", self.max_rollbacks, 0)
+        for name in ("devices", "seed", "stage_subspace", "max_rollbacks"):
+            _check_at_least(name, getattr(self, name), 0)
         self.spikes(self.max_rollbacks)
         if self.max_rollbacks and self.exchange == "elastic":
             raise ValueError(
@@ -179,7 +174,12 @@ class RunConfig:
         check_how(self.local_regions)
         check_memory(self.optimizer_memory)
         self._check_pace()
-        self._check_stage_compress()
+        if self.stage_compress and self.stages == 1:
+            raise ValueError(
+                f"stage_compress={self.stage_compress!r} compresses messages between "
+                "stages, and stages=1; use more of them, or leave it out"
+            )
+        self.stage_codec  # noqa: B018
         self.cadence  # noqa: B018  (its own checks)
         self.transport  # noqa: B018
         self.unequal(1)
@@ -200,14 +200,6 @@ class RunConfig:
                 f"step_seconds={self.step_seconds} has regions sleep one after "
                 "another, and local_regions='batched'; leave one of them out"
             )
-
-    def _check_stage_compress(self) -> None:
-        if self.stage_compress and self.stages == 1:
-            raise ValueError(
-                f"stage_compress={self.stage_compress!r} compresses messages between "
-                "stages, and stages=1; use more of them, or leave it out"
-            )
-        self.stage_codec  # noqa: B018
 
     def unequal(self, batch_per_region: int) -> Regions:
         """Return the regions as a value.
@@ -242,12 +234,8 @@ class RunConfig:
     @property
     def transport(self) -> Transport:
         """How messages cross regions."""
-        return Transport(
-            self.exchange,
-            self.all_reduce,
-            self.outer_channels,
-            overlap=self.overlap,
-        )
+        channels = self.outer_channels
+        return Transport(self.exchange, self.all_reduce, channels, overlap=self.overlap)
 
     @property
     def is_pipelined(self) -> bool:
@@ -288,3 +276,52 @@ def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
 def _check_at_least(name: str, value: float, least: float) -> None:
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def build_codec(text: str) -> StageCodec:
+    """Return the codec of `stage_compress`, a compressor's short form or expression.
+
+    `threshold:0.1` is DCT, dynamic communication thresholding (arXiv 2010.08899), of
+    activations and of their gradients: per microbatch, entries of at least a threshold
+    are sent, and the threshold is recomputed every so many messages (`every`). The
+    paper has thousands of steps between two. Here the loss is a function of parameters
+    and batch without state, so the interval is at most a step's microbatches. The paper
+    keeps error feedback for the gradients of parameters (from memory).
+    `ef+threshold:0.1` has it here too: what one microbatch's message left out is added
+    to the next one's, which is of other sequences; so it is not the default.
+
+    Measured here (preset smoke, 2 stages, 4 microbatches, 320 steps of DiLoCo with 2
+    regions, one seed; loss at the end, and bytes that the stages of a region sent in
+    the last step): uncompressed 2.440 with 49,920; int8 2.440 with 8,832; a subspace of
+    8 of 32 dimensions 2.625 with 13,824, of 4 2.788 with 7,680; the quarter of the
+    entries that reach a threshold 3.916 with 11,722, with error feedback 4.103 with
+    11,872. Parameters are evaluated with the plain model, without a codec.
+    """
+    try:
+        compressor = parse(text)
+        probe = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
+        jax.eval_shape(
+            lambda x: compressor.decode(compressor.encode(x, compressor.init(x))[0]),
+            probe,
+        )
+    except ValueError as error:
+        why = str(error).removeprefix(f"compress={text!r}: ")
+        raise ValueError(f"stage_compress={text!r}: {why}") from error
+    has_room = compressor.name.endswith(("threshold", "(threshold)"))
+    return StageCodec(
+        compressor.init,
+        compressor.encode,
+        compressor.decode,
+        _entry_bytes if has_room else lambda x: jnp.float32(message_bytes(x)),
+    )
+
+
+def _entry_bytes(message: Packed) -> jax.Array:
+    """Return the bytes of the entries that reached the threshold, with their indices.
+
+    The message is padded with zeros, which are never chosen.
+    """
+    # Uncompressed; thresholds with another encoding have it in their name.
+    values = message.arrays["values"].arrays
+    bits = 8 * values.dtype.itemsize + index_bits(math.prod(message.shape) + 1)
+    return jnp.count_nonzero(values) * jnp.float32(bits / 8)

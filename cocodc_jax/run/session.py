@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax._extras import extra
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
@@ -27,39 +27,41 @@ from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.files import write_whole
 from cocodc_jax.kinds import Kind
-from cocodc_jax.run import changes, timeline
+from cocodc_jax.run import timeline
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.attend import Watch, progress_bar, stop_signal
-from cocodc_jax.run.attendance import Attendance
-from cocodc_jax.run.bucket import Bucket
-from cocodc_jax.run.build import (
-    init_params,
+from cocodc_jax.run.attend import (
+    NO_TRACKING,
+    Tracking,
+    Watch,
+    progress_bar,
+    stop_signal,
+    summarize,
 )
-from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.cross_process_check import gather
+from cocodc_jax.run.bucket import Bucket
+from cocodc_jax.run.build import init_params
+from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
-from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
+from cocodc_jax.run.processes import gather
 from cocodc_jax.run.resume import (
     CHECKPOINTS,
+    Changes,
     ResumeError,
     finished_summary,
     go_on,
     open_records,
     resume,
     rolled_back,
+    say_unused,
     write_config,
 )
-from cocodc_jax.run.summary import summarize
-from cocodc_jax.run.taking_part import run_digest, taking_part
-from cocodc_jax.run.tracking import NO_TRACKING, Tracking
-from cocodc_jax.run.utilization import peak_tokens_per_second
+from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
-from cocodc_jax.train.hooks import Hooks, Result
+from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.joining import Carried
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.spikes import LossSpikeError
@@ -72,8 +74,6 @@ SUMMARY_FILE = "summary.json"
 # Errors that a user can act on without a traceback: a non-finite loss, a full or
 # missing disk, a checkpoint of other data, rows without text, regions that went on.
 RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError, LeftBehindError)
-
-Begun = tuple[TrainState, dict | None, dict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,17 +123,16 @@ class Session:
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
             names the last good one.
         """
-        run = self.config.run
+        run, process = self.config.run, jax.process_index()
         stream = self.text.train_stream()
         with (
             only_writer(self.own_dir),
-            self._writing_to_bucket(),
+            self.bucket.writing(process) if self.bucket else contextlib.nullcontext(),
             contextlib.closing(stream),
             Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
             self._watched() as monitor,
         ):
-            finished = self._finished(saved, self._check_folder())
-            if finished is not None:
+            if (finished := self._finished(saved)) is not None:
                 return finished
             began_s, rollbacks = time.time(), []
             carried: Carried | None = None
@@ -141,21 +140,20 @@ class Session:
                 # A rollback continues with the next data.
                 ahead = stream.get_state() if rollbacks else None
                 try:
-                    seconds = time.time() - began_s
-                    among = self._among_others(saved, stream, carried, seconds, monitor)
+                    if carried is None:
+                        begun = self.begin(saved, stream)
+                    else:
+                        begun = carried.state, None, {"seconds": time.time() - began_s}
+                    among = contextlib.nullcontext((begun, None))
+                    if self.place is not None:
+                        among = taking_part(self, begun, stream, monitor, carried)
                     with among as (begun, attendance):
+                        if carried is not None:  # It may be ahead of the others.
+                            saved.forget_after(begun[0].step)
                         if ahead is not None:
                             stream.set_state(ahead)
-                        return self._train_on(
-                            saved,
-                            stream,
-                            begun,
-                            attendance,
-                            monitor,
-                            console,
-                            began_s,
-                            rollbacks,
-                        )
+                        others = attendance, monitor, console, began_s, rollbacks
+                        return self._train_on(saved, stream, begun, *others)
                 except LeftBehindError as error:
                     if error.state is None:
                         raise
@@ -165,16 +163,29 @@ class Session:
                 except LossSpikeError as error:
                     rollbacks.append(rolled_back(error, saved))
 
-    def _check_folder(self) -> changes.Changes:
-        """Write the configuration to the folder; return its differences to this one."""
-        found = {}
+    def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
+        """Write the configuration; return the summary, if the run is finished.
+
+        It is if every process has a summary of the full run.
+        """
+        changed: Changes = {}
         if jax.process_index() == 0:
             try:
                 there = write_config(self.config, self.workdir, self.checkpoint_dir)
             except ValueError as error:
                 raise ResumeError(str(error)) from error
-            found = there.changes(self.config)
-        return gather(found)[0]
+            changed = there.changes(self.config)
+        changed = gather(changed)[0]
+        summary, steps = None, self.config.run.steps
+        # Whether the data are the same, the checkpoint checks.
+        has_data = any(kind_of(name) is Kind.DATA for name in changed)
+        if saved.latest_step == steps and not has_data:
+            summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
+        if not all(gather(summary is not None)):
+            return None
+        if jax.process_index() == 0:
+            say_unused(changed, self.workdir)
+        return summary
 
     def _train_on(
         self,
@@ -204,26 +215,21 @@ class Session:
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)
             watch = Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
-            hooks = Hooks(
-                record=writer.write,
-                clock=watch,
-                snapshot=lambda progress: {
-                    "processes": gather(
-                        {
-                            "progress": progress,
-                            "stream": stream.get_state(),
-                            "metrics_bytes": self._sent(writer.offset),
-                            "seconds": watch.seconds,
-                            "began_s": began_s,
-                        }
-                    )
-                },
-                should_stop=should_stop,
-                of_all=gather,
-            )
-            hooks = monitor.told_by(
-                hooks, state.step, began_s=began_s, saved_step=saved.latest_step
-            )
+
+            def snapshot(progress: dict) -> dict:
+                own = {
+                    "progress": progress,
+                    "stream": stream.get_state(),
+                    "metrics_bytes": writer.offset,
+                    "seconds": watch.seconds,
+                    "began_s": began_s,
+                }
+                if self.bucket:  # The files that the checkpoint refers to.
+                    self.bucket.send(jax.process_index())
+                return {"processes": gather(own)}
+
+            hooks = Hooks(writer.write, watch, snapshot, should_stop, of_all=gather)
+            hooks = monitor.told_by(hooks, state.step, began_s, saved.latest_step)
             if attendance is not None:
                 hooks = attendance.told_by(hooks, monitor.merged)
             result = train(
@@ -240,7 +246,10 @@ class Session:
                 earlier_s=earlier_s,
                 spikes=run.spikes(run.max_rollbacks - len(rollbacks)),
             )
-        self._write_timeline(result, state.step)
+        timeline.save(self.own_dir, result.timeline, state.step)
+        gather("every process has written its own")
+        if jax.process_index() == 0:
+            timeline.show(self.workdir)
         wall_s = time.time() - began_s
         summary = summarize(self, result, earlier_s + result.seconds, wall_s, rollbacks)
         if result.state.step == run.steps:
@@ -260,79 +269,14 @@ class Session:
             None if self.place else self.config.run.regions,
             self.peak_tokens_per_second,
         )
-        return self.monitoring.watching(
-            live,
-            str(self.workdir),
-            self.text.regions,
-            self.place.region if self.place else None,
-            delay,
-        )
+        own = self.place.region if self.place else None
+        regions = self.text.regions
+        return self.monitoring.watching(live, str(self.workdir), regions, own, delay)
 
-    @contextlib.contextmanager
-    def _among_others(
-        self,
-        saved: Checkpoints,
-        stream: TrainStream,
-        carried: Carried | None,
-        seconds: float,
-        monitor: Monitor,
-    ) -> Iterator[tuple[Begun, Attendance | None]]:
-        """Yield where to resume, and this region's part among others."""
-        if carried is None:
-            begun = self.begin(saved, stream)
-        else:
-            begun = carried.state, None, {"seconds": seconds}
-        if self.place is None:
-            yield begun, None
-            return
-        with taking_part(
-            self.place,
-            run_digest(self.config, self.text.fingerprint),
-            self.program,
-            self.own_dir,
-            begun,
-            stream,
-            self._first_params,
-            self.elastic.outer_digests,
-            FaultWatch(
-                self.own_dir,
-                self.elastic.on_fault,
-                self.place.timing.beat_s / 10,
-                monitor.fault,
-            ),
-            carried,
-        ) as (begun, attendance):
-            if carried is not None:  # It may have been ahead of the others.
-                saved.forget_after(begun[0].step)
-            monitor.live.members = lambda: attendance.num_members
-            yield begun, attendance
-            if attendance.step == self.config.run.steps:
-                attendance.finish()
-
-    def _first_params(self) -> tuple[models.Params, jax.Array]:
+    def first_params(self) -> tuple[models.Params, jax.Array]:
         """Return one region's initial parameters, and the key for the regions' keys."""
         key = jax.random.key(self.config.run.seed)
         return self.init_params(jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)
-
-    def _finished(
-        self, saved: Checkpoints, changed: changes.Changes
-    ) -> dict[str, Any] | None:
-        """Return the summary, if every process has one of the full run."""
-        summary, steps = None, self.config.run.steps
-        # Whether the data are the same, the checkpoint checks.
-        if saved.latest_step == steps and not changes.has(Kind.DATA, changed):
-            summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
-        if not all(gather(summary is not None)):
-            return None
-        if jax.process_index() == 0:
-            changes.say_unused(changed, self.workdir)
-        return summary
-
-    def _write_timeline(self, result: Result, first_step: int) -> None:
-        timeline.save(self.own_dir, result.timeline, first_step)
-        gather("every process has written its own")
-        if jax.process_index() == 0:
-            timeline.show(self.workdir)
 
     def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
         """Return state, progress and positions at the newest checkpoint, or step 0."""
@@ -348,19 +292,8 @@ class Session:
                 "changed, or name another workdir"
             ) from error
         if found is None:
-            return self.program.init(*self._first_params()), None, {}
+            return self.program.init(*self.first_params()), None, {}
         return found
-
-    def _writing_to_bucket(self) -> contextlib.AbstractContextManager:
-        if self.bucket is None:
-            return contextlib.nullcontext()
-        return self.bucket.writing(jax.process_index())
-
-    def _sent(self, offset: int) -> int:
-        """Upload the files that a checkpoint refers to, if there is a bucket."""
-        if self.bucket:
-            self.bucket.send(jax.process_index())
-        return offset
 
     @property
     def checkpoint_dir(self) -> Any:
@@ -381,7 +314,8 @@ class Session:
     def peak_tokens_per_second(self) -> float | None:
         """Tokens per second of all regions at an MFU of 1; None on CPUs."""
         length = self.config.data.sequence_length
-        return peak_tokens_per_second(self.model, length, self.mesh.devices.flat)
+        flops = models.flops_per_token(self.model, length)
+        return peak_tokens_per_second(self.mesh.devices.flat, flops)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens that all regions together have trained on by `step`."""

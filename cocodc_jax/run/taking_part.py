@@ -6,19 +6,21 @@ join, so that the others need not wait; then it continues from the memory of one
 them. A region that all others went on without, cut off or only silent, rejoins as soon
 as it can reach them. It keeps its own inner optimizer, and starts from the outer
 parameters plus its progress since the last outer step that it had in common with them,
-so that its next messages contain this work.
+so that its next messages contain this work. Its folder records the syncs that it
+merged, and when it joined.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -26,20 +28,122 @@ import numpy as np
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.elastic import inside
-from cocodc_jax.elastic.link import Link
+from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.kinds import Kind
-from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.run.attendance import Attendance, last_merge
+from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
-from cocodc_jax.run.cross_process_check import code_digest, gather
 from cocodc_jax.run.fault_watch import FaultWatch
+from cocodc_jax.run.monitor import Monitor
+from cocodc_jax.run.processes import code_digest, gather
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.train import joining
+from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps
 
+if TYPE_CHECKING:
+    from cocodc_jax.run.session import Session
+
+SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
 _LISTEN_BEATS = 4
+
+Begun = tuple[TrainState, dict | None, dict]
+
+
+class Attendance:
+    """One region's part in a run, from its start to its end.
+
+    Attributes:
+      step: the last one that was reported to the others.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        link: Link | inside.Speaker | inside.Listener,
+        folder: pathlib.Path,
+        digests: bool,
+    ):
+        """Open the region's own folder for writing."""
+        self._program, self._exchange, self._link = program, program.elastic, link
+        self._folder, self._digests = folder, digests
+        self._view, self.step = link.view, 0
+        self._shared: Any = None
+        self._merged: Callable[[bool], None] = lambda own_counts: None
+
+    def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
+        """Return a loop's hooks, extended to report to the other regions."""
+        self._merged = merged
+        own = {"handed_out": self._handed_out, "stopping": self._leave}
+        return dataclasses.replace(hooks, **own)
+
+    def _leave(self) -> None:
+        """Announce that this region was asked to stop."""
+        told = f"asked to stop: leaving the other regions at step {self.step}"
+        print(told, file=sys.stderr, flush=True)
+        self._link.leave()
+
+    def _handed_out(self, state: TrainState, output: Output) -> None:
+        """Report this region's progress to the others, and admit regions that wait."""
+        assert state.sync is not None
+        starts = [start for _, start in state.sync.in_flight]
+        self.step, oldest = state.step, min(starts, default=state.step)
+        self._note_shared(state)
+        try:
+            waiting = self._link.at(oldest)
+        except LeftBehindError as error:
+            error.state = joining.Carried(state, self._shared)
+            raise
+        for region, boot in waiting.items():
+            copy = joining.copy_of(self._program, state)
+            self._link.let_in(region, boot, copy, oldest)
+        for sync in output.syncs:
+            k = sync.fragment_id
+            regions = self._exchange.in_mean.pop((k, sync.start_step), None)
+            if regions is not None:
+                self._merged(self._exchange.region in regions)
+            line = {
+                "fragment": k,
+                "start_step": sync.start_step,
+                "apply_step": sync.apply_step,
+                "epoch": self._link.view.epoch,
+                "regions": regions,
+                "time": time.time(),
+            }
+            if self._digests:
+                line["digest"] = _digest(state.sync.outer.params[k])
+            append_line(self._folder / SYNCS_FILE, line)
+
+    def _note_shared(self, state: TrainState) -> None:
+        """Keep the last outer parameters that both parts of a cut network share.
+
+        Those are from the end of the turn in which regions were first missed; it is not
+        yet known which part goes on.
+        """
+        assert state.sync is not None
+        before, self._view = self._view, self._link.view
+        if before.seats.keys() - self._view.seats.keys():
+            if self._shared is None:
+                self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
+        elif self._view.seats.keys() - before.seats.keys():
+            self._shared = None
+
+
+def _digest(fragment: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(fragment):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def last_merge(folder: pathlib.Path) -> int:
+    """Return the last step whose merge a region has recorded, 0 for none."""
+    steps = read_lines(
+        folder / SYNCS_FILE, lambda line: line["apply_step"], skips_damaged=True
+    )
+    return steps[-1] if steps else 0
 
 
 def run_digest(config: TrainConfig, fingerprint: str) -> str:
@@ -53,28 +157,24 @@ def run_digest(config: TrainConfig, fingerprint: str) -> str:
 
 @contextlib.contextmanager
 def taking_part(
-    place: Place,
-    run: str,
-    program: RegionProgram,
-    folder: pathlib.Path,
-    begun: tuple[TrainState, dict | None, dict],
+    session: Session,
+    begun: Begun,
     stream: TrainStream,
-    make_params: Callable[[], tuple[Any, jax.Array]],
-    digests: bool,
-    watch: FaultWatch | None = None,
-    carried: joining.Carried | None = None,
-) -> Iterator[tuple[tuple[TrainState, dict | None, dict], Attendance]]:
+    monitor: Monitor,
+    carried: joining.Carried | None,
+) -> Iterator[tuple[Begun, Attendance]]:
     """Take part in a run until the end of the context.
 
-    Raises:
-      OSError: if the region cannot listen.
-      LeftBehindError: if the others go on without this region.
-      TimeoutError: if no region admits it.
-      ResumeError: if it would restart, without all others, a run that it was in, or if
-        its own checkpoint is ahead of the others'.
+    Yields where this region starts, and its part; at the last step, the others then get
+    what they need of this region to end too.
     """
-    own, _, position = begun
+    (own, _, position), program, folder = begun, session.program, session.own_dir
+    place = session.place
+    assert place is not None
     began_s = time.monotonic()
+    run = run_digest(session.config, session.text.fingerprint)
+    timing, on_fault = place.timing, session.elastic.on_fault
+    watch = FaultWatch(folder, on_fault, timing.beat_s / 10, monitor.fault)
     largest = joining.max_frame_bytes(program)
     link = inside.of_process(
         place,
@@ -84,51 +184,50 @@ def taking_part(
         gather,
     )
     with link:
-        listen_s = _LISTEN_BEATS * place.timing.beat_s
+        listen_s = _LISTEN_BEATS * timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
         initial = stream.get_state()
         if link.hears_others(listen_s) and carried is None:
-            rehearse(program, make_params, stream)
+            _rehearse(session, stream)
             stream.set_state(initial)
             seconds["rehearsed"] = time.monotonic() - began_s - listen_s
             # A region that was asked to stop saved all its steps, and may return before
             # the others have done as many: data never go back.
-            link.wait_for_step(own.step, place.timing.start_s)
+            link.wait_for_step(own.step, timing.start_s)
         asked_s = time.monotonic()
         # The others have this long to start, and again to end a turn.
-        copy = link.join(2 * place.timing.start_s + place.timing.grace_s)
+        copy = link.join(2 * timing.start_s + timing.grace_s)
         if copy is None:
             _begins(place, link.view, own.step, max(gather(last_merge(folder))))
         program.elastic.in_mean.clear()
         program.elastic.link = link
         if copy is not None:
-            begun = (
-                _go_on(program, copy, own.step, stream, make_params, carried),
-                None,
-                {"seconds": position.get("seconds", 0.0)},
-            )
-        attendance = Attendance(program, link, folder, digests)
+            state = _go_on(session, copy, own.step, stream, carried)
+            begun = state, None, {"seconds": position.get("seconds", 0.0)}
+        attendance = Attendance(program, link, folder, session.elastic.outer_digests)
         seconds["let_in"] = time.monotonic() - asked_s
-        attendance.joined(
-            {
-                "step": begun[0].step,
-                "own_step": own.step,
-                "from_peer": copy is not None,
-                "carried": carried is not None,
-                "epoch": link.view.epoch,
-                "regions": sorted(link.view.seats),
-                "seconds": seconds,
-                "time": time.time(),
-            }
-        )
+        line = {
+            "step": begun[0].step,
+            "own_step": own.step,
+            "from_peer": copy is not None,
+            "carried": carried is not None,
+            "epoch": link.view.epoch,
+            "regions": sorted(link.view.seats),
+            "seconds": seconds,
+            "time": time.time(),
+        }
+        append_line(folder / JOINS_FILE, line)
+        monitor.live.members = lambda: len(link.view.seats)
         try:
             yield begun, attendance
+            if attendance.step == session.config.run.steps:
+                link.finish(timing.grace_s)
         finally:
             program.elastic.link = None
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
-    """Return where this region starts if not all are there, and whether it may."""
+    """Say where this region starts if not all are there, or refuse that it does."""
     missing = [r for r in range(place.num_regions) if r not in view.seats]
     if not missing:
         return
@@ -148,15 +247,12 @@ def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
     )
 
 
-def rehearse(
-    program: RegionProgram,
-    make_params: Callable[[], tuple[Any, jax.Array]],
-    stream: TrainStream,
-) -> None:
+def _rehearse(session: Session, stream: TrainStream) -> None:
     """Compile and run the programs of a full round, alone, and discard the result."""
+    program = session.program
     schedule = program.method.schedule
     assert schedule is not None
-    state = program.init(*make_params())
+    state = program.init(*session.first_params())
     batch = next(stream)
     end = schedule.sync_interval + schedule.delay_steps + 1
     while state.step < end:
@@ -167,11 +263,10 @@ def rehearse(
 
 
 def _go_on(
-    program: RegionProgram,
+    session: Session,
     copy: Snapshot,
     own_step: int,
     stream: TrainStream,
-    make_params: Callable[[], tuple[Any, jax.Array]],
     carried: joining.Carried | None,
 ) -> TrainState:
     """Return the state made from a copy, with the data at its position, or further."""
@@ -182,8 +277,8 @@ def _go_on(
             "start it again when they have come so far, or name another workdir"
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
-    params, key = make_params()
-    state = joining.adopt(program, params, key, copy, carried)
+    params, key = session.first_params()
+    state = joining.adopt(session.program, params, key, copy, carried)
     for _ in range(copy.step - own_step):
         next(stream)
     return state

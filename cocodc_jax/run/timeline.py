@@ -27,9 +27,9 @@ FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     """Return the timeline of a run from the files of its processes.
 
-    Each process's clock starts with it. A mean arrives at about the same time
-    everywhere, within a network delay, so clocks are aligned by the arrivals; without
-    any they stay as they are.
+    It starts at the first mark from `since_step` on. Each process's clock starts with
+    it. A mean arrives at about the same time everywhere, within a network delay, so
+    clocks are aligned by the arrivals; without any they stay as they are.
 
     Raises:
       ValueError: if there is no such file, one is corrupt, or none has data after
@@ -39,33 +39,24 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     steps = _marked(workdir, found, since_step)
     found = _on_one_clock(found)
     marks = [dict(each["marks"]) for each in found]
-    zero = min(each[steps[0]] for each in marks)
     first = steps[0]
+    zero = min(each[first] for each in marks)
     rows = [tuple(each[step] - zero for each in marks) for step in steps]
-    syncs = _syncs([each["syncs"] for each in found], first, zero)
+    merged = [[s for s in each["syncs"] if s["merge_s"] is not None] for each in found]
+    merged = [[s for s in each if s["start_step"] >= first] for each in merged]
     return Timeline(
         regions=tuple(f"process {i}" for i in range(len(found))),
-        syncs=tuple(syncs),
+        syncs=tuple(_syncs(merged, first, zero)),
         num_steps=steps[-1] - first,
         step_time_s=tuple(_step_times(steps, rows)),
         marks=tuple((s - first, row) for s, row in zip(steps, rows, strict=True)),
-        stall_s=tuple(
-            sum(s["stall_s"] or 0.0 for s in each["syncs"] if _is_in(s, first))
-            for each in found
-        ),
-        bytes_sent=tuple(
-            float(sum(s["num_bytes"] for s in each["syncs"] if _is_in(s, first)))
-            for each in found
-        ),
+        stall_s=tuple(sum(s["stall_s"] or 0.0 for s in each) for each in merged),
+        bytes_sent=tuple(float(sum(s["num_bytes"] for s in each)) for each in merged),
     )
 
 
 def first_marked_step(workdir: pathlib.Path, since_step: int) -> int:
-    """Return the step that `read` starts at: the first mark from `since_step` on.
-
-    Raises:
-      ValueError: as for `read`.
-    """
+    """Return the step that `read` starts at, with the same errors."""
     return _marked(workdir, _files(workdir), since_step)[0]
 
 
@@ -110,16 +101,13 @@ def _on_one_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _later(found: dict[str, Any], seconds: float) -> dict[str, Any]:
-    def shift(value: float | None) -> float | None:
-        return None if value is None else value + seconds
+    def shift(sync: dict[str, Any]) -> dict[str, Any]:
+        times = {name: sync[name] for name in ("start_s", "arrival_s", "merge_s")}
+        return sync | {n: x + seconds for n, x in times.items() if x is not None}
 
-    clocks = ("start_s", "arrival_s", "merge_s")
     return {
         "marks": [(step, second + seconds) for step, second in found["marks"]],
-        "syncs": [
-            sync | {name: shift(sync[name]) for name in clocks}
-            for sync in found["syncs"]
-        ],
+        "syncs": [shift(sync) for sync in found["syncs"]],
     }
 
 
@@ -130,19 +118,11 @@ def _step_times(steps: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list
     return [statistics.median(column / lengths) for column in seconds.T]
 
 
-def _is_in(sync: dict, first_step: int) -> bool:
-    return sync["merge_s"] is not None and sync["start_step"] >= first_step
-
-
 def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRecord]:
     """Return merged syncs; of several processes the latest time counts."""
     by_id: dict[tuple[int, int], list[dict]] = {}
-    for syncs in files:
-        for sync in syncs:
-            if _is_in(sync, first_step):
-                by_id.setdefault((sync["start_step"], sync["fragment"]), []).append(
-                    sync
-                )
+    for sync in itertools.chain(*files):
+        by_id.setdefault((sync["start_step"], sync["fragment"]), []).append(sync)
     records = [
         SyncRecord(
             fragments=(fragment,),
@@ -168,10 +148,8 @@ def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
         try:
             earlier = _table(path)
         except ValueError as error:
-            print(
-                f"warning: {error}; it is written anew, from step {first_step} on",
-                file=sys.stderr,
-            )
+            told = f"warning: {error}; it is written anew, from step {first_step} on"
+            print(told, file=sys.stderr)
     marks = [m for m in earlier["marks"] if m[0] <= first_step]
     syncs = [s for s in earlier["syncs"] if (s["apply_step"] or math.inf) <= first_step]
     found = {"marks": marks + found["marks"], "syncs": syncs + found["syncs"]}
@@ -255,11 +233,7 @@ def write(workdir: pathlib.Path, timeline: Timeline, title: str) -> None:
 
 
 def first_warm_step(workdir: pathlib.Path) -> int:
-    """Return the step by which every program of a run has been compiled.
-
-    Raises:
-      ValueError: if the folder holds no run, or its configuration is corrupt.
-    """
+    """Return the step by which every program of a run has been compiled."""
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"workdir={str(workdir)!r} holds no run; name that of one")

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.train.cadence import Cadence
     from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
     from cocodc_jax.train.evaluate import make_evaluate
     from cocodc_jax.train.finite import NonFiniteLossError
-    from cocodc_jax.train.hooks import Hooks, Result
+    from cocodc_jax.train.hooks import Cadence, Hooks, Result
     from cocodc_jax.train.loop import train
     from cocodc_jax.train.run_steps import run as run_steps
 
@@ -32,7 +31,7 @@ __all__ = [
 
 # Where each is: MODULE, or MODULE:NAME.
 _PLACES = {
-    "Cadence": "cadence:Cadence",
+    "Cadence": "hooks:Cadence",
     "CheckpointError": "checkpoint:CheckpointError",
     "Checkpoints": "checkpoint:Checkpoints",
     "Hooks": "hooks:Hooks",

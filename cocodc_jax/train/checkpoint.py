@@ -46,7 +46,7 @@ class CheckpointError(OSError):
 
 
 class _DamagedError(Exception):
-    """A checkpoint without checksums cannot be restored."""
+    """A checkpoint is corrupt, or cannot be read."""
 
 
 def steps_in(directory: Any) -> list[int]:
@@ -65,9 +65,8 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
-        self._directory: Any = directory
-        if not self._in_bucket:
-            self._directory = pathlib.Path(directory).absolute()
+        path = directory if self._in_bucket else pathlib.Path(directory).absolute()
+        self._directory: Any = path
         self._directory.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         self._manager = ocp.CheckpointManager(
@@ -160,22 +159,31 @@ class Checkpoints:
             methods of both if one cannot land the fragments in flight of the other; or
             if there is none of `step`.
         """
+        steps = sorted(self._manager.all_steps())
         if step is not None:
-            return self._restore_exactly(step, program)
+            if step not in steps:
+                raise ValueError(
+                    f"step={step} has no checkpoint in {self._directory}; there are "
+                    f"those of steps {', '.join(map(str, steps))}"
+                )
+            try:
+                return self._restore(step, program)
+            except _DamagedError as error:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self._directory} is damaged: "
+                    f"{error}"
+                ) from error
         damaged: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
-            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
-            if why is None:
-                try:
-                    found = self._restore(step, program)
-                except _DamagedError as error:
-                    why = str(error)
-                else:
-                    if damaged:
-                        checksums.set_aside(self._directory, damaged, step)
-                        self._manager.reload()
-                    return found
-            damaged[step] = why
+        for step in reversed(steps):
+            try:
+                found = self._restore(step, program)
+            except _DamagedError as error:
+                damaged[step] = str(error)
+                continue
+            if damaged:
+                checksums.set_aside(self._directory, damaged, step)
+                self._manager.reload()
+            return found
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._directory} are damaged: "
@@ -184,26 +192,11 @@ class Checkpoints:
             )
         return None
 
-    def _restore_exactly(
-        self, step: int, program: RegionProgram
-    ) -> tuple[TrainState, dict]:
-        steps = sorted(self._manager.all_steps())
-        if step not in steps:
-            raise ValueError(
-                f"step={step} has no checkpoint in {self._directory}; there are those "
-                f"of steps {', '.join(map(str, steps))}"
-            )
-        try:
-            why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
-            if why is None:
-                return self._restore(step, program)
-        except _DamagedError as error:
-            why = str(error)
-        raise CheckpointError(
-            f"the checkpoint of step {step} in {self._directory} is damaged: {why}"
-        )
-
     def _restore(self, step: int, program: RegionProgram) -> tuple[TrainState, dict]:
+        """Restore the checkpoint of a step, or raise `_DamagedError`."""
+        why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
+        if why is not None:
+            raise _DamagedError(why)
         only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
         with self._judged(step):
             rest: dict = self._manager.restore(step, args=only_rest)["rest"]
@@ -272,20 +265,23 @@ def _first_line(error: BaseException) -> str:
 def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
     """Return the shapes of the program's state when the checkpoint was saved."""
     shapes, saved = rest["shapes"], rest["schedule"]
-    # With nothing in flight: another method may have other fragments.
-    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
-    landed = program.abstract(_landed(program, saved))
+    schedule, state, wrong = program.method.schedule, None, ""
+    if schedule and saved:
+        try:
+            state = schedule.restore(saved)
+        except (KeyError, TypeError):  # Another method's.
+            wrong = "what the schedule remembers is of another kind"
     there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
-    if wrong := _differences(lasting, _shapes(landed)):
+    # First with nothing in flight: another method may have other fragments.
+    landed = None
+    if schedule:
+        landed = schedule.landed(schedule.init() if state is None else state)
+    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
+    if other := _differences(lasting, _shapes(program.abstract(landed))):
         raise ValueError(
             f"{where} is of another model, method or number of regions (saved by "
-            f"{there}, restored into {here}): {wrong}"
+            f"{there}, restored into {here}): {other}"
         )
-    schedule = program.method.schedule
-    try:
-        state = schedule.restore(saved) if schedule and saved else None
-    except (KeyError, TypeError):
-        state, wrong = None, "what the schedule remembers is of another kind"
     found = program.abstract(state)
     if wrong := wrong or _differences(shapes, _shapes(found)):
         raise ValueError(
@@ -296,21 +292,12 @@ def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
     return found
 
 
-def _landed(program: RegionProgram, saved: dict | None) -> Any:
-    """Restore the schedule's state as if nothing were in flight."""
-    schedule = program.method.schedule
-    if not schedule:
-        return None
-    try:
-        state = schedule.restore(saved) if saved else schedule.init()
-    except (KeyError, TypeError):  # Another method's; its shapes differ.
-        state = schedule.init()
-    return schedule.landed(state)
-
-
 def _shapes(state: TrainState) -> dict[str, str]:
     """Return dtype and shape of every array, by path."""
-    return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(_flat(state))}
+    arrays = _arrays(state)
+    sync = arrays.pop("sync")
+    leaves = named_leaves(arrays | sync)
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
 def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
@@ -325,16 +312,8 @@ def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
     return wrong[0] + more if wrong else ""
 
 
-def _flat(state: TrainState) -> dict[str, PyTree]:
-    sync = state.sync.arrays if state.sync else {}
-    return {"region": state.region, **sync, **_frozen(state)}
-
-
 def _arrays(state: TrainState) -> dict[str, PyTree]:
     """Return the arrays of a state."""
     sync = state.sync.arrays if state.sync else {}
-    return {"region": state.region, "sync": sync, **_frozen(state)}
-
-
-def _frozen(state: TrainState) -> dict[str, PyTree]:
-    return {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}
+    frozen = {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}
+    return {"region": state.region, "sync": sync, **frozen}

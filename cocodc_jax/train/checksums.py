@@ -26,18 +26,12 @@ _DIGEST_BYTES = 16
 
 
 def write(folder: pathlib.Path) -> None:
-    """Write sizes and BLAKE2b digests of all files below a folder into it.
-
-    Raises:
-      OSError: if one cannot be read, or the file not be written.
-    """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    found = {
-        name: [path.stat().st_size, _digest(path)]
-        for name, path in zip(names, paths, strict=True)
-        if name not in (FILE, _LATER)
-    }
+    """Write sizes and BLAKE2b digests of all files below a folder into it."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in (FILE, _LATER):
+            found[name] = [path.stat().st_size, _digest(path)]
     (folder / FILE).write_text(json.dumps({"blake2b": found}, indent=1) + "\n")
 
 
@@ -54,10 +48,15 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
     if not are_in(folder):
         return None
     try:
-        noted = _noted(folder)
+        noted: Any = json.loads((folder / FILE).read_text())["blake2b"]
+        rows = [
+            (name, int(size), str(digest)) for name, (size, digest) in noted.items()
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"{FILE} cannot be read: no list of files ({error!r})"
     except (ValueError, OSError) as error:
         return f"{FILE} cannot be read: {error}"
-    for name, (size, digest) in noted.items():
+    for name, size, digest in rows:
         path = folder / name
         try:
             if not path.is_file():
@@ -88,8 +87,11 @@ def set_aside(
     if jax.process_index() == 0:
         names = {step: f"damaged_{step}" for step in damaged}
         for step, name in names.items():
-            if (directory / name).exists():
-                _remove(directory / name)
+            old: Any = directory / name
+            if isinstance(old, pathlib.Path):
+                shutil.rmtree(old, ignore_errors=True)
+            elif old.exists():  # In a bucket.
+                old.rmtree(missing_ok=True)
             (directory / str(step)).rename(directory / name)
         print(
             f"warning: damaged in {directory}: {listed(damaged)}; moved to "
@@ -103,24 +105,6 @@ def set_aside(
 def listed(damaged: Mapping[int, str]) -> str:
     """Describe every corrupt step."""
     return "; ".join(f"step {step}: {why}" for step, why in damaged.items())
-
-
-def _remove(folder: Any) -> None:
-    if isinstance(folder, pathlib.Path):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        folder.rmtree(missing_ok=True)  # In a bucket.
-
-
-def _noted(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
-    """Return the recorded size and digest of every file."""
-    try:
-        found: Any = json.loads((folder / FILE).read_text())["blake2b"]
-        return {
-            name: (int(size), str(digest)) for name, (size, digest) in found.items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no list of files ({error!r})") from error
 
 
 def _digest(path: pathlib.Path) -> str:

@@ -30,44 +30,37 @@ _STEPS = 9
 
 @dataclasses.dataclass
 class Flight:
-    """One sync, by this process's clock.
-
-    Attributes:
-      fragment: which.
-      start_step: inner steps done when it started.
-      start_s: when those steps were done.
-      arrival_s: when the mean arrived; None before.
-      apply_step: inner steps done when it was merged; None before.
-      num_bytes: bytes one region sent for it.
-      merge_s: when both the steps and the outer fragment were ready.
-      stall_s: how long regions had waited for it by then.
-    """
+    """One sync, by this process's clock; None is not known yet."""
 
     fragment: int
-    start_step: int
-    start_s: float | None = None
-    arrival_s: float | None = None
-    apply_step: int | None = None
-    num_bytes: int = 0
-    merge_s: float | None = None
-    stall_s: float | None = None
+    start_step: int  # Inner steps done when it started.
+    start_s: float | None = None  # When those steps were done.
+    arrival_s: float | None = None  # When the mean arrived.
+    apply_step: int | None = None  # Inner steps done when it was merged.
+    num_bytes: int = 0  # That one region sent for it.
+    merge_s: float | None = None  # When the steps and the outer fragment were ready.
+    stall_s: float | None = None  # How long regions had waited for it by then.
 
 
 class FlightRecorder:
-    """Records a run's timeline; use as a context manager."""
+    """Records a run's timeline; use as a context manager.
+
+    Attributes:
+      recent_step_s: seconds of an inner step in the last scan, 0 before the first.
+      sync_s: seconds that the last arrived sync was in flight, 0 before the first.
+      stall_s: total seconds in which regions waited for an outer fragment.
+    """
 
     def __init__(self, earlier_s: float = 0.0):
         """Start the clock."""
         self._zero = time.perf_counter() - earlier_s
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._marked = threading.Condition(self._lock)
+        self._marked = threading.Condition()
         self._open: dict[tuple[int, int], Flight] = {}
         self._leaving: dict[SyncId, jax.Array] = {}
         self._of_elastic: set[tuple[int, int]] = set()  # Means of other regions.
-        self._stall_s = 0.0
-        self._sync_s = 0.0
+        self.recent_step_s = self.sync_s = self.stall_s = 0.0
         self._went_on_s = 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self.flights: list[Flight] = []
@@ -97,26 +90,8 @@ class FlightRecorder:
 
         The minimum over some scans: one that compiles first takes many times as long.
         """
-        with self._lock:
+        with self._marked:
             return min(self._step_s, default=0.0)
-
-    @property
-    def recent_step_s(self) -> float:
-        """Seconds of an inner step in the last scan, 0 before the first."""
-        with self._lock:
-            return self._step_s[-1] if self._step_s else 0.0
-
-    @property
-    def sync_s(self) -> float:
-        """Seconds that the last arrived sync was in flight, 0 before the first."""
-        with self._lock:
-            return self._sync_s
-
-    @property
-    def stall_s(self) -> float:
-        """Total seconds in which regions waited for an outer fragment."""
-        with self._lock:
-            return self._stall_s
 
     def done_s(self, step: int) -> float:
         """Return when the devices ended inner step `step`, waiting for it."""
@@ -140,22 +115,16 @@ class FlightRecorder:
         for (fragment_id, start_step), flight in in_flight.items():
             if start_step > before:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
-        self._watch_left(in_flight, output)
+        # Syncs that waited for these inner steps left with them.
+        for sync_id, losses in self._leaving.items():
+            if sync_id in in_flight:
+                mean = in_flight[sync_id].mean
+            else:
+                mean = next(s.norm for s in output.syncs if s[:2] == sync_id)
+            self.started(*sync_id, losses, mean)
         leaving = state.sync.leaving if state.sync else ()
         self._leaving = {each.sync_id: output.losses for each in leaving}
         self.stepped(state.step, output.losses, output.syncs)
-
-    def _watch_left(self, in_flight: dict, output: Output) -> None:
-        """Watch the syncs that waited for these inner steps and left with them."""
-        for sync_id, losses in self._leaving.items():
-            arrivals = [
-                sync.norm
-                for sync in output.syncs
-                if (sync.fragment_id, sync.start_step) == sync_id
-            ]
-            if sync_id in in_flight:
-                arrivals.append(in_flight[sync_id].mean)
-            self.started(*sync_id, losses, arrivals[0])
 
     def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
         """Watch a message."""
@@ -170,18 +139,14 @@ class FlightRecorder:
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
-    def handed_out(self, step: int, inner: jax.Array) -> None:
-        """Watch steps before their events are dispatched.
-
-        Dispatching merges may wait for means of other regions, which is not time of the
-        steps.
-        """
-        self._steps.put((step, inner, ()))
-
     def stepped(
-        self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
+        self, step: int, inner: jax.Array, merges: Sequence[AppliedSync] = ()
     ) -> None:
-        """Watch the merges after steps, and the steps if they are not yet watched."""
+        """Watch the merges after steps, and the steps if they are not yet watched.
+
+        Steps are watched before their events are dispatched: dispatching merges may
+        wait for means of other regions, which is not time of the steps.
+        """
         self._steps.put((step, inner, merges))
 
     def _arrive(self, flight: Flight, inner: jax.Array, mean: jax.Array) -> None:
@@ -190,8 +155,7 @@ class FlightRecorder:
             flight.start_s = self._now()
             mean.block_until_ready()
             flight.arrival_s = self._now()
-            with self._lock:
-                self._sync_s = flight.arrival_s - flight.start_s
+            self.sync_s = flight.arrival_s - flight.start_s
         except Exception as error:
             self._fail(error)
 
@@ -225,8 +189,7 @@ class FlightRecorder:
                 # The host waited for it before dispatching the merge.
                 self._of_elastic.discard(sync_id)
                 stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
-            with self._lock:
-                self._stall_s += stall
+            self.stall_s += stall
             if flight is not None:  # Else it started in an earlier process.
                 flight.apply_step, flight.stall_s = sync.apply_step, stall
                 flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
@@ -237,7 +200,8 @@ class FlightRecorder:
         with self._marked:
             if self.marks:
                 seconds = now - self._went_on_s
-                self._step_s.append(seconds / (step - self.marks[-1][0]))
+                self.recent_step_s = seconds / (step - self.marks[-1][0])
+                self._step_s.append(self.recent_step_s)
             self.marks.append((step, now))
             self._marked.notify_all()
         self._went_on_s = now

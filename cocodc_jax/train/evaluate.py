@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.ambient import (
-    in_own_context,
-    trace_without_mesh_if_needed,
-)
+from cocodc_jax.sharding.ambient import in_own_context, trace_without_mesh_if_needed
 from cocodc_jax.sharding.mesh import DATA, REGION
 from cocodc_jax.sharding.region_map import pmean_over_regions, region_shard_map
 from cocodc_jax.sync.model_state import AnyLossFn
@@ -76,10 +73,5 @@ def _jit_evaluate(loss_fn: AnyLossFn, mesh: Mesh) -> Callable:
         )
         return pmean_over_regions(jnp.mean(losses.astype(jnp.float32)))
 
-    mapped = region_shard_map(
-        evaluate,
-        mesh,
-        in_specs=(P(), P(REGION)),
-        out_specs=P(),
-    )
-    return jax.jit(mapped)
+    specs = P(), P(REGION)
+    return jax.jit(region_shard_map(evaluate, mesh, in_specs=specs, out_specs=P()))

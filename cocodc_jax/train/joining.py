@@ -41,10 +41,8 @@ PyTree = Any
 class Carried(NamedTuple):
     """A region's own state when the others went on without it.
 
-    Attributes:
-      state: of the region.
-      shared: the last outer parameters that it had in common with the others; None is
-        those of `state`.
+    `shared` are the last outer parameters that it had in common with the others; None
+    is those of `state`.
     """
 
     state: TrainState
@@ -78,11 +76,7 @@ def adopt(
     copy: Snapshot,
     carried: Carried | None = None,
 ) -> TrainState:
-    """Make the state of a region that continues from another region's copy.
-
-    Raises:
-      ValueError: if the copy's arrays are not those of `program`.
-    """
+    """Make the state of a region that continues from another region's copy."""
     assert program.method.schedule is not None
     schedule = program.method.schedule.restore(copy.header["schedule"])
     abstract = program.abstract(schedule).sync
@@ -161,11 +155,10 @@ def _flight(
         mean = program.elastic.awaited(sync, rank)
     kept = {}
     for name, shape in like.kept.items():
-        kept[name] = (
-            _read(frames, shape)
-            if name == STALE
-            else program.copy_fragment(state, k)  # As if it had no progress.
-        )
+        if name == STALE:
+            kept[name] = _read(frames, shape)
+        else:  # As if it had no progress.
+            kept[name] = program.copy_fragment(state, k)
     return InFlight(mean, kept)
 
 

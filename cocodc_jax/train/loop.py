@@ -30,21 +30,21 @@ import numpy as np
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.sharding import transfer
-from cocodc_jax.train.cadence import EVERY_TEN, Cadence, is_due
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.finite import FiniteWatch
-from cocodc_jax.train.hooks import NO_HOOKS, Clock, Hooks, Result
-from cocodc_jax.train.records import Records, finite_mean
-from cocodc_jax.train.routing import routing_of
-from cocodc_jax.train.run_steps import take_batches
-from cocodc_jax.train.spikes import (
-    NO_SPIKES,
-    LossSpikeError,
-    Spike,
-    Spikes,
-    SpikeWatch,
+from cocodc_jax.train.hooks import (
+    EVERY_TEN,
+    NO_HOOKS,
+    Cadence,
+    Clock,
+    Hooks,
+    Result,
+    is_due,
 )
+from cocodc_jax.train.records import Records, finite_mean, recorded_of
+from cocodc_jax.train.run_steps import take_batches
+from cocodc_jax.train.spikes import NO_SPIKES, LossSpikeError, Spike, Spikes, SpikeWatch
 
 PyTree = Any
 
@@ -122,13 +122,9 @@ class _Loop:
     def __init__(
         self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes
     ):
-        self._program = program
-        self._tokens_at = tokens_at
-        self._cadence = cadence
-        self._hooks = hooks
-        self._checkpoints = checkpoints
+        self._program, self._tokens_at, self._cadence = program, tokens_at, cadence
+        self._hooks, self._checkpoints, self._flights = hooks, checkpoints, flights
         self._finite = FiniteWatch(program, checkpoints)
-        self._flights = flights
         self._unread: list[_Turn] = []
         self._rolls_back = spikes.rolls_back
         watch = Spikes(spikes.zscore) if spikes.zscore else None
@@ -136,18 +132,15 @@ class _Loop:
         schedule = program.method.schedule
         self._is_measured = schedule is not None and schedule.is_measured
         self._lengths_seen: set[int] = set()
-        self._warm_step = 0
         # Whether the last turn read compiled nothing, and when it ended.
         self._was_warm = True
         self._began_s = self._free_s = time.perf_counter()
-        self._steady_tokens = 0
-        self._steady_s = 0.0
+        self._steady_tokens, self._steady_s = 0, 0.0
 
     def continue_from(self, step: int, progress: dict | None) -> None:
         """Start at `step`, with the sums of a checkpoint."""
         schedule = self._program.method.schedule
-        if schedule:
-            self._warm_step = step + schedule.warm_up_steps
+        self._warm_step = step + (schedule.warm_up_steps if schedule else 0)
         if progress:
             self._records.continue_from(progress)
 
@@ -160,21 +153,15 @@ class _Loop:
         if self._is_measured:
             times = (self._flights.step_s, self._flights.sync_s)
         state, output = self._program.advance(
-            state, chunk, times, self._flights.handed_out
+            state, chunk, times, self._flights.stepped
         )
         self._flights.watch(state, output)
         self._hooks.handed_out(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._lengths_seen.add(length)
         self.flush(state)
-        self._unread.append(
-            _Turn(
-                first_step,
-                state.sync.num_in_flight if state.sync else 0,
-                is_warm,
-                output,
-            )
-        )
+        in_flight = state.sync.num_in_flight if state.sync else 0
+        self._unread.append(_Turn(first_step, in_flight, is_warm, output))
         return state
 
     def flush(self, state: TrainState) -> None:
@@ -197,24 +184,13 @@ class _Loop:
         losses = transfer.local_rows(turn.output.losses, axis=1)
         first_region = transfer.first_local_row(turn.output.losses, axis=1)
         self._finite.check_losses(turn.first_step, losses, first_region)
-        stage_bytes = turn.output.aux.get("stage_bytes")
-        if stage_bytes is not None:
-            stage_bytes = transfer.local_rows(stage_bytes, axis=1)
-        routing = {
-            name: transfer.local_rows(x, axis=1)
-            for name, x in routing_of(turn.output.aux).items()
-        }
+        recorded = recorded_of(turn.output.aux).items()
+        aux = {name: transfer.local_rows(x, axis=1) for name, x in recorded}
         syncs = collections.deque(turn.output.syncs)
         for i, loss in enumerate(losses):
             step = turn.first_step + i + 1
-            self._records.step(
-                step,
-                loss,
-                turn.output.bytes_sent[i],
-                None if stage_bytes is None else stage_bytes[i],
-                first_region,
-                {name: x[i] for name, x in routing.items()},
-            )
+            of_step, sent = {n: x[i] for n, x in aux.items()}, turn.output.bytes_sent[i]
+            self._records.step(step, loss, sent, first_region, of_step)
             while syncs and syncs[0].apply_step == step:
                 sync = syncs.popleft()
                 self._finite.check_sync(sync, state)
@@ -277,8 +253,7 @@ class _Loop:
         """Read everything, then start to save, or raise in all processes at once."""
         state = self.synchronize(state)
         if self._rolls_back:
-            found = sum(self._hooks.of_all(self._records.spikes), [])
-            if found:
+            if found := sum(self._hooks.of_all(self._records.spikes), []):
                 self._checkpoints.wait()
                 spikes = [Spike(*each) for each in found]
                 raise LossSpikeError(spikes, self._checkpoints.latest_step)
@@ -289,15 +264,15 @@ class _Loop:
 
     def result(self, state: TrainState) -> Result:
         """Return the result of the run."""
-        can_restore = self._program.method.can_restore
-        seconds = time.perf_counter() - self._began_s
-        steady = self._steady_tokens / self._steady_s if self._steady_s else None
+        records = self._records
         return Result(
             state,
-            self._records.last_eval,
-            self._records.correction_ratio,
-            seconds,
-            self._flights.stall_s,
-            steady,
-            left_out=self._records.left_out if can_restore else None,
+            records.last_eval,
+            records.correction_ratio,
+            seconds=time.perf_counter() - self._began_s,
+            stall_seconds=self._flights.stall_s,
+            tokens_per_second=(
+                self._steady_tokens / self._steady_s if self._steady_s else None
+            ),
+            left_out=records.left_out if self._program.method.can_restore else None,
         )

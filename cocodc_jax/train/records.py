@@ -15,7 +15,6 @@ import numpy as np
 from cocodc_jax.core.state import AppliedSync
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.robust import RESTORED, told
-from cocodc_jax.train.routing import record_of
 from cocodc_jax.train.spikes import Spike, Spikes
 
 Record = dict[str, Any]
@@ -32,11 +31,9 @@ class Records:
         spikes: Spikes | None = None,
     ):
         """Start with empty sums."""
-        self._write = write
+        self._write, self._log_every, self._tokens_at = write, log_every, tokens_at
         self._spikes = spikes
         self.spikes: list[Spike] = []
-        self._log_every = log_every
-        self._tokens_at = tokens_at
         self._window: list[np.ndarray] = []
         self._ratios: list[float] = []
         self.left_out: dict[str, int] = {}
@@ -71,13 +68,15 @@ class Records:
         step: int,
         loss: np.ndarray,
         bytes_sent: int,
-        stage_bytes: np.ndarray | None = None,
-        first_region: int = 0,
-        routing: Mapping[str, np.ndarray] | None = None,
+        first_region: int,
+        aux: Mapping[str, np.ndarray],
     ) -> None:
-        """Add one step, and write a record if it is due."""
-        if self._spikes:
-            self._tell(self._spikes.observe(step, loss, first_region))
+        """Add one step, with `recorded_of` it, and write a record if it is due."""
+        for spike in (
+            self._spikes.observe(step, loss, first_region) if self._spikes else ()
+        ):
+            self._write({"kind": "spike", **spike._asdict()})
+            self.spikes.append(spike)
         self._window.append(loss)
         if step % self._log_every:
             return
@@ -94,16 +93,11 @@ class Records:
             "loss_regions": [_plain(x) for x in regions],
             "bytes_sent_per_region": bytes_sent,
         }
-        if stage_bytes is not None:
-            record["stage_bytes"] = float(stage_bytes.mean(dtype=np.float64))
+        if "stage_bytes" in aux:
+            record["stage_bytes"] = float(aux["stage_bytes"].mean(dtype=np.float64))
         self._write(record)
-        if routing:
-            self._write(record_of(step, routing))
-
-    def _tell(self, spikes: list[Spike]) -> None:
-        for spike in spikes:
-            self._write({"kind": "spike", **spike._asdict()})
-        self.spikes += spikes
+        if "expert_load" in aux:
+            self._write(record_of(step, aux))
 
     def sync(self, sync: AppliedSync) -> None:
         """Write the record of an applied sync; waits for its numbers."""
@@ -160,3 +154,46 @@ def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
 def _plain(value: Any) -> float | None:
     """Return a JSON number: None if it is not finite."""
     return float(value) if np.isfinite(value) else None
+
+
+# Numbers of one region's load that are written one by one, at most.
+MOST_LOADS = 256
+_ROUTING = ("router_balance", "router_z", "router_entropy", "expert_load")
+
+
+def recorded_of(aux: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is recorded of what a loss reports: stages' bytes, and routers."""
+    names = ("stage_bytes", *(_ROUTING if "expert_load" in aux else ()))
+    return {name: aux[name] for name in names if name in aux}
+
+
+def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the record of a mixture of experts: loads, balance, how regions differ.
+
+    With f^m_le the share of its tokens that region m gave to expert e of layer l in the
+    step of the record, k experts a token and E experts,
+
+        load_max    mean over layers of  max_e E / k mean_m f^m_le    1 if all are equal
+        divergence  mean over layers and regions of
+                    1 / (2 k) sum_e |f^m_le - mean_m f^m_le|          0 if regions agree
+        dead        experts, of all layers, that no region gave a token
+
+    Loads of single experts are written where there are few.
+    """
+    load_RNE = np.asarray(routing["expert_load"], np.float64)
+    per_token = load_RNE[0, 0].sum()
+    mean_NE = load_RNE.mean(axis=0)
+    numbers = {
+        "balance": routing["router_balance"].mean(dtype=np.float64),
+        "z": routing["router_z"].mean(dtype=np.float64),
+        "entropy": routing["router_entropy"].mean(dtype=np.float64),
+        "load_max": mean_NE.max(axis=1).mean() * mean_NE.shape[1] / per_token,
+        "divergence": np.abs(load_RNE - mean_NE).sum(axis=2).mean() / (2 * per_token),
+        "dead": int((mean_NE == 0).sum()),
+    }
+    record = {"kind": "experts", "step": step} | {
+        n: float(x) for n, x in numbers.items()
+    }
+    if mean_NE.size <= MOST_LOADS:
+        record["load_regions"] = load_RNE.tolist()
+    return record

@@ -69,27 +69,14 @@ def scan_steps(program: RegionProgram, ahead: int) -> int:
     Where scans are cut changes no number. On a CPU, where the length is an argument, a
     scan is as long as the one program that other intervals share too. Elsewhere scans
     are as long as possible, to hide communication.
-
-    Args:
-      program: of the steps.
-      ahead: steps up to which nothing is due, at least 1.
     """
     return min(ahead, program.length_bucket or MAX_SCAN_STEPS)
 
 
 def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
-    """Stack the next batches for one `advance`.
+    """Stack the batches of the next T steps for one `advance`: leaves `[T, R, B, ...]`.
 
-    Args:
-      stream: iterator of one step's host batches.
-      step: inner steps done, for the error message.
-      num_steps: how many to take, T.
-
-    Returns:
-      Leaves `[T, R, B, ...]`.
-
-    Raises:
-      ValueError: if the stream ends too early, or two batches differ in shape.
+    `step` is the inner steps done, for the error message.
     """
     taken = list(itertools.islice(stream, num_steps))
     if len(taken) < num_steps:

@@ -28,21 +28,13 @@ _FLOOR = 0.01
 
 
 class Spike(NamedTuple):
-    """A spike that has begun.
+    """A spike that has begun."""
 
-    Attributes:
-      step: at which it was detected.
-      region: whose loss it is.
-      loss: at that step; None if it is not finite.
-      usual: the median before it.
-      score: z, at most 1e6.
-    """
-
-    step: int
+    step: int  # At which it was detected.
     region: int
-    loss: float | None
-    usual: float
-    score: float
+    loss: float | None  # At that step; None if it is not finite.
+    usual: float  # The median before it.
+    score: float  # z, at most 1e6.
 
 
 class LossSpikeError(ArithmeticError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from cocodc_jax.files import read_table
 from cocodc_jax.network import goodput
-from cocodc_jax.run.attendance import JOINS_FILE, SYNCS_FILE
+from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 
 def lines(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from cocodc_jax.files import writing
+from cocodc_jax.files import read_lines, writing
 
 from .keys import completed, run_key, setting_key
 
@@ -48,14 +48,8 @@ def read(folder: pathlib.Path) -> list[Row]:
     """
     found: dict[str, Row] = {}
     for path in sorted(folder.glob("rows*.jsonl")):
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                row = _known(json.loads(line))
-                found[row["row"]] = row
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"{path}, line {number} is no row of a sweep: {line[:60]!r}"
-                ) from error
+        rows = read_lines(path, _known, "row of a sweep")
+        found |= {row["row"]: row for row in rows}
     return list(found.values())
 
 

@@ -9,9 +9,8 @@ import socket
 import pytest
 
 from cocodc_jax.report.records import MetricsWriter
-from cocodc_jax.run.live_metrics import LiveMetrics
+from cocodc_jax.run.live_metrics import LiveMetrics, serving
 from cocodc_jax.run.lock import only_writer, owner_of
-from cocodc_jax.run.metrics_server import serving
 from cocodc_jax.train.hooks import Clock
 from experiments import status
 
@@ -161,7 +160,7 @@ def test_an_address(capsys):
     live = LiveMetrics(100, lambda step: 8 * step, 3, now=lambda: NOW - 5)
     live.begin(0, NOW - 100, saved_step=None)
     live.turn(Clock(10, 2.5, 6.0, 16.0, 1.0, 2, 4096))
-    live.synced("applied")
+    live.count("cocodc_syncs_total", "applied")
     live.fault("link", "0-2", True)
     with serving(0, live, {"region": "0", "process": "0"}) as (_, port):
         ((row,), below) = shown(capsys, f"localhost:{port}")

@@ -17,10 +17,9 @@ from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.robust import told
 from cocodc_jax.sync.schedules import events_at
-from cocodc_jax.train.cadence import Cadence
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
-from cocodc_jax.train.hooks import Hooks
+from cocodc_jax.train.hooks import Cadence, Hooks
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.compressor import identity

@@ -1,14 +1,17 @@
-"""Flags of a program: what they build, and how a wrong one is answered."""
+"""Flags of a program: what they build, how a wrong one is answered, what is said."""
 
+import io
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from cocodc_jax.run import flags
-from cocodc_jax.run.messages import one_line, while_read
+from cocodc_jax.run.messages import as_a_command, one_line, say_once
 
 PROGRAM = """
 from cocodc_jax.run import flags
@@ -114,7 +117,7 @@ flags.run_main(main)"""
 
 
 def test_another_pipe_that_breaks_is_told(capfd):
-    with pytest.raises(BrokenPipeError), while_read():
+    with pytest.raises(BrokenPipeError), as_a_command():
         raise BrokenPipeError
 
 
@@ -178,3 +181,35 @@ assert "experiments" not in sys.modules
 def test_a_message_begins_with_the_flag_as_it_is_typed():
     assert one_line("steps=0 is\n  wrong", ["steps"]) == "--steps=0 is wrong"
     assert one_line("step=0 is wrong", ["steps"]) == "step=0 is wrong"
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("asyncio", False), ("other", True)])
+def test_tracebacks_of_what_is_raised_elsewhere_are_left_out(name, is_said):
+    said, before = io.StringIO(), threading.excepthook
+    handler = logging.StreamHandler(said)
+    say_once(handler)
+    threading.excepthook = before
+    log = logging.Logger(name)
+    log.addHandler(handler)
+    log.error("plain")
+    log.error("with a traceback", exc_info=OSError("full"))
+    assert said.getvalue().startswith("plain\n")
+    assert ("full" in said.getvalue()) == is_said
+
+
+def test_threads_of_others_are_heard(monkeypatch):
+    heard = []
+    monkeypatch.setattr(threading, "excepthook", heard.append)
+    say_once(logging.NullHandler())
+
+    def full():
+        raise OSError("full")
+
+    class OfTensorBoard(threading.Thread):
+        __module__ = "tensorboardX.event_file_writer"
+
+    for kind in (OfTensorBoard, threading.Thread):
+        thread = kind(target=full)
+        thread.start()
+        thread.join()
+    assert [type(args.thread) for args in heard] == [threading.Thread]

@@ -134,7 +134,4 @@ def test_the_text_is_whole_and_choices_are_said_once():
     DEFINE_enum("fault", None, ["cut", "loss"], "of the network", flag_values=values)
     seeds, fault = map(str, options(values, ("seeds", "fault")))
     assert seeds.split(maxsplit=1) == ["--seeds=1", "runs: 0, 1, ..."]
-    assert fault.split(maxsplit=1) == [
-        "--fault",
-        "of the network. One of cut, loss.",
-    ]
+    assert fault.split(maxsplit=1) == ["--fault", "of the network. One of cut, loss."]

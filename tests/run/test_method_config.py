@@ -9,8 +9,12 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type, notes_of
-from cocodc_jax.run.method_arguments import check_taken, method_leaves
-from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
+from cocodc_jax.run.method_config import (
+    ARGUMENTS,
+    MethodConfig,
+    check_taken,
+    method_leaves,
+)
 from cocodc_jax.run.presets import PRESETS
 
 
@@ -138,15 +142,10 @@ def test_help_names_the_methods_where_they_are_few():
     assert ARGUMENTS["outer_placement"].type is str
 
 
-def test_an_argument_that_nobody_explains_is_refused():
+def test_an_argument_without_explanation_or_type_is_refused():
     def silent(zeal: int = 1):
         """A method."""
 
-    with pytest.raises(ValueError, match="'zeal' of method 'silent' is not documented"):
-        method_leaves({"silent": silent})
-
-
-def test_an_argument_without_a_type_is_refused():
     def untyped(zeal=1):
         """A method.
 
@@ -154,8 +153,10 @@ def test_an_argument_without_a_type_is_refused():
           zeal: of it.
         """
 
-    with pytest.raises(ValueError, match="'zeal' of method 'untyped' has no type"):
-        method_leaves({"untyped": untyped})
+    for method, why in ((silent, "is not documented"), (untyped, "has no type")):
+        name = method.__name__
+        with pytest.raises(ValueError, match=f"'zeal' of method '{name}' {why}"):
+            method_leaves({name: method})
 
 
 def test_types_of_leaves():

@@ -15,11 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import cocodc_jax
 from cocodc_jax.network.faults import Finding
-from cocodc_jax.run import metrics_server, monitor
-from cocodc_jax.run.event_command import EVENTS, Event, EventCommand
-from cocodc_jax.run.live_metrics import COUNTER, METRICS, LiveMetrics
-from cocodc_jax.run.metrics_server import PortError, serving
-from cocodc_jax.run.monitor import Monitor, Monitoring
+from cocodc_jax.run import live_metrics, monitor
+from cocodc_jax.run.live_metrics import (
+    COUNTER,
+    METRICS,
+    LiveMetrics,
+    PortError,
+    serving,
+)
+from cocodc_jax.run.monitor import EVENTS, Event, EventCommand, Monitor, Monitoring
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.train.finite import NonFiniteLossError
@@ -143,7 +147,7 @@ def test_a_port_that_is_taken_is_one_line():
 
 
 def test_connections_that_are_held_open_take_no_descriptors(monkeypatch):
-    monkeypatch.setattr(metrics_server, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(live_metrics, "_TIMEOUT_S", 0.3)
     descriptors = pathlib.Path("/proc/self/fd")
     with serving(0, live_at([0.0]), LABELS) as (_, port), contextlib.ExitStack() as all:
         before, address = len(list(descriptors.iterdir())), ("127.0.0.1", port)

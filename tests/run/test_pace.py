@@ -10,8 +10,8 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run import build
+from cocodc_jax.run.losses import paced
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.simulated_step_time import paced
 from cocodc_jax.sharding.local_regions import LocalRegions
 from tests.numerics import assert_within_ulps
 

@@ -5,10 +5,8 @@ import socket
 import numpy as np
 import pytest
 
-from cocodc_jax.run import cross_process_check as agreement
 from cocodc_jax.run import processes, resume
-from cocodc_jax.run.cross_process_check import check_alike
-from cocodc_jax.run.processes import Processes, check_shares
+from cocodc_jax.run.processes import Processes, check_alike, check_shares
 
 
 def test_a_port_in_use_is_refused():
@@ -125,14 +123,14 @@ def test_versions_of_the_code_are_told_apart(monkeypatch, tmp_path):
     def from_another_checkout(value):
         return [value, value, {**value, "code": "0123456789ab"}]
 
-    monkeypatch.setattr(agreement, "gather", from_another_checkout)
-    digest = agreement.code_digest()
+    monkeypatch.setattr(processes, "gather", from_another_checkout)
+    digest = processes.code_digest()
     with pytest.raises(ValueError, match=f"code is '{digest}' in process 0, '0123456"):
         check_alike({"run": {"steps": 3}})
-    monkeypatch.setattr(agreement, "gather", lambda value: [value, value])
+    monkeypatch.setattr(processes, "gather", lambda value: [value, value])
     check_alike({"run": {"steps": 3}})
     (tmp_path / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr(agreement.cc, "__file__", str(tmp_path / "__init__.py"))
-    first = agreement.code_digest()
+    monkeypatch.setattr(processes.cc, "__file__", str(tmp_path / "__init__.py"))
+    first = processes.code_digest()
     (tmp_path / "a.py").write_text("x = 2\n")
-    assert len({digest, first, agreement.code_digest()}) == 3
+    assert len({digest, first, processes.code_digest()}) == 3

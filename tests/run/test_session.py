@@ -90,10 +90,8 @@ def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
     resume.claim(config, path.parent)
     before = path.stat()
     resume.claim(config, path.parent)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (
-        before.st_ino,
-        before.st_mtime_ns,
-    )
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     resume.check_workdir(config, path.parent)
 
 
@@ -188,25 +186,15 @@ class TestRecordsOfAnotherNumberOfProcesses:
         for folder in (tmp_path, tmp_path / "process_1"):
             with MetricsWriter(folder) as writer:
                 for step in range(1, 5):
-                    writer.write(
-                        {
-                            "kind": "train",
-                            "step": step,
-                            "tokens": step,
-                            "loss": 1.0,
-                            "loss_regions": [1.0],
-                            "bytes_sent_per_region": 0,
-                        }
-                    )
+                    writer.write({
+                        "kind": "train", "step": step, "tokens": step, "loss": 1.0,
+                        "loss_regions": [1.0], "bytes_sent_per_region": 0,
+                    })  # fmt: skip
                     if step == 3:
-                        saved.append(
-                            {
-                                "metrics_bytes": writer.offset,
-                                "seconds": 7.0,
-                                "began_s": 0.0,
-                                "stream": {"regions": {str(len(saved)): 0}},
-                            }
-                        )
+                        saved.append({
+                            "metrics_bytes": writer.offset, "seconds": 7.0,
+                            "began_s": 0.0, "stream": {"regions": {str(len(saved)): 0}},
+                        })  # fmt: skip
         return tmp_path, saved
 
     @pytest.mark.parametrize("num_saved", [1, 2])

@@ -7,10 +7,15 @@ import pytest
 from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.messages import Seat, Snapshot, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.run.attendance import SYNCS_FILE, last_merge
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import ResumeError
-from cocodc_jax.run.taking_part import _begins, _go_on, run_digest
+from cocodc_jax.run.taking_part import (
+    SYNCS_FILE,
+    _begins,
+    _go_on,
+    last_merge,
+    run_digest,
+)
 
 PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
 
@@ -61,11 +66,4 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
 def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
     told = "the run is at step 4, and this region's own checkpoint at step 8: of an"
     with pytest.raises(ResumeError, match=told):
-        _go_on(None, Snapshot(4, {}, ()), 8, None, None, None)
-
-
-def test_the_last_merge_of_a_long_run_is_found(tmp_path):
-    with (tmp_path / SYNCS_FILE).open("w") as file:
-        for step in range(5000):
-            file.write(json.dumps({"regions": [0, 1], "apply_step": step}) + "\n")
-    assert last_merge(tmp_path) == 4999
+        _go_on(None, Snapshot(4, {}, ()), 8, None, None)

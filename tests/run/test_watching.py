@@ -6,8 +6,6 @@ each pair takes, and a clock that is turned by hand.
 
 import heapq
 import itertools
-import json
-import math
 import random
 
 import numpy as np
@@ -18,6 +16,7 @@ from cocodc_jax.elastic.messages import Choice, Decision, Row
 from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.straggler_detector import Silence, Silences
 from cocodc_jax.elastic.times import Measured
+from cocodc_jax.files import read_lines
 from cocodc_jax.run.fault_watch import FAULTS_FILE, FaultWatch
 
 NUM, TICK_S, SYNC_STEPS = 4, 0.5, 10
@@ -60,9 +59,8 @@ class Lab:
             seconds = 0.04 * self.random.uniform(0.8, 1.3)
             if isinstance(message, Row | Decision | Choice):
                 big = isinstance(message, Row) or len(message.rows) > 0
-                seconds += (
-                    big * self.row_s[region, dest] * self.random.uniform(0.8, 1.25)
-                )
+                noise = self.random.uniform(0.8, 1.25)
+                seconds += big * self.row_s[region, dest] * noise
                 seconds += big * self.burst_s(region, dest)
                 while big and self.random.random() < self.shares.get((region, dest), 0):
                     seconds += 1.0
@@ -146,12 +144,7 @@ class Lab:
                     member.shunned, member.detours = told
 
     def faults(self, region=0):
-        path = self.folder / str(region) / FAULTS_FILE
-        return (
-            [json.loads(x) for x in path.read_text().splitlines()]
-            if path.exists()
-            else []
-        )
+        return read_lines(self.folder / str(region) / FAULTS_FILE, dict)
 
     def named(self, region=0, what="begins"):
         return [
@@ -320,22 +313,6 @@ def test_the_list_goes_around_a_link_of_the_coordinator(tmp_path, is_from_it):
         assert {lab.means[region][sync] for sync in new} == {(0, 1, 2, 3)}
 
 
-def test_the_matrix_of_a_cut_names_the_smaller_part(tmp_path):
-    (tmp_path / "0").mkdir()
-    watch, everyone = FaultWatch(tmp_path / "0", "warn", 0.05), tuple(range(5))
-    seconds = [[0.5] * 5 for _ in range(5)]
-    for sync in range(12):
-        if sync == 8:
-            for i, j in itertools.product(range(3), (3, 4)):
-                seconds[i][j] = seconds[j][i] = math.inf
-        watch(Measured((0, sync), seconds, [1.0] * 5), everyone)
-    (line,) = (tmp_path / "0" / FAULTS_FILE).read_text().splitlines()
-    line = json.loads(line)
-    assert (line["kind"], line["where"]) == ("partition", [3, 4])
-    assert line["start_step"] == 10
-    assert line["seconds"] is None
-
-
 def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
     """Signs of life twice a second, some late; a sync every 0.8 s."""
     found, due = [], dict.fromkeys(regions, now)
@@ -365,7 +342,7 @@ def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not(tmp_path):
     watch = FaultWatch(tmp_path, "warn", 0.05, lambda *each: seen.append(each))
     for now in ({2: Silence(2.5, 0.7)}, {2: Silence(3.0, 0.7)}, {}):
         watch.silent(now)
-    lines = map(json.loads, (tmp_path / FAULTS_FILE).read_text().splitlines())
+    lines = read_lines(tmp_path / FAULTS_FILE, dict)
     told = [(x["fault"], x["kind"], x["where"], x["seconds"]) for x in lines]
     assert told == [("begins", "silent", [2], 2.5), ("ends", "silent", [2], 3.0)]
     assert [(is_on, x.kind, x.where) for is_on, x, _ in seen] == [
@@ -382,6 +359,7 @@ def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
     for start in range(1, 8):
         told = watch(Measured((0, start), quiet, [1.0, nan, nan]), (0,))
         assert told == (frozenset(), frozenset())
-    lines = (tmp_path / FAULTS_FILE).read_text().splitlines()
-    named = [(x["kind"], x["where"]) for x in map(json.loads, lines)]
+    lines = read_lines(tmp_path / FAULTS_FILE, dict)
+    assert {(line["start_step"], line["seconds"]) for line in lines} == {(1, None)}
+    named = [(x["kind"], x["where"]) for x in lines]
     assert named == [("gone", [1]), ("gone", [2])]

@@ -45,15 +45,6 @@ def test_the_wait_from_the_steps_to_the_arrival_is_stall():
     assert 0.1 < recorder.stall_s < longest + 1
 
 
-def test_an_early_arrival_is_no_stall():
-    steps = PendingMean()
-    with FlightRecorder() as recorder:
-        recorder.stepped(4, steps, merged(READY))
-        time.sleep(0.2)
-        steps.gate.set()
-    assert recorder.stall_s < 0.1
-
-
 def test_waits_add_up():
     with FlightRecorder() as recorder:
         for step in range(3):
@@ -186,7 +177,7 @@ def test_who_hands_out_a_merge_may_wait_for_its_mean():
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])
         recorder.started(1, 2, READY, arriving.PendingMean(future))
-        recorder.handed_out(4, steps)
+        recorder.stepped(4, steps)
         time.sleep(0.2)
         steps.gate.set()
         time.sleep(0.8)

@@ -1,7 +1,7 @@
 """A region that comes back goes on from another one's memory."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -74,55 +74,38 @@ def train(tiny, program, state, link, end, seen):
 def test_leaving_and_coming_back(tiny, name, options):
     method = methods.get(name, sync_interval=4, **options)
     one, two = places()
-    seen, errors, ends = {}, [], {}
+    seen = {}
 
     def stays():
-        try:
-            program = make_program(tiny, method, one)
-            size = joining.max_frame_bytes(program)
-            with Link(one, "run", size) as link:
-                program.exchange.link = link
-                assert link.join(60) is None
-                state = train(tiny, program, tiny.start(program), link, END, seen)
-                ends[0] = tiny.numbers(state)
-                assert program._steps._cache_size() == 1  # Of whatever length.
-        except BaseException as error:
-            errors.append(error)
+        program = make_program(tiny, method, one)
+        with Link(one, "run", joining.max_frame_bytes(program)) as link:
+            program.exchange.link = link
+            assert link.join(60) is None
+            state = train(tiny, program, tiny.start(program), link, END, seen)
+            assert program._steps._cache_size() == 1  # Of whatever length.
+            return tiny.numbers(state)
 
     def leaves():
-        try:
-            program = make_program(tiny, method, two)
-            size = joining.max_frame_bytes(program)
-            with Link(two, "run", size) as link:
-                program.exchange.link = link
-                assert link.join(60) is None
-                train(tiny, program, tiny.start(program), link, LEFT, seen)
-            with Link(two, "run", size) as link:
-                program.exchange.link = link
-                copy = link.join(60)
-                assert copy.step == AGAIN
-                state = joining.adopt(
-                    program, tiny.make_params(), jax.random.key(0), copy
-                )
-                assert state.step == AGAIN
-                outer = program.outer_params(state)
-                for x, y in zip(
-                    jax.tree.leaves(outer), jax.tree.leaves(state.region.params),
-                    strict=True,
-                ):  # fmt: skip
-                    np.testing.assert_array_equal(x, y[0])
-                state = train(tiny, program, state, link, END, seen)
-                ends[1] = tiny.numbers(state)
-        except BaseException as error:
-            errors.append(error)
+        program = make_program(tiny, method, two)
+        size = joining.max_frame_bytes(program)
+        with Link(two, "run", size) as link:
+            program.exchange.link = link
+            assert link.join(60) is None
+            train(tiny, program, tiny.start(program), link, LEFT, seen)
+        with Link(two, "run", size) as link:
+            program.exchange.link = link
+            copy = link.join(60)
+            state = joining.adopt(program, tiny.make_params(), jax.random.key(0), copy)
+            assert copy.step == state.step == AGAIN
+            outer = program.outer_params(state)
+            for x, y in zip(
+                *map(jax.tree.leaves, (outer, state.region.params)), strict=True
+            ):
+                np.testing.assert_array_equal(x, y[0])
+            return tiny.numbers(train(tiny, program, state, link, END, seen))
 
-    threads = [threading.Thread(target=each) for each in (stays, leaves)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor() as pool:
+        ends = [each.result() for each in [pool.submit(stays), pool.submit(leaves)]]
     compared = [step for region, step in seen if region == 1]
     assert min(compared) <= LEFT
     assert sum(step > AGAIN for step in compared) > 2

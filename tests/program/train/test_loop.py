@@ -15,12 +15,11 @@ from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import Output
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train import loop
-from cocodc_jax.train.cadence import Cadence
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.train.finite import NonFiniteLossError
-from cocodc_jax.train.hooks import NO_HOOKS, Hooks
+from cocodc_jax.train.hooks import NO_HOOKS, Cadence, Hooks
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
 
@@ -94,9 +93,7 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
     runs = []
     for overlap in ("no", "yes"):
         program = tiny.make_program(
-            "streaming_diloco",
-            mesh,
-            transport=Transport("program", overlap=overlap),
+            "streaming_diloco", mesh, transport=Transport("program", overlap=overlap)
         )
         cadence = dict(eval_every=3, checkpoint_every=4)
         run = Run(
@@ -132,23 +129,14 @@ class TestRecords:
             evaluate=evaluate,
         )
         assert [(r["kind"], r["step"]) for r in run.records] == [
-            ("train", 2),
-            ("train", 4),
-            ("train", 6),
-            ("sync", 6),
-            ("eval", 6),
-            ("train", 8),
-            ("sync", 8),
-            ("eval", 9),  # And at the end.
-        ]
+            ("train", 2), ("train", 4), ("train", 6), ("sync", 6), ("eval", 6),
+            ("train", 8), ("sync", 8), ("eval", 9),  # And at the end.
+        ]  # fmt: skip
         fragments = program.fragments.num_bytes
         first, second = run.of_kind("sync")
-        assert (first["fragment"], first["start_step"], first["apply_step"]) == (
-            1,
-            2,
-            6,
-        )
-        assert (second["fragment"], second["start_step"]) == (0, 4)
+        names = ("fragment", "start_step", "apply_step")
+        assert [first[name] for name in names] == [1, 2, 6]
+        assert [second[name] for name in names] == [0, 4, 8]
         assert [first["bytes"], second["bytes"]] == [fragments[1], fragments[0]]
         assert first["pseudo_gradient_norm"] > 0
         assert first["correction_ratio"] is None
@@ -164,13 +152,7 @@ class TestRecords:
         _, outputs = tiny.finish(program, tiny.start(program), 12)
         losses = np.concatenate([np.asarray(o.losses) for o in outputs])
         syncs = [sync for output in outputs for sync in output.syncs]
-        run = Run(
-            tiny,
-            program,
-            12,
-            cadence={"eval_every": 4},
-            evaluate=evaluate,
-        )
+        run = Run(tiny, program, 12, cadence={"eval_every": 4}, evaluate=evaluate)
         for i, record in enumerate(run.of_kind("train")):
             window = losses[3 * i : 3 * i + 3].astype(np.float64)
             assert record["step"] == 3 * i + 3
@@ -255,12 +237,7 @@ class TestCadence:
         program = tiny.shared_program(method_name)
         expected, _ = tiny.finish(program, tiny.start(program), 12)
         run = Run(
-            tiny,
-            program,
-            12,
-            folder=tmp_path,
-            cadence=cadence,
-            evaluate=evaluate,
+            tiny, program, 12, folder=tmp_path, cadence=cadence, evaluate=evaluate
         )
         state = program.synchronize(expected)
         tiny.assert_same(tiny.numbers(run.result.state), tiny.numbers(state))
@@ -359,25 +336,14 @@ class FakeProgram:
 
 
 def train_fake(program, num_steps, cadence, hooks=NO_HOOKS):
-    state = TrainState(None)
-    batches = itertools.repeat(np.zeros(1))
-    evaluate = (lambda params: 0.0) if cadence.eval_every else None
-    return train(
-        program,
-        state,
-        batches,
-        num_steps,
-        lambda step: step,
-        cadence=cadence,
-        hooks=hooks,
-        evaluate=evaluate,
-    )
+    state, batches = TrainState(None), itertools.repeat(np.zeros(1))
+    options = {"evaluate": lambda params: 0.0} if cadence.eval_every else {}
+    options |= {"cadence": cadence, "hooks": hooks}
+    return train(program, state, batches, num_steps, lambda step: step, **options)
 
 
 def scans(event_every, num_steps, cadence):
     program = FakeProgram(event_every)
-    if cadence.checkpoint_every:  # Cuts the scans also where nothing is saved.
-        assert cadence.eval_every
     train_fake(program, num_steps, cadence)
     return program.lengths
 
@@ -385,15 +351,8 @@ def scans(event_every, num_steps, cadence):
 @pytest.mark.parametrize("aux", [{}, {"stage_bytes": 7.0, "accuracy": 0.5}])
 def test_a_record_has_a_pipelines_bytes_where_the_loss_tells(aux):
     records = []
-    train(
-        FakeProgram(aux=aux),
-        TrainState(None),
-        itertools.repeat(np.zeros(1)),
-        4,
-        lambda step: step,
-        cadence=Cadence(log_every=2),
-        hooks=Hooks(record=records.append),
-    )
+    hooks = Hooks(record=records.append)
+    train_fake(FakeProgram(aux=aux), 4, Cadence(log_every=2), hooks)
     found = [r.get("stage_bytes") for r in records if r["kind"] == "train"]
     assert found == [aux.get("stage_bytes")] * 2
     assert not any("accuracy" in record for record in records)
@@ -456,14 +415,9 @@ class TestResuming:
         whole = Run(tiny, program, 12, cadence=cadence, evaluate=evaluate)
 
         turns = itertools.count()
+        options = {"folder": tmp_path, "cadence": cadence, "evaluate": evaluate}
         first = Run(
-            tiny,
-            program,
-            12,
-            folder=tmp_path,
-            cadence=cadence,
-            evaluate=evaluate,
-            stop=lambda: next(turns) == stop_after,
+            tiny, program, 12, stop=lambda: next(turns) == stop_after, **options
         )
         stopped = first.result.state.step
         assert 0 < stopped < 12
@@ -472,9 +426,7 @@ class TestResuming:
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.latest_step == stopped
 
-        second = Run(
-            tiny, program, 12, folder=tmp_path, cadence=cadence, evaluate=evaluate
-        )
+        second = Run(tiny, program, 12, **options)
         assert first.records[: second.offset] + second.records == whole.records
         state = program.synchronize(whole.result.state)
         tiny.assert_same(tiny.numbers(second.result.state), tiny.numbers(state))
@@ -540,56 +492,37 @@ class TestNotFinite:
             bad[bad_region] = value if step + 1 == bad_step else 0
             yield {"x": tiny.make_batch(step)["x"], "bad": bad}
 
+    def fails(self, tiny, program, why, bad, **options):
+        with pytest.raises(NonFiniteLossError, match=why) as raised:
+            Run(tiny, program, 12, batches=self.batches(tiny, *bad), **options)
+        return raised.value
+
     @pytest.mark.parametrize("value", [np.nan, np.inf])
     def test_a_loss(self, tiny, tmp_path, programs, value):
-        with pytest.raises(
-            NonFiniteLossError,
-            match=f"loss is {value} at step 7 in region 2; "
-            "last good checkpoint: step 4. Lower",
-        ):
-            Run(
-                tiny,
-                programs[loss_plus_bad],
-                12,
-                folder=tmp_path,
-                batches=self.batches(tiny, value, 7, 2),
-                cadence={"checkpoint_every": 4},
-            )
+        why = (
+            f"loss is {value} at step 7 in region 2; last good checkpoint: step 4. Low"
+        )
+        options = {"folder": tmp_path, "cadence": {"checkpoint_every": 4}}
+        self.fails(tiny, programs[loss_plus_bad], why, (value, 7, 2), **options)
         assert [path.name for path in tmp_path.iterdir()] == ["4"]
 
     def test_a_loss_before_any_checkpoint(self, tiny, tmp_path, programs):
-        why = "step 3 in .* 1.*there is none"
-        with pytest.raises(NonFiniteLossError, match=why) as raised:
-            Run(
-                tiny,
-                programs[loss_plus_bad],
-                12,
-                folder=tmp_path,
-                batches=self.batches(tiny, np.nan, 3, 1),
-            )
-        assert (raised.value.step, raised.value.region) == (3, 1)
+        program, why = programs[loss_plus_bad], "step 3 in .* 1.*there is none"
+        error = self.fails(tiny, program, why, (np.nan, 3, 1), folder=tmp_path)
+        assert (error.step, error.region) == (3, 1)
         assert not list(tmp_path.iterdir())
 
     def test_a_parameter(self, tiny, tmp_path, programs):
         """Of the last step before a checkpoint, whose loss was still finite."""
-        with pytest.raises(
-            NonFiniteLossError,
-            match="a parameter is not finite at step 3 in region 1; .*: step 2",
-        ):
-            Run(
-                tiny,
-                programs[loss_with_bad_gradient],
-                12,
-                folder=tmp_path,
-                batches=self.batches(tiny, 1, 3, 1),
-                cadence={"checkpoint_every": 1},
-            )
+        program = programs[loss_with_bad_gradient]
+        why = "a parameter is not finite at step 3 in region 1; .*: step 2"
+        options = {"folder": tmp_path, "cadence": {"checkpoint_every": 1}}
+        self.fails(tiny, program, why, (1, 3, 1), **options)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
     def test_a_parameter_of_the_last_step(self, tiny, programs):
-        program = programs[loss_with_bad_gradient]
-        with pytest.raises(NonFiniteLossError, match="not finite at step 12 in region"):
-            Run(tiny, program, 12, batches=self.batches(tiny, 1, 12, 1))
+        why = "not finite at step 12 in region"
+        self.fails(tiny, programs[loss_with_bad_gradient], why, (1, 12, 1))
 
     def test_records_before_it_were_written(self, tiny, programs):
         run, batches = object.__new__(Run), self.batches(tiny, np.nan, 7, 0)

@@ -4,7 +4,7 @@ import numpy as np
 
 from cocodc_jax.report.events import scalars
 from cocodc_jax.report.records import check_record
-from cocodc_jax.train.routing import record_of, routing_of
+from cocodc_jax.train.records import record_of, recorded_of
 
 # Two regions, one layer, four experts, two a token.
 LOADS = np.array([[[1.0, 1.0, 0, 0]], [[1.0, 0.5, 0.5, 0]]], np.float32)
@@ -40,5 +40,5 @@ def test_many_experts_are_recorded_without_their_single_loads():
 
 
 def test_a_dense_model_has_no_routing():
-    assert routing_of({"accuracy": 1}) == {}
-    assert routing_of(AUX | {"accuracy": 1}) == AUX
+    assert recorded_of({"accuracy": 1}) == {}
+    assert recorded_of(AUX | {"accuracy": 1}) == AUX

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.train.cadence import Cadence
 from cocodc_jax.train.checkpoint import Checkpoints
-from cocodc_jax.train.hooks import Hooks
+from cocodc_jax.train.hooks import Cadence, Hooks
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.spikes import LossSpikeError, Spikes, SpikeWatch
 
