@@ -88,11 +88,7 @@ class Comparison:
     """A checked comparison; `rows` runs it."""
 
     def __init__(self, values: absl_flags.FlagValues, train: Sequence[str]):
-        """Check all flags; run nothing.
-
-        Raises:
-          ValueError: with the flag, its value and a value that works.
-        """
+        """Check all flags; run nothing."""
         if not values.workdir:
             raise ValueError("workdir=None is missing; name a folder for the results")
         self._workdir = pathlib.Path(values.workdir)
@@ -224,11 +220,7 @@ class Comparison:
 
 
 def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
-    """Return the configuration that all runs share.
-
-    Raises:
-      ValueError: for an invalid value, or a flag that this program sets.
-    """
+    """Return the configuration that all runs share."""
     flags.define(WITHOUT)
     flags.parse(["experiments.train", *train])
     for name in ("workdir", *flags.PROCESSES):

@@ -61,11 +61,7 @@ def main() -> None:
 
 
 def read_flags() -> tuple[Job, pathlib.Path]:
-    """Return the configuration to compile, and the folder of the result.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Return the configuration to compile, and the folder of the result."""
     if not flags.given("target"):
         raise ValueError(f"target=None is no machine; use one of {', '.join(CHIPS)}")
     programs = flags.value("programs")

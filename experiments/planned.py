@@ -64,11 +64,7 @@ def define() -> None:
 
 
 def planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the plan's choices, and print why.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Return the configuration with the plan's choices, and print why."""
     best = _best(config)
     if best is not None and max(flags.processes().process_id, _region()) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())

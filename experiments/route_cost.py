@@ -49,11 +49,7 @@ def define_flags() -> absl_flags.FlagValues:
 def step_seconds(
     route: str, train: Sequence[str], workdir: pathlib.Path, tokens_per_step: int
 ) -> float:
-    """Train, and return the seconds of a step.
-
-    Raises:
-      ValueError: if the run fails, or is too short to be timed.
-    """
+    """Train, and return the seconds of a step."""
     own = ["--elastic"] if route == "elastic" else []
     command = [*commands.python_m("launch_local"), *own, "--", *train]
     log = workdir.with_suffix(".log")

@@ -45,11 +45,7 @@ Row = dict[str, str]
 
 
 def of_folder(folder: pathlib.Path, now: float) -> tuple[list[Row], list[str]]:
-    """Return the rows of a folder, and lines about faults.
-
-    Raises:
-      ValueError: naming the folder, if it holds no run, or a file is damaged.
-    """
+    """Return the rows of a folder, and lines about faults."""
     runs = [folder]
     if not (folder / CONFIG_FILE).exists():
         paths = (folder.glob(f"{depth}/{CONFIG_FILE}") for depth in ("*", "*/*"))
@@ -192,12 +188,7 @@ def _checkpoint(folder: pathlib.Path, saved: Sequence[int], now: float) -> str:
 
 
 def of_address(address: str, now: float) -> tuple[list[Row], list[str]]:
-    """Return the row of a process that answers at HOST:PORT, and lines about faults.
-
-    Raises:
-      OSError: if nothing answers.
-      ValueError: if what answers is no run.
-    """
+    """Return the row of a process that answers at HOST:PORT, and lines about faults."""
     url = f"http://{address}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:

@@ -252,11 +252,7 @@ def _train_batches(
 
 
 def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
-    """Write the report of the finished rows.
-
-    Raises:
-      ValueError: if there are none, or the reference is none of them.
-    """
+    """Write the report of the finished rows."""
     halving, chosen = workdir / HALVING_FILE, None
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]

@@ -58,11 +58,7 @@ def main() -> None:
 def read_flags(
     plan: Callable[[TrainConfig], TrainConfig] | None = None,
 ) -> tuple[TrainConfig, str]:
-    """Return the run's configuration and folder.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Return the run's configuration and folder."""
     config = flags.config()
     if plan is not None:
         config = plan(config)

@@ -63,11 +63,7 @@ class Case:
 def make_case(
     name: str, regions: int, interval: int, num_layers: int | None = None
 ) -> Case:
-    """Build the case of a name.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
+    """Build the case of a name."""
     if name == GPT:
         gpt = Gpt() if num_layers is None else Gpt(num_layers=num_layers)
         sizes = (interval, regions, 8, gpt.length + 1)

@@ -24,11 +24,7 @@ LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave a
 
 
 def check(names: Iterable[str]) -> None:
-    """Refuse a name that is not in `GROWTHS`.
-
-    Raises:
-      ValueError: with the name.
-    """
+    """Refuse a name that is not in `GROWTHS`."""
     for name in names:
         if name not in GROWTHS:
             raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")

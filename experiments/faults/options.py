@@ -66,11 +66,7 @@ def define_flags() -> absl_flags.FlagValues:
 
 
 def check_own(own: Any) -> None:
-    """Refuse numbers out of range, and flags that would have no effect.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Refuse numbers out of range, and flags that would have no effect."""
     for name in ("gap_s", "restart_s", "tolerance", "at_s", "fault_s"):
         if not 0 <= own[name].value < math.inf:
             raise ValueError(
@@ -87,11 +83,7 @@ def check_own(own: Any) -> None:
 
 
 def check_kills(kills: int, regions: int) -> None:
-    """Refuse kills that would leave no region with the run in memory.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Refuse kills that would leave no region with the run in memory."""
     if kills < 0:
         raise ValueError(f"--kills={kills} must be 0 or more")
     if kills and regions < 2:

@@ -21,11 +21,7 @@ def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
 
 
 def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
-    """Train in one process with all regions; return the outer parameters' loss.
-
-    Raises:
-      ValueError: with its last line of output, if it fails.
-    """
+    """Train in one process with all regions; return the outer parameters' loss."""
     command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
     log = workdir / "output.log"
     workdir.mkdir(parents=True, exist_ok=True)

@@ -39,11 +39,7 @@ class Network:
 
 
 def network(text: str, num_regions: int) -> Network:
-    """Return the network that a word names.
-
-    Raises:
-      ValueError: with the word and what would be right.
-    """
+    """Return the network that a word names."""
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem

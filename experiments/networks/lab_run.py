@@ -82,7 +82,6 @@ def measured(
     """Return the measurements of the run in `folder`; run it if it is not done.
 
     Raises:
-      ValueError: if the folder has the result of another command or other links.
       LabRunError: if the run failed, with its last line of output.
       StoppedError: after SIGINT or SIGTERM, when the run has ended.
     """
@@ -102,11 +101,7 @@ def measured(
 def held(
     command: Sequence[str], folder: pathlib.Path, links: str | None = None
 ) -> dict[str, Any] | None:
-    """Return the result in a folder; None without one.
-
-    Raises:
-      ValueError: if it is the result of another command or other links.
-    """
+    """Return the result in a folder; None without one."""
     if not (folder / RESULT).exists():
         return None
     value = read_table(folder / RESULT)

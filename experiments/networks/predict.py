@@ -24,11 +24,7 @@ USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 
 
 def check(method: Method) -> None:
-    """Refuse a method that several processes cannot run.
-
-    Raises:
-      ValueError: with the reason.
-    """
+    """Refuse a method that several processes cannot run."""
     why = method.sync.only_in_program if method.sync else None
     if method.num_regions is not None:
         why = "it is for a single region"

@@ -47,11 +47,7 @@ def build_topology(values: flags.FlagValues) -> Topology:
 
 
 def build_method(values: flags.FlagValues) -> Method:
-    """Return the method the flags describe.
-
-    Raises:
-      ValueError: for an argument that the method does not take or refuses.
-    """
+    """Return the method the flags describe."""
     name = values.method
     taken = methods.defaults(name)
     given = dict(DEFAULTS.get(name, {}))

@@ -28,12 +28,7 @@ def write_json(path: pathlib.Path, value: dict) -> None:
 def read_curve(
     path: str | pathlib.Path, key: str = "eval_loss"
 ) -> list[tuple[float, float]]:
-    """Read (step, loss) pairs from JSON lines or from a JSON list of pairs.
-
-    Raises:
-      ValueError: with the file, if it has no such pair or steps do not increase.
-      OSError: if the file cannot be read.
-    """
+    """Read (step, loss) pairs from JSON lines or from a JSON list of pairs."""
     text = pathlib.Path(path).read_bytes()
     try:
         if text.lstrip().startswith(b"["):

@@ -178,11 +178,7 @@ SECTIONS = {
 
 
 def check(values: flags.FlagValues) -> None:
-    """Refuse flags that would have no effect, and numbers out of range.
-
-    Raises:
-      ValueError: with the flag and its value.
-    """
+    """Refuse flags that would have no effect, and numbers out of range."""
     others = [name for name in values if name not in ("table", "help")]
     for mode, names in ({"table": others} | UNREAD).items():
         for name in names:
@@ -206,11 +202,7 @@ def check(values: flags.FlagValues) -> None:
 
 
 def check_finite(values: flags.FlagValues, *names: str) -> None:
-    """Refuse NaN and infinite numbers.
-
-    Raises:
-      ValueError: with the flag and its value.
-    """
+    """Refuse NaN and infinite numbers."""
     for name in names:
         value = getattr(values, name)
         if not math.isfinite(value):

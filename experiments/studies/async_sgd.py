@@ -72,11 +72,7 @@ class Setup:
     seeds: int = 5
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers."""
         for name in ("updates", "workers", "batch", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -79,11 +79,7 @@ def main() -> None:
 def _results(
     workdir: pathlib.Path, command: str
 ) -> tuple[pathlib.Path, list[dict[str, Any]]]:
-    """Return the file of the results, and the rows that the same command wrote before.
-
-    Raises:
-      ValueError: if it is another command's.
-    """
+    """Return the file of results, and the rows that the same command wrote before."""
     make_folder(workdir)
     path = workdir / "delay_cost.json"
     if not path.exists():

@@ -45,11 +45,7 @@ class Routing:
     batches: int
 
     def check(self, config: TrainConfig) -> None:
-        """Check the numbers for a run.
-
-        Raises:
-          ValueError: with the flag, its value and a value that works.
-        """
+        """Check the numbers for a run."""
         regions, length = config.run.regions, config.data.sequence_length
         if regions < 2:
             raise ValueError(

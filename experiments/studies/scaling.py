@@ -68,11 +68,7 @@ class Law:
         return math.exp(self.coefficients[0])
 
     def predict(self, factors: Mapping[str, float]) -> tuple[float, float, float]:
-        """Return the loss of a new setting with these factors, and its interval.
-
-        Raises:
-          KeyError: if a factor of the law is missing.
-        """
+        """Return the loss of a new setting with these factors, and its interval."""
         row = _row(factors, self.names)
         middle = float(row @ self.coefficients)
         variance = self.residual**2 + float(row @ self.covariance @ row)
@@ -81,12 +77,7 @@ class Law:
 
 
 def fit(observations: Sequence[Observation]) -> Law:
-    """Fit the law.
-
-    Raises:
-      ValueError: if parameters do not vary, if there are too few observations, or if
-        factors vary together, so that their exponents are not determined.
-    """
+    """Fit the law."""
     names = tuple(
         name for name in FACTORS if len({o.factors[name] for o in observations}) > 1
     )
@@ -124,11 +115,7 @@ def fit(observations: Sequence[Observation]) -> Law:
 
 
 def held_out(observations: Sequence[Observation]) -> list[tuple[float, float]]:
-    """Return (predicted, observed) at the largest size, by the law of smaller ones.
-
-    Raises:
-      ValueError: as `fit`, for the settings without the largest.
-    """
+    """Return (predicted, observed) at the largest size, by the law of smaller ones."""
     largest = max(o.factors[PARAMETERS] for o in observations)
     law = fit([o for o in observations if o.factors[PARAMETERS] < largest])
     return [

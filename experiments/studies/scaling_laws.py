@@ -54,11 +54,7 @@ def main() -> None:
 
 
 def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
-    """Return the observations of each method.
-
-    Raises:
-      KeyError: if an entry is missing.
-    """
+    """Return the observations of each method."""
     found: Observations = {}
     for cell in cells:
         column = column_of(cell)

@@ -141,13 +141,7 @@ class Advice:
 
 
 def read(paths: str | pathlib.Path) -> list[Choice]:
-    """Return what sweeps measured: of each cell the tuned column, or the only one.
-
-    Raises:
-      ValueError: naming the file, if it is none of those, or has nothing whole in it;
-        if runs are not of as many parameters, steps and tokens.
-      OSError: if one cannot be read.
-    """
+    """Return what sweeps measured: of each cell the tuned column, or the only one."""
     found = [choice for path in str(paths).split(",") for choice in _read(path)]
     sizes = {choice.size for choice in found}
     if len(sizes) > 1:
@@ -192,11 +186,7 @@ def advise(
     step_time_s: Sequence[float],
     collective: str | None = None,
 ) -> list[Advice]:
-    """Return what may be expected of each choice, the least loss first.
-
-    Raises:
-      ValueError: as `exchanges.simulate_method`.
-    """
+    """Return what may be expected of each choice, the least loss first."""
     regions = topology.num_regions
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
     found = []

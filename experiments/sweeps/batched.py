@@ -157,7 +157,6 @@ class BatchTrainer:
 
         Raises:
           StoppedError: if it was asked to stop.
-          ValueError: if the data do not go with the configuration.
         """
         began_s = time.perf_counter()
         padded = [*batch.rows, *[batch.rows[-1]] * (batch.size - len(batch.rows))]

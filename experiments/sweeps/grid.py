@@ -50,11 +50,7 @@ class Setting:
         return setting_key(self.config.to_json())
 
     def at(self, steps: int) -> Setting:
-        """Return the setting with another number of steps.
-
-        Raises:
-          ValueError: naming the row and what does not go with so many steps.
-        """
+        """Return the setting with another number of steps."""
         try:
             config = self.config.replace(steps=steps)
         except ValueError as error:
@@ -80,12 +76,7 @@ class Grid:
 
 
 def read(path: str | os.PathLike[str]) -> Grid:
-    """Read a grid file and check every row of it.
-
-    Raises:
-      ValueError: naming the group, the row, the flag and what would be right.
-      OSError: if the file cannot be read.
-    """
+    """Read a grid file and check every row of it."""
     try:
         table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -138,11 +129,7 @@ def from_table(table: Mapping[str, Any]) -> Grid:
 
 
 def _names(key: str, names: Any) -> tuple[str, ...]:
-    """Return names of flags.
-
-    Raises:
-      ValueError: naming the key they are under.
-    """
+    """Return names of flags."""
     if not isinstance(names, list | tuple):
         raise ValueError(
             f'{key}={names!r} must be a list of names of flags, such as ["outer_lr"]'
@@ -214,11 +201,7 @@ def _choices(group: str, name: str, values: Any) -> list[Flags]:
 
 
 def _config(start: TrainConfig, flags: Flags) -> TrainConfig:
-    """Return the resolved configuration of a row.
-
-    Raises:
-      ValueError: for a flag that it does not know, or its method does not take.
-    """
+    """Return the resolved configuration of a row."""
     leaves = {name: _checked(name, value) for name, value in flags.items()}
     if "preset" in leaves:
         raise ValueError(

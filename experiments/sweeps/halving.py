@@ -40,11 +40,7 @@ class Halving:
     winners: int = 1
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers."""
         rungs = _listed(self.rungs)
         if not _are_whole(rungs) or rungs != sorted(set(rungs)) or rungs[0] < 1:
             raise ValueError(
@@ -68,11 +64,7 @@ class Halving:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Halving:
-        """Return what a table of a grid file says.
-
-        Raises:
-          ValueError: naming what is missing, unknown or wrong.
-        """
+        """Return what a table of a grid file says."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
         if odd := sorted((table.keys() - fields.keys()) | (needed - table.keys())):
@@ -111,11 +103,7 @@ class Halving:
 
 
 def check_seeds(name: str, seeds: Any) -> tuple[int, ...]:
-    """Return seeds that are whole numbers, each once.
-
-    Raises:
-      ValueError: naming what they are of.
-    """
+    """Return seeds that are whole numbers, each once."""
     seeds = _listed(seeds)
     ok = _are_whole(seeds) and len(set(seeds)) == len(seeds)
     if not ok or not 0 <= min(seeds) <= max(seeds) <= _LAST_SEED:

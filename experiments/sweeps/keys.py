@@ -41,10 +41,6 @@ def completed(config: Config) -> dict[str, Any]:
     What this version does not know stays as it is: such a run is no run of today's.
     Arguments that a method was not given are there too, as None: they may have another
     default one day.
-
-    Raises:
-      KeyError: for a section that is missing.
-      TypeError: for one that is no table.
     """
     return dict(config) | {
         section: _defaults(section, config[section]) | dict(config[section])

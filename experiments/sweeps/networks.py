@@ -73,11 +73,7 @@ class Arrival:
 
 
 def networks(text: str) -> list[Network]:
-    """Return the networks that a flag names.
-
-    Raises:
-      ValueError: naming the word and what would be right.
-    """
+    """Return the networks that a flag names."""
     if text == "all":
         return [Network(mbit, ms) for mbit in MBIT for ms in LATENCY_MS]
     found = []

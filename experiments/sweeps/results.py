@@ -87,12 +87,7 @@ def _curves(column: Column) -> dict[str, list[list[float]]]:
 def read_cells(
     path: str | pathlib.Path, make: Callable[[Sequence[Mapping[str, Any]]], T]
 ) -> T:
-    """Return what `make` makes of the cells in a cells.json.
-
-    Raises:
-      ValueError: naming the file, if it is none, or `make` misses something in it.
-      OSError: if it cannot be read.
-    """
+    """Return what `make` makes of the cells in a cells.json."""
     try:
         return make(read_table(path)["cells"])
     except (KeyError, TypeError, IndexError) as error:
@@ -115,10 +110,6 @@ def load(path: str | pathlib.Path) -> list[Cell]:
 
     Their rows have seeds and last losses, which is what differences and steps to a loss
     need of a reference, and no curves.
-
-    Raises:
-      ValueError: naming the file, if it is none.
-      OSError: if it cannot be read.
     """
     return read_cells(path, lambda found: [c for cell in found for c in _cells(cell)])
 

@@ -42,9 +42,6 @@ def read(folder: pathlib.Path) -> list[Row]:
     is still being written, or was cut off by a kill, is left out. Keys are those of the
     configuration that is written in the row, with today's defaults for the fields that
     it did not have yet.
-
-    Raises:
-      ValueError: naming the file and the line that is damaged.
     """
     found: dict[str, Row] = {}
     for path in sorted(folder.glob("rows*.jsonl")):

@@ -88,11 +88,7 @@ class Row:
 
 
 def check(settings: Sequence[Setting]) -> None:
-    """Build the program of every setting, and none twice; compiles nothing.
-
-    Raises:
-      ValueError: naming the row, the flag, its value and what would be right.
-    """
+    """Build the program of every setting, and none twice; compiles nothing."""
     # JAX makes its CPU devices once: as many as the row that needs most.
     for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
         _of_setting(setting, use_devices, setting.config.run, 1)
@@ -140,7 +136,6 @@ class Trainer:
 
         Raises:
           StoppedError: if it was asked to end before.
-          ValueError: if the data do not go with the configuration.
         """
         folder = self._folder / row.row_id
         before = self._before

@@ -207,11 +207,7 @@ def _all(sync_interval: int) -> list[Rule]:
 
 
 def check_names(names: Sequence[str], sync_interval: int) -> None:
-    """Refuse a rule that is unknown, or named twice.
-
-    Raises:
-      ValueError: naming it, and those that there are.
-    """
+    """Refuse a rule that is unknown, or named twice."""
     known = table(sync_interval)
     for name in names:
         if name not in known:
@@ -221,11 +217,7 @@ def check_names(names: Sequence[str], sync_interval: int) -> None:
 
 
 def check_delays(delays: Sequence[int], sync_interval: int) -> None:
-    """Refuse a delay that does not fit between two syncs, and none at all.
-
-    Raises:
-      ValueError: naming it, and what would be right.
-    """
+    """Refuse a delay that does not fit between two syncs, and none at all."""
     if not delays:
         raise ValueError("delays=() is empty; name at least one")
     for delay in delays:

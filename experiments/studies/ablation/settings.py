@@ -54,11 +54,7 @@ class Settings:
     trials: int = 6
 
     def __post_init__(self):
-        """Check what nothing else does.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check what nothing else does."""
         for name in ("steps", "trials", "regions", "eval_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
