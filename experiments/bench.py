@@ -30,7 +30,7 @@ from rich.console import Console
 import cocodc_jax as cc
 from cocodc_jax.run import flags
 
-from . import commands
+from . import program
 from .benchmarks import contenders, growth, tables
 from .benchmarks.cases import GPT, Case, make_case
 from .benchmarks.torch_loop import torch_diloco
@@ -191,11 +191,7 @@ def define() -> None:
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

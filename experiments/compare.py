@@ -35,7 +35,7 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 from cocodc_jax.train.finite import NonFiniteLossError
 
-from . import commands
+from . import commands, program
 
 WITHOUT = ("method", "seed")
 
@@ -239,11 +239,7 @@ def define() -> None:
     flags.define_one(int, "seeds", 1, "Seeds of each method: 0, 1, ...")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -39,7 +39,7 @@ from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from . import commands, program
 from .networks import cases, lab_run, plot, predict, report
 from .networks.lab_run import LabRunError, Measured
 from .networks.measure import Pace
@@ -289,10 +289,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -34,7 +34,7 @@ from cocodc_jax.run.build import check_model
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from . import program
 
 with extra("train"):
     from rich.console import Console
@@ -188,11 +188,7 @@ def define() -> None:
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -15,7 +15,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.hugging_face import PARAMS, export
 
-from . import commands
+from . import program
 
 
 def main() -> None:
@@ -55,11 +55,7 @@ def define() -> None:
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

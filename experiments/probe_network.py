@@ -53,7 +53,7 @@ from cocodc_jax.run.messages import check_numbers, one_line, while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from . import commands, program
 
 FILE = "probe.json"
 _LEAST_MTU_BYTES = 68  # of IPv4
@@ -230,10 +230,7 @@ def _write(
     write_whole(workdir / FILE, text + "\n")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

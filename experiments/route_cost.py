@@ -15,35 +15,17 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import dumps
-from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from . import commands, program
 from .train import read_flags
 
 _SUMMARY = {"outer": "summary.json", "elastic": "region_0/summary.json"}
-
-
-def define_flags() -> absl_flags.FlagValues:
-    """Return this program's flags, apart from those of the training."""
-    values = absl_flags.FlagValues()
-    for name, default, text in (
-        ("regions", 2, "regions that train"),
-        ("pairs", 2, "runs of each kind"),
-    ):
-        absl_flags.DEFINE_integer(
-            name, default, text, lower_bound=1, flag_values=values
-        )
-    absl_flags.DEFINE_string("workdir", None, "folder of the runs", flag_values=values)
-    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    return values
 
 
 def step_seconds(
@@ -67,12 +49,16 @@ def step_seconds(
 
 def main(argv: Sequence[str]) -> int:
     """Run the program."""
-    own = define_flags()
+    own = program.own_flags(
+        ("regions", 2, "regions that train"),
+        ("pairs", 2, "runs of each kind"),
+        ("workdir", str, "folder of the runs"),
+        regions=1,
+        pairs=1,
+    )
     flags.define()
     with flags.usage_errors():
-        train = [*own(argv)[1:]]
-        if own.help:
-            print(render(commands.shown(__doc__), {"Flags": options(own)}))
+        if (train := program.parse(own, argv, __doc__)) is None:
             return 0
         if not own.workdir:
             raise ValueError("workdir=None is missing; name a folder")
@@ -86,9 +72,7 @@ def main(argv: Sequence[str]) -> int:
         make_folder(workdir)
         found: dict[str, list[float]] = {"outer": [], "elastic": []}
         for pair in range(own.pairs):
-            for route in (
-                ("outer", "elastic") if pair % 2 == 0 else ("elastic", "outer")
-            ):
+            for route in [*found][:: 1 if pair % 2 == 0 else -1]:
                 folder = workdir / f"{route}_{pair}"
                 found[route].append(step_seconds(route, train, folder, tokens))
                 print(json.dumps({route: found[route][-1]}), file=sys.stderr)
@@ -105,10 +89,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -50,7 +50,7 @@ from cocodc_jax.report.curves import steps_to_loss
 from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import one_line
 
-from . import commands
+from . import commands, program
 from .simulation import described, options, stages
 from .simulation.files import named, read_curve, write_json
 from .sweeps import advice, measured
@@ -268,10 +268,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -21,22 +21,18 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
 from cocodc_jax.files import read_table
 from cocodc_jax.report.records import METRICS_FILE, TIMING_FILE, Record, read_records
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run.attendance import SYNCS_FILE
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.fault_watch import FAULTS_FILE
-from cocodc_jax.run.help import render
 from cocodc_jax.run.lock import owner_of
-from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
 from cocodc_jax.run.session import SUMMARY_FILE
 from cocodc_jax.train.checkpoint import steps_in
 
-from . import commands
+from . import program
 
 _RECENT = 50  # Lines of timing.jsonl that the time left is estimated from.
 _ANSWER_S = 10.0
@@ -271,13 +267,11 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
+    values = program.own_flags()
     now, rows, lines = time.time(), [], []
     try:
-        targets = values(argv)[1:]
-        if values.help:
-            print(render(commands.shown(__doc__), {}))
+        targets = program.parse(values, argv, __doc__, {})
+        if targets is None:
             return 0
         if not targets:
             raise ValueError("name the folder of a run, or HOST:PORT of its metrics")
@@ -288,9 +282,8 @@ def main(argv: Sequence[str]) -> int:
                 found = of_folder(folder_here(target), now)
             rows += found[0]
             lines += found[1]
-    except (ValueError, flags.Error) as error:
-        print(f"error: {one_line(error, values)}", file=sys.stderr)
-        return 2
+    except program.REFUSED as error:
+        return program.refuse(error, values)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -301,10 +294,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -40,7 +40,7 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
-from . import commands
+from . import commands, program
 from .sweeps import (
     batched,
     cells,
@@ -391,11 +391,7 @@ def define() -> None:
     flags.define_one(bool, "keep_runs", False, "Keep the folders of finished runs.")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -35,7 +35,7 @@ from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run.help import render, sections_of
 from cocodc_jax.run.messages import check_numbers, one_line
 
-from . import commands
+from . import commands, program
 
 _DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
 _LONGEST_GRACE_S = 86_400.0
@@ -226,10 +226,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -39,7 +39,7 @@ from cocodc_jax.run.fault_watch import FAULTS_FILE
 from cocodc_jax.sync.schedules.slotted import Slotted
 
 from .. import commands
-from .killed import lines
+from .kills import lines
 
 RESULT_FILE = "scenario.json"
 SCENARIOS = ("link", "loss", "cut", "partition", "straggler")

@@ -37,7 +37,7 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.leaves import attribute_notes
 from cocodc_jax.run.resume import make_folder
 
-from .. import commands
+from .. import commands, program
 from .ablation import plots, results, rules
 from .ablation.jobs import REFERENCES, run_job
 from .ablation.settings import Settings
@@ -258,11 +258,7 @@ def define() -> None:
         flags.define_one(kind, field.name, None, text)
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -43,7 +43,7 @@ from cocodc_jax.transforms import dc_asgd
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.numerics import check_rate, safe_norm
 
-from .. import commands
+from .. import program
 from .ablation.results import interval
 
 FEATURES, HIDDEN, CLASSES, POOL = 16, 32, 8, 4096
@@ -316,11 +316,7 @@ def define() -> None:
         flags.define_one(type(default), field.name, default, notes[field.name])
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

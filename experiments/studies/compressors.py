@@ -27,7 +27,7 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.layers import named_leaves
 
-from .. import commands
+from .. import program
 
 WITHOUT = ("method", "steps")
 _LARGEST = compression.chunked_top_k(k=128)
@@ -160,11 +160,7 @@ def define() -> None:
     flags.define_one(int, "rounds", 3, text)
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

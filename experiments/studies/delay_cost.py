@@ -31,7 +31,7 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
 from cocodc_jax.transforms.numerics import check_rate
 
-from .. import commands
+from .. import commands, program
 from ..sweeps.cells import Interval
 from .ablation import recovery, rules
 from .ablation.settings import Settings
@@ -231,11 +231,7 @@ def define() -> None:
     flags.define_one(float, "outer_lr", 0.7, "Of the outer Nesterov optimizer.")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

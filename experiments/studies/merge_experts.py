@@ -27,7 +27,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 
-from .. import commands
+from .. import program
 from .ensembles import Routing, Row, merge, reference
 
 METHOD = "apart"
@@ -168,11 +168,7 @@ def define() -> None:
         flags.define_one(kind, name, default, text)
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

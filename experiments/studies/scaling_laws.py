@@ -23,7 +23,7 @@ from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 
-from .. import commands
+from .. import program
 from ..sweeps.results import column_of, read_cells
 from .scaling import FACTORS, Law, Observation, fit, held_out
 
@@ -228,11 +228,7 @@ def define() -> None:
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()
