@@ -22,7 +22,7 @@ from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
-from .simulation.files import named
+from .simulation.described import named
 from .sweeps import advice, measured
 
 AUTO, NONE = "auto", "none"

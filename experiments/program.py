@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import flags as absl_flags
 
 from cocodc_jax.run import flags
-from cocodc_jax.run.help import Sections, options, render
+from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import as_a_command, one_line
 
 from .commands import shown
 
 REFUSED = (ValueError, absl_flags.Error)
+# Name, default and help of a flag. In place of a default, a type means none, and a
+# tuple is the default with the possible words.
+Row = tuple[str, Any, str]
 _DEFINE = {
     int: absl_flags.DEFINE_integer,
     float: absl_flags.DEFINE_float,
@@ -25,18 +28,18 @@ _DEFINE = {
 
 
 def own_flags(
-    *table: tuple[str, Any, str], **least: float | None
+    *table: Row, **bounds: float | tuple[float, float]
 ) -> absl_flags.FlagValues:
     """Return a program's own flags, apart from those of runs.
 
-    A row is name, default and help. In place of a default, a type means none, and a
-    tuple is the default with the possible words. The least value of a number is given
-    by name.
+    The least value of a number is given by name, or the least and the most.
     """
     values = absl_flags.FlagValues()
     absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
     for name, default, text in table:
-        given = {"lower_bound": least[name]} if name in least else {}
+        ends = bounds.get(name, ())
+        ends = ends if isinstance(ends, tuple) else (ends,)
+        given = dict(zip(("lower_bound", "upper_bound"), ends, strict=False))
         if isinstance(default, tuple):
             first, *words = default
             absl_flags.DEFINE_enum(name, first, words, text, flag_values=values)
@@ -51,18 +54,22 @@ def parse(
     values: absl_flags.FlagValues,
     argv: Sequence[str],
     doc: str | None,
-    sections: Sections | None = None,
+    sections: Mapping[str, Sequence[Row]] | None = None,
     has_words: bool = True,
 ) -> list[str] | None:
-    """Return the words after a program's own flags; None once help is printed."""
+    """Return the words after a program's own flags; None once help is printed.
+
+    Help has one section, or those given by title.
+    """
     words = values(argv)[1:]
     if words and not has_words:
         raise ValueError(f"unexpected argument {words[0]!r}; flags begin with --")
     if not values.help:
         return words
-    if sections is None:
-        sections = {"Flags": options(values)}
-    print(render(shown(doc), sections))
+    found = {"Flags": options(values)}
+    if sections is not None:
+        found = {t: options(values, [row[0] for row in s]) for t, s in sections.items()}
+    print(render(shown(doc), found))
     return None
 
 

@@ -1,10 +1,16 @@
-"""What the flags of `experiments.simulate` describe: a network, a method, a job."""
+"""What the flags of `experiments.simulate` describe: a network, a method, a job.
+
+And loss curves, which they name.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections.abc import Sequence
-from typing import Any
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -14,10 +20,11 @@ from cocodc_jax.network import exchanges, goodput, world
 from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.network.swarm import Failure
 from cocodc_jax.network.workload import Workload
+from cocodc_jax.report.records import read_records
 
-from .files import named
 from .options import ARGUMENTS, COUNTS_OR_AUTO, check_finite
 
+Value = TypeVar("Value")
 AUTO = "auto"
 
 # Defaults of the simulation, so that methods can be compared.
@@ -25,6 +32,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 100},
     "streaming_diloco": {"delay_steps": 5},
 }
+
+
+def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
+    """Return read(path); file system errors name the flag."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
 
 
 def build_topology(values: flags.FlagValues) -> Topology:
@@ -165,3 +180,25 @@ def step_times(values: flags.FlagValues, num_regions: int) -> tuple[float, ...]:
             "regions"
         )
     return times * num_regions if len(times) == 1 else times
+
+
+def read_curve(
+    path: str | pathlib.Path, key: str = "eval_loss"
+) -> list[tuple[float, float]]:
+    """Read (step, loss) pairs from JSON lines or from a JSON list of pairs."""
+    text = pathlib.Path(path).read_bytes()
+    try:
+        if text.lstrip().startswith(b"["):
+            pairs = json.loads(text)
+        else:
+            rows = read_records(path)
+            pairs = [(row["step"], row[key]) for row in rows if key in row]
+        curve = [(float(step), float(loss)) for step, loss in pairs]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a loss curve: {error!r}") from error
+    if not curve:
+        raise ValueError(f"{path} has no line with both 'step' and {key!r}")
+    steps = [step for step, _ in curve]
+    if any(later <= step for step, later in itertools.pairwise(steps)):
+        raise ValueError(f"{path}: loss curve steps must increase, got {steps}")
+    return curve

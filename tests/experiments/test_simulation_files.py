@@ -1,7 +1,7 @@
 import pytest
 
 from cocodc_jax.report.curves import steps_to_loss
-from experiments.simulation.files import read_curve
+from experiments.simulation.described import read_curve
 
 CURVE = [(0, 4.0), (10, 3.0), (20, 3.2), (30, 2.0)]
 
