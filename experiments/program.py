@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import flags as absl_flags
@@ -73,7 +73,7 @@ def parse(
     return None
 
 
-def refuse(error: Exception, known: Collection[str]) -> int:
+def refuse(error: Exception, known: Any) -> int:
     """Print an error as one line, and return the exit code of wrong flags."""
     print(f"error: {one_line(error, known)}", file=sys.stderr)
     return flags.USAGE_ERROR
