@@ -38,9 +38,8 @@ from cocodc_jax.run.leaves import attribute_notes
 from cocodc_jax.run.resume import make_folder
 
 from .. import commands, program
-from .ablation import plots, results, rules
-from .ablation.jobs import REFERENCES, run_job
-from .ablation.settings import Settings
+from .ablation import results, rules
+from .ablation.jobs import REFERENCES, Settings, run_job
 
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
@@ -73,7 +72,7 @@ def main() -> None:
         "jobs": done,
     }
     write_whole(workdir / "ablate_compensation.json", dumps(summary))
-    plots.write(summary, workdir)
+    results.write_plots(summary, workdir)
     _print(summary, console)
 
 

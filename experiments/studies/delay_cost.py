@@ -34,7 +34,7 @@ from cocodc_jax.transforms.numerics import check_rate
 from .. import commands, program
 from ..sweeps.cells import Interval
 from .ablation import recovery, rules
-from .ablation.settings import Settings
+from .ablation.jobs import Settings
 
 RULES = (
     "mix_0", "mix_0.25", "mix_0.5", "mix_0.75", "replay", "paper", "isotropic",

@@ -38,7 +38,7 @@ from cocodc_jax.sync.schedules import staggered
 
 from ...trials import State, Trials
 from . import jobs, rules
-from .settings import Settings
+from .jobs import Settings
 
 PyTree = Any
 Key = tuple[str, float | None]
