@@ -31,10 +31,9 @@ import cocodc_jax as cc
 from cocodc_jax.run import flags
 
 from . import program
-from .benchmarks import contenders, growth, tables
+from .benchmarks import contenders, growth
 from .benchmarks.cases import GPT, Case, make_case
-from .benchmarks.torch_loop import torch_diloco
-from .benchmarks.turns import take_turns
+from .benchmarks.turns import speeds, take_turns
 
 METHODS = {
     "diloco": {},
@@ -141,7 +140,7 @@ def compare(
     if importlib.util.find_spec("drjax"):
         makers["drjax"] = contenders.drjax_diloco(case, num_devices)
     if case.gpt and importlib.util.find_spec("torch"):
-        makers["torch"] = torch_diloco(case)
+        makers["torch"] = contenders.torch_diloco(case)
     elif case.gpt and not wanted:
         console.print(
             "PyTorch is not installed, so its row is missing.", highlight=False
@@ -151,7 +150,7 @@ def compare(
     timings = take_turns(makers, rounds)
     where = "one device" if num_devices == 1 else f"{num_devices} devices"
     title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"
-    console.print(tables.speeds(title, case.tokens, timings))
+    console.print(speeds(title, case.tokens, timings))
     console.print(
         f"Rounds: {rounds}, medians of them. A ratio of 2 is twice as fast.",
         highlight=False,

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
@@ -58,12 +57,10 @@ def main() -> None:
         flags.check_optimizers(configs.values())
         # Check all runs before the first trains: a wrong flag costs no hour.
         sessions: list[Session] = []
-        tracking = flags.tracking()
         for folder, config in configs.items():
-            sessions.append(
-                prepare(config, folder, open_text, sessions, tracking=tracking)
-            )
-    names = [name for _ in range(_num_seeds()) for name in methods]
+            given = config, folder, open_text, sessions
+            sessions.append(prepare(*given, tracking=flags.tracking()))
+    names = [*methods] * _num_seeds()
     runs: list[Run] = []
     diverged: dict[str, str] = {}
     for session, name in zip(sessions, names, strict=True):
@@ -190,23 +187,24 @@ def _write_report(
 
 
 def _print_table(comparison: dict, target: str | None, console: Console) -> None:
-    table = Table("method", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("loss", "outer", "sent/region", "kept", "drift", "to target"):
-        table.add_column(head, justify="right")
+    heads = ("method", "loss", "outer", "sent/region", "kept", "drift", "to target")
+    rows = []
     for name, row in comparison["methods"].items():
+        mean = {key: x["mean"] for key, x in row.items() if isinstance(x, dict)}
         steps = row["steps_to_target"]
-        table.add_row(
-            name,
-            f"{row['eval_loss']['mean']:.4f}",
-            f"{row['eval_loss_outer']['mean']:.4f}",
-            format_bytes(row["bytes_sent_per_region"]["mean"]),
-            format_bytes(row["outer_bytes"]["mean"]),
-            f"{row['region_drift']['mean']:.1e}",
-            "-" if steps is None else f"{steps:.0f} steps",
+        rows.append(
+            (
+                name,
+                f"{mean['eval_loss']:.4f}",
+                f"{mean['eval_loss_outer']:.4f}",
+                format_bytes(mean["bytes_sent_per_region"]),
+                format_bytes(mean["outer_bytes"]),
+                f"{mean['region_drift']:.1e}",
+                "-" if steps is None else f"{steps:.0f} steps",
+            )
         )
-    for name in comparison["diverged"]:
-        table.add_row(name, "diverged")
-    console.print(table)
+    rows += [(name, "diverged") for name in comparison["diverged"]]
+    console.print(program.table(heads, rows))
     whose = target or "the worst"
     console.print(
         "Loss: of the regions' mean, on held-out text. Outer: of the outer model. "

@@ -30,9 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl.flags import FlagValues
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import schedule
@@ -169,17 +167,17 @@ def probe(
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print a table of the rows of `probe`."""
-    table = Table("collective", box=box.SIMPLE, pad_edge=False)
-    for head in ("MB", "measured s", "predicted s", "ratio", "at once s"):
-        table.add_column(head, justify="right")
+    heads = ("collective", "MB", "measured s", "predicted s", "ratio", "at once s")
+    lines = []
     for row in rows:
-        cells = [f"{row['num_bytes'] / 1e6:g}", f"{row['measured_s']:.3f}"]
+        measured_s = row["measured_s"]
+        cells = [row["collective"], f"{row['num_bytes'] / 1e6:g}", f"{measured_s:.3f}"]
         if "predicted_s" in row:
-            ratio = row["measured_s"] / row["predicted_s"]
-            cells += [f"{row['predicted_s']:.3f}", f"{ratio:.2f}"]
+            predicted_s = row["predicted_s"]
+            cells += [f"{predicted_s:.3f}", f"{measured_s / predicted_s:.2f}"]
             cells.append(f"{row['at_once_s']:.3f}")
-        table.add_row(row["collective"], *cells)
-    console.print(table)
+        lines.append(cells)
+    console.print(program.table(heads, lines, **program.SIMPLE))
 
 
 def main(argv: Sequence[str]) -> int:

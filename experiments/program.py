@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import flags as absl_flags
+from rich import box
+from rich.table import Table
 
 from cocodc_jax.run import flags
 from cocodc_jax.run.help import options, render
@@ -14,6 +16,7 @@ from cocodc_jax.run.messages import as_a_command, one_line
 
 from .commands import shown
 
+SIMPLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1)}
 REFUSED = (ValueError, absl_flags.Error)
 # Name, default and help of a flag. In place of a default, a type means none, and a
 # tuple is the default with the possible words.
@@ -77,6 +80,19 @@ def refuse(error: Exception, known: Any) -> int:
     """Print an error as one line, and return the exit code of wrong flags."""
     print(f"error: {one_line(error, known)}", file=sys.stderr)
     return flags.USAGE_ERROR
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
+    """Return a table, whose first column has names and the others numbers.
+
+    It is without lines, unless `looks` are those of a `rich` table, such as `SIMPLE`.
+    """
+    made = Table(**{"box": None, "padding": (0, 2, 0, 0), "pad_edge": False} | looks)
+    for number, head in enumerate(heads):
+        made.add_column(head, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def with_run_flags(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 Params = dict[str, Any]
+Tensor = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +102,30 @@ def _norm(x: jax.Array, params: Params) -> jax.Array:
     variance = x.var(axis=-1, keepdims=True)
     scale, bias = params["scale"][None, None], params["bias"][None, None]
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias
+
+
+def torch_loss(gpt: Gpt, params: Params, tokens: Tensor) -> Tensor:
+    """Return the loss of `Gpt.loss_fn` by PyTorch, of tokens int64 `[B, L + 1]`."""
+    from torch.nn import functional  # pyright: ignore[reportMissingImports]
+
+    def norm(x_BLD: Tensor, part: Params) -> Tensor:
+        return functional.layer_norm(
+            x_BLD, x_BLD.shape[-1:], part["scale"], part["bias"]
+        )
+
+    x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"]
+    for layer in range(gpt.num_layers):
+        block = params["blocks"][str(layer)]
+        joined = norm(x_BLD, block["attention_norm"]) @ block["attention"]
+        heads = joined.view(*x_BLD.shape[:2], 3, gpt.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        mixed_BLD = mixed.transpose(1, 2).reshape(x_BLD.shape)
+        x_BLD = x_BLD + mixed_BLD @ block["output"]
+        hidden = norm(x_BLD, block["mlp_norm"]) @ block["up"]
+        hidden = functional.gelu(hidden, approximate="tanh")
+        x_BLD = x_BLD + hidden @ block["down"]
+    logits = norm(x_BLD, params["norm"]) @ params["embedding"].T
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

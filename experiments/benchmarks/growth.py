@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import jax
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from .. import program
 from . import contenders
 from .cases import make_case
 from .turns import take_turns
@@ -37,24 +36,15 @@ def show(name: str, interval: int, rounds: int, console: Console) -> None:
     """
     sizes = GROWTHS[name]
     timings = take_turns({str(n): _maker(name, n, interval) for n in sizes}, rounds)
-    table = Table(
-        name,
-        box=box.SIMPLE,
-        pad_edge=False,
-        title=_what_grows(name, interval),
-        title_justify="left",
-    )
-    for head in ("seconds of a turn", f"over {sizes[0]} {name}", "start s"):
-        table.add_column(head, justify="right")
+    heads = (name, "seconds of a turn", f"over {sizes[0]} {name}", "start s")
     first = timings[str(sizes[0])].median_s
-    for size, timing in timings.items():
-        table.add_row(
-            size,
-            f"{timing.median_s:.3f}",
-            f"{timing.median_s / first:.2f}",
-            f"{timing.compile_s:.1f}",
-        )
-    console.print(table)
+    rows = [
+        (size, f"{t.median_s:.3f}", f"{t.median_s / first:.2f}", f"{t.compile_s:.1f}")
+        for size, t in timings.items()
+    ]
+    looks = program.SIMPLE | {"title_justify": "left"}
+    title = _what_grows(name, interval)
+    console.print(program.table(heads, rows, title=title, **looks))
     console.print(
         f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long.",
         highlight=False,

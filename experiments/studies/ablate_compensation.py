@@ -27,7 +27,6 @@ from typing import Any
 import jax
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children
@@ -44,6 +43,7 @@ from .ablation.jobs import REFERENCES, Settings, run_job
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
 
+HEADS = ("rule", "inner", "lr", "str.", "loss", "/streaming", "/DiLoCo", "corr.")
 # Columns that the table needs, also where the output is no terminal.
 WIDTH = 90
 
@@ -186,14 +186,9 @@ def _print(summary: dict[str, Any], console: Console) -> None:
         title = (
             f"tau/H = {delay / settings['sync_interval']:g}" if delay else "references"
         )
-        table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("rule", no_wrap=True)
-        for head in ("inner", "lr", "str.", "loss", "/streaming", "/DiLoCo", "corr."):
-            table.add_column(head, justify="right")
-        for row in summary["rows"]:
-            if row["delay_steps"] == delay:
-                table.add_row(*_cells(row))
-        console.print(table)
+        rows = [_cells(x) for x in summary["rows"] if x["delay_steps"] == delay]
+        looks: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
+        console.print(program.table(HEADS, rows, title=title, **looks))
     console.print(
         f"{len(settings['test_seeds'])} test seeds, mean and 95 % interval (Student), "
         "paired by seed. /X: steps to the loss that tuned X ends with, over the steps "
@@ -204,24 +199,18 @@ def _print(summary: dict[str, Any], console: Console) -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    edge, ratio = row["at_edge"], row["correction_ratio"]
     return [
         row["rule"],
-        _tuned(row, "inner_lr"),
-        _tuned(row, "outer_lr"),
-        _tuned(row, "strength"),
+        *(
+            "-" if row[name] is None else f"{row[name]:.3g}" + "*" * (name in edge)
+            for name in ("inner_lr", "outer_lr", "strength")
+        ),
         _with_interval(row["final_loss"], 3),
         _ratio(row["vs_streaming"]),
         _ratio(row["vs_diloco"]),
-        "-"
-        if row["correction_ratio"] is None
-        else f"{row['correction_ratio']['mean']:.2g}",
+        "-" if ratio is None else f"{ratio['mean']:.2g}",
     ]
-
-
-def _tuned(row: dict[str, Any], name: str) -> str:
-    if row[name] is None:
-        return "-"
-    return f"{row[name]:.3g}" + "*" * (name in row["at_edge"])
 
 
 def _with_interval(value: dict[str, float] | None, digits: int) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax.run import flags
@@ -50,13 +49,11 @@ def main() -> None:
         folder = flags.value("workdir") or tempfile.mkdtemp(prefix="compressors_")
         session = prepare(config, pathlib.Path(folder))
     kinds = random_numbers() | pseudo_gradients(session, interval, rounds)
-    table = Table("numbers", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for text in compressors:
-        table.add_column(text, justify="right")
-    for kind, tensors in kinds.items():
-        errors = [relative_error(c, tensors) for c in compressors.values()]
-        table.add_row(kind, *(f"{error:.3f}" for error in errors))
-    console.print(table)
+    rows = [
+        (kind, *(f"{relative_error(c, tensors):.3f}" for c in compressors.values()))
+        for kind, tensors in kinds.items()
+    ]
+    console.print(program.table(("numbers", *compressors), rows))
     console.print(
         f"Relative errors of {rounds} x {config.run.regions} pseudo-gradients of "
         f"{interval} steps, preset {config.preset}, seed {config.run.seed}.",

@@ -19,9 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report.page import describe_machine
@@ -170,15 +168,17 @@ def _print(rows: list[dict[str, Any]], settings: Settings, console: Console) -> 
         f"tau/H = {first['delay_steps'] / settings.sync_interval:g}: doing nothing is "
         f"{cost} |D| away; {along} of what replay leaves lies along D"
     )
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
-    table.add_column("rule", no_wrap=True)
-    for head in ("strength", "recovered", "loss less that without delay"):
-        table.add_column(head, justify="right")
-    for row in rows:
-        strength = "-" if row["strength"] is None else f"{row['strength']:.3g}"
-        recovered, loss = _text(row["recovered"], 3), _text(row["loss"], 4)
-        table.add_row(row["rule"], strength, recovered, loss)
-    console.print(table)
+    heads = ("rule", "strength", "recovered", "loss less that without delay")
+    lines = [
+        (
+            row["rule"],
+            "-" if row["strength"] is None else f"{row['strength']:.3g}",
+            _text(row["recovered"], 3),
+            _text(row["loss"], 4),
+        )
+        for row in rows
+    ]
+    console.print(program.table(heads, lines, title=title, **program.SIMPLE))
 
 
 def _text(value: dict[str, Any] | None, digits: int) -> str:

@@ -16,7 +16,6 @@ import pathlib
 import sys
 
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
@@ -128,18 +127,18 @@ def _write(
     faint = [name for name in rows if "expert" in name]
     figure = dots.losses({name: row.loss for name, row in rows.items()}, faint)
     plots.save_png(figure, str(workdir / "merge.png"))
-    table = Table("model", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("loss", "perplexity", "loss after prefix", "passes/token"):
-        table.add_column(head, justify="right")
-    for name, row in rows.items():
-        table.add_row(
+    heads = ("model", "loss", "perplexity", "loss after prefix", "passes/token")
+    lines = [
+        (
             name,
             f"{row.loss:.4f}",
             f"{math.exp(row.loss):.3f}",
             f"{row.loss_after_prefix:.4f}",
             f"{row.passes_per_token:.2f}",
         )
-    console.print(table)
+        for name, row in rows.items()
+    ]
+    console.print(program.table(heads, lines))
     console.print(
         f"Held-out text; routers choose from {routing.prefix_tokens} tokens. "
         f"Files: {workdir}",

@@ -12,14 +12,7 @@ from rich.console import Console
 
 from cocodc_jax.run import flags
 from experiments import bench
-from experiments.benchmarks import (
-    cases,
-    contenders,
-    growth,
-    tables,
-    torch_loop,
-    turns,
-)
+from experiments.benchmarks import cases, contenders, growth, turns
 from experiments.benchmarks.gpt import Gpt
 
 
@@ -79,7 +72,7 @@ def test_the_loop_of_pytorch_trains_what_diloco_here_trains():
     params = gpt.init(jax.random.key(0))
     adamw = optax.adamw(1e-3)
     case = cases.Case("gpt", gpt.loss_fn(), adamw, params, batches, gpt)
-    theirs = trained(torch_loop.torch_diloco(case))
+    theirs = trained(contenders.torch_diloco(case))
     ours = trained(contenders.region_program(case, "diloco", 1))
     # Adam divides by a gradient's size, so that rounding of small ones shows.
     jax.tree.map(
@@ -95,7 +88,7 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
     monkeypatch.setattr(
         bench.importlib.util, "find_spec", lambda name: is_there and name == "torch"
     )
-    monkeypatch.setattr(bench, "torch_diloco", contenders.plain_loops)
+    monkeypatch.setattr(contenders, "torch_diloco", contenders.plain_loops)
     console = Console(width=150)
     with console.capture() as shown:
         bench.compare(gpt, 1, 1, console)
@@ -131,7 +124,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     assert found["ours"].ratios(found["drjax"]) == [1, 2, 3]
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(tables.speeds("case", 40_000, found))
+        console.print(turns.speeds("case", 40_000, found))
     rows = [line.split() for line in shown.get().splitlines()]
     (ours,) = (row for row in rows if row[:1] == ["ours"])
     assert ours == ["ours", "2.00", "20.00", "10.00,", "40.00", "3.0"]
