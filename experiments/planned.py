@@ -23,7 +23,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
 from .simulation.described import named
-from .sweeps import advice, measured
+from .sweeps import advice
 
 AUTO, NONE = "auto", "none"
 # Always; of other arguments those that what is recommended does not leave alone.
@@ -69,7 +69,7 @@ def planned(config: TrainConfig) -> TrainConfig:
     if best is not None and max(flags.processes().process_id, _region()) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
-        if warning := measured.warning(_request(config)):
+        if warning := advice.warning(_request(config)):
             print(f"plan: {warning}", file=sys.stderr)
     return config if best is None else config.replace(**best.choice.flags)
 

@@ -54,7 +54,7 @@ from cocodc_jax.report.curves import steps_to_loss
 from . import program
 from .simulation import described, options
 from .simulation.described import named, read_curve
-from .sweeps import advice, measured
+from .sweeps import advice
 
 ADVICE_LINES = 5
 
@@ -176,7 +176,7 @@ def run_plan(values: flags.FlagValues) -> None:
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
     request = {"parameters": values.params, "regions": topology.num_regions}
-    if warning := measured.warning(request):
+    if warning := advice.warning(request):
         print(f"- {warning[0].upper()}{warning[1:]}.")
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))

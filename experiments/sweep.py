@@ -49,9 +49,9 @@ from .sweeps import (
     reference,
     report,
     results,
-    roles,
     rows,
     runs,
+    schedule,
 )
 from .sweeps.schedule import Plan, Progress
 from .trials import StoppedError
@@ -108,7 +108,7 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
         networks.networks(flags.value("networks"))
     written = []
     if plan and flags.value("workdir"):
-        written = roles.assign(rows.read(workdir), plan.grid)
+        written = schedule.assign(rows.read(workdir), plan.grid)
     words, column = flags.value("reference"), flags.value("reference_column")
     if not flags.value("reference_from"):
         reference.check(words, column, plan, written)
@@ -256,7 +256,7 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     halving, chosen = workdir / HALVING_FILE, None
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
-    written = roles.assign(rows.read(workdir), of_grid)
+    written = schedule.assign(rows.read(workdir), of_grid)
     if words := flags.value("only"):
         written = [row for row in written if reference.has_flags(row["config"], words)]
     found = cells.cells(written, chosen)

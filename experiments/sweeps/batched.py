@@ -30,7 +30,7 @@ from cocodc_jax.run.hugging_face import model_of
 
 from .. import trials
 from .grid import Setting
-from .keys import completed
+from .rows import completed
 from .runs import Row, diverged, trained
 
 # Numbers that are inputs of a program, by section of the configuration.

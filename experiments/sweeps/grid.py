@@ -23,7 +23,7 @@ from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS, with_warmup
 
 from .halving import Halving, check_seeds
-from .keys import setting_key
+from .rows import setting_key
 
 KEYS = ("base", "groups", "halving", "published", "seeds", "tuned")
 Flags = dict[str, Any]

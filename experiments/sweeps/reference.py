@@ -7,8 +7,8 @@ from typing import Any
 
 from . import results
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
-from .keys import completed
 from .rows import Row as Written
+from .rows import completed
 from .schedule import FINAL, Plan, cell_of, differing, leaves, rows_of
 
 # Where these differ, losses are of other models or texts; the rest is what is compared.

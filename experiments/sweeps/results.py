@@ -12,8 +12,8 @@ import numpy as np
 from cocodc_jax.files import read_table
 
 from .cells import PUBLISHED, TUNED, Cell, Column, Interval, difference, steps_to
-from .keys import completed
 from .report import Report
+from .rows import completed
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from cocodc_jax.train.finite import NonFiniteLossError
 
 from ..trials import StoppedError
 from .grid import Setting
-from .keys import completed, run_key
+from .rows import completed, run_key
 
 RUNS = "runs"
 # Settings whose compiled programs stay, 180 MB each (tiny). When they are dropped, the

@@ -63,6 +63,25 @@ def rows_of(
     return [Row(s, seed, stage, grid.tuned) for s in at for seed in seeds]
 
 
+def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
+    """Return rows with the roles that the grid asked for now has for them.
+
+    A folder outlives its grid: rows are added, halving is given up, a flag is tuned
+    that was not. A run is the same run then, but what it was trained as no longer says
+    which column of which cell it belongs to.
+    """
+    if grid is None:
+        return list(written)
+    rows: list[Row] = []
+    if halving := grid.halving:
+        for number, steps in enumerate(halving.rungs):
+            stage = rung_name(number), steps
+            rows += rows_of(grid, grid.settings, halving.tuning_seeds, *stage)
+    rows += rows_of(grid, grid.settings, grid.seeds, FINAL)
+    roles = {row.row_id: row.role for row in rows}
+    return [{**row, **roles.get(row["row"], {})} for row in written]
+
+
 @dataclasses.dataclass
 class Plan:
     """The rows of a grid, stage by stage.

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 import experiments
-from experiments.sweeps import measured
+from experiments.sweeps import advice
 
 RESULTS = pathlib.Path(experiments.__file__).parent / "results"
 
@@ -31,7 +31,7 @@ def test_the_ranges_are_those_of_the_results():
         for column in of_the_recipe()
     ]
     assert len(found) > 50
-    for name, ends in measured.MEASURED.items():
+    for name, ends in advice.MEASURED.items():
         values = [each[name] for each in found]
         assert (min(values), max(values)) == pytest.approx(ends, rel=1e-2), name
 
@@ -39,10 +39,8 @@ def test_the_ranges_are_those_of_the_results():
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_ends_are_inside_and_beyond_is_outside(end):
     factor = (0.9, 1.1)[end]
-    ends = {name: pair[end] for name, pair in measured.MEASURED.items()}
-    assert measured.warning(ends) is None
+    ends = {name: pair[end] for name, pair in advice.MEASURED.items()}
+    assert advice.warning(ends) is None
     beyond = {name: value * factor for name, value in ends.items()}
-    assert len(measured.outside(beyond)) == len(beyond)
-    assert (measured.warning(beyond) or "").startswith(
-        "extrapolated, not measured: par"
-    )
+    assert len(advice.outside(beyond)) == len(beyond)
+    assert (advice.warning(beyond) or "").startswith("extrapolated, not measured: par")

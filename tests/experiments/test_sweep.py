@@ -14,7 +14,7 @@ from scipy import stats
 from cocodc_jax.files import UnwritableError
 from cocodc_jax.report.pareto import Point, pareto
 from experiments import sweep
-from experiments.sweeps import cells, grid, keys, reference, report, roles, rows
+from experiments.sweeps import cells, grid, reference, report, rows, schedule
 from experiments.sweeps.halving import Halving, best
 from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
@@ -176,7 +176,7 @@ def written(row, loss):
         "tuned": list(row.tuned), "method": method, "seed": row.seed, "steps": steps,
         "loss": loss, "bytes": sent * steps, "bytes_per_step": sent, "tokens": 1,
         "parameters": 1, "fragment_bytes": [sent] * fragments, "curve": curve,
-        "config": keys.completed(config.to_json()),
+        "config": rows.completed(config.to_json()),
     }  # fmt: skip
 
 
@@ -444,7 +444,7 @@ def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
 
 def told(folder, text):
     """Return the report's table as a grid sees the rows of a folder."""
-    found = cells.cells(roles.assign(rows.read(folder), table(text)))
+    found = cells.cells(schedule.assign(rows.read(folder), table(text)))
     return report.Report(found, reference.find(found, None)).lines()
 
 
@@ -464,7 +464,7 @@ def test_a_row_of_a_rung_may_be_a_final_one(tmp_path):
     halving = "[halving]\nrungs = [8, 32]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
     run_through(Plan(table(GRID + halving)), tmp_path)
     plain = GRID.replace("tuned =", "seeds = [7]\ntuned =")
-    found = cells.cells(roles.assign(rows.read(tmp_path), table(plain)))
+    found = cells.cells(schedule.assign(rows.read(tmp_path), table(plain)))
     assert 7 in [row["seed"] for row in found[0].columns["tuned"].rows]
 
 

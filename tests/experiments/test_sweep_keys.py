@@ -12,7 +12,7 @@ import cocodc_jax as cc
 from cocodc_jax.run.config import SECTIONS
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.run_config import RunConfig
-from experiments.sweeps import keys, rows
+from experiments.sweeps import rows
 
 CONFIG = PRESETS["smoke"].replace(method="streaming_diloco").resolve()
 
@@ -33,17 +33,17 @@ def grow(monkeypatch, config, **new):
 
 def test_a_new_field_at_its_default_changes_no_key(monkeypatch, tmp_path):
     config = CONFIG.replace(seed=3)
-    run, setting = keys.run_key(config.to_json()), keys.setting_key(CONFIG.to_json())
+    run, setting = rows.run_key(config.to_json()), rows.setting_key(CONFIG.to_json())
     rows.append(tmp_path, {"row": "of another version", "config": config.to_json()})
     now = grow(monkeypatch, config)
-    assert keys.run_key(now.to_json()) == run
-    assert keys.setting_key(now.to_json()) == setting
+    assert rows.run_key(now.to_json()) == run
+    assert rows.setting_key(now.to_json()) == setting
     (found,) = rows.read(tmp_path)
     assert (found["row"], found["setting"]) == (run, setting)
     assert found["config"]["run"]["new_axis"] == 1
     # And one that is not at its default does.
     other = grow(monkeypatch, config, new_axis=2)
-    assert keys.run_key(other.to_json()) != run
+    assert rows.run_key(other.to_json()) != run
 
 
 def test_runs_that_differ_in_anything_have_keys_of_their_own():
@@ -52,9 +52,9 @@ def test_runs_that_differ_in_anything_have_keys_of_their_own():
         CONFIG.replace(outer_lr=0.7), CONFIG.replace(compress="ef+int4"),
         CONFIG.replace(inner_lr=1e-3), dataclasses.replace(CONFIG, preset="tiny"),
     ]  # fmt: skip
-    found = [keys.run_key(other.to_json()) for other in others]
+    found = [rows.run_key(other.to_json()) for other in others]
     assert len(set(found)) == len(others)
-    same = [keys.setting_key(other.to_json()) for other in others]
+    same = [rows.setting_key(other.to_json()) for other in others]
     assert same[0] == same[1]
     assert len(set(same)) == len(others) - 1
 
@@ -72,7 +72,7 @@ def test_a_row_of_another_default_is_no_row_of_today(changed, tmp_path):
     written = CONFIG.to_json()
     was = {name: {**written[name], **new} for name, new in changed.items()}
     # Both have the key that the run has today, of what was not at its default.
-    today = {"row": keys.run_key(written), "config": {**written, **was}}
+    today = {"row": rows.run_key(written), "config": {**written, **was}}
     rows.append(tmp_path, today)
     (found,) = rows.read(tmp_path)
     assert found["row"] != today["row"]
@@ -81,11 +81,11 @@ def test_a_row_of_another_default_is_no_row_of_today(changed, tmp_path):
 
 
 def test_an_argument_that_was_not_given_may_have_a_default_one_day(monkeypatch):
-    written = keys.completed(CONFIG.to_json())
+    written = rows.completed(CONFIG.to_json())
     defaults = dict(cc.methods.defaults("streaming_diloco"))
     assert defaults["max_delay_steps"] is written["method"]["max_delay_steps"] is None
     defaults["max_delay_steps"] = 9
     monkeypatch.setattr(cc.methods, "defaults", lambda method: defaults)
     now = CONFIG.to_json()
     now["method"]["max_delay_steps"] = 9
-    assert keys.run_key(keys.completed(written)) != keys.run_key(now)
+    assert rows.run_key(rows.completed(written)) != rows.run_key(now)

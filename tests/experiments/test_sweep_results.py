@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import sweep
-from experiments.sweeps import cells, grid, keys, reference, report, results, rows
+from experiments.sweeps import cells, grid, reference, report, results, rows
 from experiments.sweeps.schedule import Plan
 
 GRID = """
@@ -52,7 +52,7 @@ def _row(row, add):
         "stage": row.stage, "published": setting.published, "tuned": list(row.tuned),
         "method": method, "seed": row.seed, "steps": 32, "loss": loss, "bytes": 320,
         "bytes_per_step": 10, "tokens": 1, "parameters": 1, "fragment_bytes": [10],
-        "curve": curve, "config": keys.completed(config.to_json()),
+        "curve": curve, "config": rows.completed(config.to_json()),
     }  # fmt: skip
 
 
