@@ -152,10 +152,7 @@ def test_torch_by_itself_has_one_case(call, monkeypatch):
         (["--regions=0"], "regions=0 must be at least 1"),
         (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
         (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
-        (
-            ["--regions=16", "--devices=1,16"],
-            "devices=16 is more than there are; use at most 9",
-        ),
+        (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
         (["--devices=a"], "devices=a must be numbers separated by commas"),
         (["--cases="], "cases= is empty"),
         (

@@ -134,11 +134,7 @@ def test_grids_that_are_refused(old, new, message):
         ("[8, 16]", "8", "rungs=8 must be increasing whole numbers of steps"),
         ("[0, 1]", "[4294967296]", "final_seeds=[4294967296] must be a list of whole"),
         ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
-        (
-            "[7, 8]",
-            '["a"]',
-            "tuning_seeds=['a'] must be a list of whole numbers from 0",
-        ),
+        ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
         ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
     ],
 )
@@ -509,10 +505,7 @@ def test_points_that_nothing_beats():
             "error: --only='method=cocodc' is no setting of the grid; give flags of",
         ),
         (["--grid={grid}", "--networks=fast"], "error: --networks='fast' names 'fast'"),
-        (
-            ["--grid={grid}", "--step_seconds=nan"],
-            "error: --step_seconds=nan must be",
-        ),
+        (["--grid={grid}", "--step_seconds=nan"], "error: --step_seconds=nan must be"),
     ],
 )
 def test_wrong_flags(words, message, call, tmp_path):

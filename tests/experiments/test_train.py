@@ -271,14 +271,8 @@ def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            ["--slow_beta=0.9"],
-            "--slow_beta=0.9 has no meaning for the inner optimizer a",
-        ),
-        (
-            ["--method=demo", "--grad_clip=1"],
-            "--grad_clip=1.0 has no meaning for the in",
-        ),
+        (["--slow_beta=0.9"], "--slow_beta=0.9 has no meaning for the inner optimizer"),
+        (["--method=demo", "--grad_clip=1"], "--grad_clip=1.0 has no meaning for the"),
         (
             ["--inner_optimizer=muon", "--fast_weight=0.5"],
             "--fast_weight=0.5 has no mea",
