@@ -159,34 +159,27 @@ def compare(
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(
-        str,
-        "cases",
-        "gpt,smoke,tiny",
-        "Models: gpt or presets, comma-separated; empty for --growth alone.",
-    )
-    flags.define_one(int, "regions", 4, "Regions that train, M.")
-    flags.define_one(
-        int, "interval", 12, "H, steps of a turn: a multiple of 4, at least 8."
-    )
-    flags.define_one(
-        list,
-        "devices",
-        [],
-        "Layouts: devices of the regions. Default: 1, and M if there are so many.",
-    )
-    flags.define_one(
-        list,
-        "contenders",
-        [],
-        f"Which of {', '.join(CONTENDERS)} to time. Default: all that are installed.",
-    )
-    flags.define_one(int, "repeats", 5, "Rounds: timed turns of each contender.")
-    flags.define_one(
-        str,
-        "growth",
-        "",
-        f"Show how a turn grows with {', '.join(growth.GROWTHS)}; comma-separated.",
+    program.define(
+        (
+            *("cases", "gpt,smoke,tiny"),
+            "Models: gpt or presets, comma-separated; empty for --growth alone.",
+        ),
+        ("regions", 4, "Regions that train, M."),
+        ("interval", 12, "H, steps of a turn: a multiple of 4, at least 8."),
+        (
+            *("devices", []),
+            "Layouts: devices of the regions. Default: 1, and M if there are so many.",
+        ),
+        (
+            *("contenders", []),
+            f"Which of {', '.join(CONTENDERS)} to time. Default: all that are "
+            "installed.",
+        ),
+        ("repeats", 5, "Rounds: timed turns of each contender."),
+        (
+            *("growth", ""),
+            f"Show how a turn grows with {', '.join(growth.GROWTHS)}; comma-separated.",
+        ),
     )
 
 

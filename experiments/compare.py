@@ -221,20 +221,18 @@ def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder of the runs and the report; they resume there.")
     flags.define_tracking()
-    flags.define_one(
-        str,
-        "methods",
-        "data_parallel,diloco,streaming_diloco,cocodc",
-        "Methods to compare, comma-separated; all: every method that --regions allows. "
-        "diloco+muon: with another inner optimizer.",
+    program.define(
+        (
+            *("methods", "data_parallel,diloco,streaming_diloco,cocodc"),
+            "Methods to compare, comma-separated; all: every method that --regions "
+            "allows. diloco+muon: with another inner optimizer.",
+        ),
+        (
+            *("target_method", str),
+            "Method whose final loss is the target. Default: the worst.",
+        ),
+        ("seeds", 1, "Seeds of each method: 0, 1, ..."),
     )
-    flags.define_one(
-        str,
-        "target_method",
-        None,
-        "Method whose final loss is the target. Default: the worst.",
-    )
-    flags.define_one(int, "seeds", 1, "Seeds of each method: 0, 1, ...")
 
 
 cli = program.with_run_flags(main, __doc__, define)

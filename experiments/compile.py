@@ -169,22 +169,16 @@ def _advice(summary: dict[str, Any]) -> str:
 def define() -> None:
     """Define the flags."""
     flags.define(workdir="Folder of the results.")
-    flags.define_one(
-        str, "target", None, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."
-    )
-    flags.define_one(int, "slices", 1, "Slices of that shape, joined by their hosts.")
-    flags.define_one(
-        bool, "propose", True, "Whether to search for flags with which the run fits."
-    )
-    flags.define_one(
-        str,
-        "programs",
-        "",
-        "Regular expression of the names of the programs to compile, as in "
-        "'start fragment 0'; all by default.",
-    )
-    flags.define_one(
-        bool, "keep_hlo", False, "Whether to write the scheduled programs to hlo/."
+    program.define(
+        ("target", str, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."),
+        ("slices", 1, "Slices of that shape, joined by their hosts."),
+        ("propose", True, "Whether to search for flags with which the run fits."),
+        (
+            *("programs", ""),
+            "Regular expression of the names of the programs to compile, as in "
+            "'start fragment 0'; all by default.",
+        ),
+        ("keep_hlo", False, "Whether to write the scheduled programs to hlo/."),
     )
 
 

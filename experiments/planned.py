@@ -11,7 +11,6 @@ command resumes a run.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
+from . import program
 from .simulation.described import named
 from .sweeps import advice
 
@@ -31,36 +31,33 @@ _CHOSEN = ("method", *advice.TOLD, "inner_lr")
 _GBPS, _LATENCY_MS = 1.0, 50.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flag:
-    kind: type
-    default: object
-    text: str
-
-
-_FLAGS = {
-    "plan_frontier": _Flag(
-        str,
-        None,
-        "cells.json of a sweep, or of several, with measured losses.",
-    ),
-    "plan_step_s": _Flag(float, None, "Seconds of an inner step."),
-    "plan_links": _Flag(str, None, "YAML file with regions and links."),
-    "plan_gbps": _Flag(
-        float, _GBPS, "Gbit/s of each ordered pair of regions, without plan_links."
-    ),
-    "plan_latency_ms": _Flag(
-        float, _LATENCY_MS, "Milliseconds one way, without plan_links."
-    ),
+_FLAGS: dict[str, program.Row] = {
+    row[0]: row
+    for row in (
+        (
+            *("plan_frontier", str),
+            "With plan=auto: cells.json of a sweep, or of several, with measured "
+            "losses.",
+        ),
+        ("plan_step_s", float, "With plan=auto: Seconds of an inner step."),
+        ("plan_links", str, "With plan=auto: YAML file with regions and links."),
+        (
+            *("plan_gbps", _GBPS),
+            "With plan=auto: Gbit/s of each ordered pair of regions, without "
+            "plan_links.",
+        ),
+        (
+            *("plan_latency_ms", _LATENCY_MS),
+            "With plan=auto: Milliseconds one way, without plan_links.",
+        ),
+    )
 }
 
 
 def define() -> None:
     """Define `--plan` and the flags that it needs."""
     text = "'auto': choose method, precision and interval by measured losses."
-    flags.define_one(str, "plan", NONE, text)
-    for name, flag in _FLAGS.items():
-        flags.define_one(flag.kind, name, flag.default, f"With plan=auto: {flag.text}")
+    program.define(("plan", NONE, text), *_FLAGS.values())
 
 
 def planned(config: TrainConfig) -> TrainConfig:
@@ -145,7 +142,8 @@ def _refuse(chosen: Iterable[str]) -> None:
 def _check(given: list[str]) -> None:
     for name in ("plan_frontier", "plan_step_s"):
         if name not in given:
-            raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name].text}")
+            what = _FLAGS[name][2].removeprefix("With plan=auto: ")
+            raise ValueError(f"plan=auto needs --{name}: {what}")
     if not 0 < flags.value("plan_step_s") < math.inf:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"

@@ -53,6 +53,15 @@ def own_flags(
     return values
 
 
+def define(*table: Row) -> None:
+    """Define flags of a program next to those of runs."""
+    for name, default, text in table:
+        if isinstance(default, type):
+            flags.define_one(default, name, None, text)
+        else:
+            flags.define_one(type(default), name, default, text)
+
+
 def parse(
     values: absl_flags.FlagValues,
     argv: Sequence[str],

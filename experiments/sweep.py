@@ -339,56 +339,42 @@ def _came_to(record: rows.Row) -> str:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(str, "grid", None, "Grid file, see experiments/grids.")
-    flags.define_one(str, "workdir", None, "Folder for the rows and the report.")
-    flags.define_one(str, "shard", "1/1", "Which share of the rows, as i/n.")
-    flags.define_one(
-        str,
-        "only",
-        "",
-        "Train and report the rows alone that have these flags, as "
-        "method=diloco,steps=480.",
+    program.define(
+        ("grid", str, "Grid file, see experiments/grids."),
+        ("workdir", str, "Folder for the rows and the report."),
+        ("shard", "1/1", "Which share of the rows, as i/n."),
+        (
+            *("only", ""),
+            "Train and report the rows alone that have these flags, as "
+            "method=diloco,steps=480.",
+        ),
+        ("list", False, "Print the settings of the grid and exit."),
+        ("report", False, "Train nothing; report on the finished rows."),
+        (
+            *("reference", str),
+            "Cell to compare others with, as method=diloco,sync_interval=40. "
+            "Default: the worst published one.",
+        ),
+        ("reference_column", "published", "Column of the reference, or tuned."),
+        (
+            *("reference_from", ""),
+            "cells.json of another sweep, of the same model and data, that has the "
+            "reference, as in experiments/results. Default: these rows.",
+        ),
+        (
+            *("networks", ""),
+            "With the report, simulated seconds to the reference's loss, on networks "
+            "of Mbit/s x milliseconds one way, as 20x50,1000x10; or all.",
+        ),
+        ("step_seconds", 0.25, "Seconds of an inner step on these networks."),
+        (
+            *("batch_trials", 0),
+            "Train up to so many rows at once, as inputs of one program, where they "
+            "differ in seed, learning rates, momentum, weight decay, strength or mixing "
+            "alone; 0 trains one row after another.",
+        ),
+        ("keep_runs", False, "Keep the folders of finished runs."),
     )
-    flags.define_one(bool, "list", False, "Print the settings of the grid and exit.")
-    flags.define_one(
-        bool, "report", False, "Train nothing; report on the finished rows."
-    )
-    flags.define_one(
-        str,
-        "reference",
-        None,
-        "Cell to compare others with, as method=diloco,sync_interval=40. "
-        "Default: the worst published one.",
-    )
-    flags.define_one(
-        str, "reference_column", "published", "Column of the reference, or tuned."
-    )
-    flags.define_one(
-        str,
-        "reference_from",
-        "",
-        "cells.json of another sweep, of the same model and data, that has the "
-        "reference, as in experiments/results. Default: these rows.",
-    )
-    flags.define_one(
-        str,
-        "networks",
-        "",
-        "With the report, simulated seconds to the reference's loss, on networks of "
-        "Mbit/s x milliseconds one way, as 20x50,1000x10; or all.",
-    )
-    flags.define_one(
-        float, "step_seconds", 0.25, "Seconds of an inner step on these networks."
-    )
-    flags.define_one(
-        int,
-        "batch_trials",
-        0,
-        "Train up to so many rows at once, as inputs of one program, where they differ "
-        "in seed, learning rates, momentum, weight decay, strength or mixing alone; 0 "
-        "trains one row after another.",
-    )
-    flags.define_one(bool, "keep_runs", False, "Keep the folders of finished runs.")
 
 
 cli = program.with_run_flags(main, __doc__, define)

@@ -228,17 +228,15 @@ def _ratio(against: dict[str, Any] | None) -> str:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(
-        str,
-        "workdir",
-        "runs/ablate_compensation",
-        "Folder of the results; an interrupted ablation goes on there.",
+    program.define(
+        (
+            *("workdir", "runs/ablate_compensation"),
+            "Folder of the results; an interrupted ablation goes on there.",
+        ),
+        ("rules", list, "Rules to compare. Default: all of them."),
+        ("delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."),
+        ("workers", 2, "Processes that train at the same time."),
     )
-    flags.define_one(list, "rules", None, "Rules to compare. Default: all of them.")
-    flags.define_one(
-        list, "delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."
-    )
-    flags.define_one(int, "workers", 2, "Processes that train at the same time.")
     notes = attribute_notes(Settings)
     for field in dataclasses.fields(Settings):
         kind = type(field.default) if type(field.default) in (int, str) else list

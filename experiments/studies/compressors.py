@@ -151,10 +151,14 @@ def _squares(x: np.ndarray) -> float:
 def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder for config.json; the table is printed only.")
-    flags.define_one(str, "compressors", "int2,stat2", "Compressors, comma-separated.")
-    flags.define_one(int, "interval", 40, "Steps of a pseudo-gradient.")
-    text = "Pseudo-gradients of each region: it trains interval x rounds steps."
-    flags.define_one(int, "rounds", 3, text)
+    program.define(
+        ("compressors", "int2,stat2", "Compressors, comma-separated."),
+        ("interval", 40, "Steps of a pseudo-gradient."),
+        (
+            *("rounds", 3),
+            "Pseudo-gradients of each region: it trains interval x rounds steps.",
+        ),
+    )
 
 
 cli = program.with_run_flags(main, __doc__, define)

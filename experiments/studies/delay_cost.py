@@ -217,18 +217,19 @@ def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
 
 def define() -> None:
     """Define the program's flags."""
-    folder = "Folder of the results."
-    flags.define_one(str, "workdir", "runs/delay_cost", folder)
-    flags.define_one(
-        list, "rules", None, f"Rules to judge. Default: {', '.join(RULES)}."
+    program.define(
+        ("workdir", "runs/delay_cost", "Folder of the results."),
+        ("rules", list, f"Rules to judge. Default: {', '.join(RULES)}."),
+        ("delays", ["2", "10", "20"], "Delays tau, in inner steps."),
+        ("seeds", 5, "Runs, each with a seed of its own."),
+        ("steps", 400, "Inner steps of a run."),
+        ("sync_interval", 20, "H, steps between syncs."),
+        (
+            *("batch_per_region", 4),
+            "Sequences of a region's step: the more, the less noise hides the delay.",
+        ),
+        ("outer_lr", 0.7, "Of the outer Nesterov optimizer."),
     )
-    flags.define_one(list, "delays", ["2", "10", "20"], "Delays tau, in inner steps.")
-    flags.define_one(int, "seeds", 5, "Runs, each with a seed of its own.")
-    flags.define_one(int, "steps", 400, "Inner steps of a run.")
-    flags.define_one(int, "sync_interval", 20, "H, steps between syncs.")
-    text = "Sequences of a region's step: the more, the less noise hides the delay."
-    flags.define_one(int, "batch_per_region", 4, text)
-    flags.define_one(float, "outer_lr", 0.7, "Of the outer Nesterov optimizer.")
 
 
 cli = program.with_run_flags(main, __doc__, define)

@@ -150,21 +150,17 @@ def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder of the runs and the results; they resume there.")
     flags.define_tracking()
-    for kind, name, default, text in (
-        (str, "partition", "source", "How regions share the corpus: source or iid."),
-        (int, "top_k", 2, "Experts that a sparse router keeps."),
+    program.define(
+        ("partition", "source", "How regions share the corpus: source or iid."),
+        ("top_k", 2, "Experts that a sparse router keeps."),
+        ("prefix_tokens", int, "Tokens that a router reads. Default: a quarter."),
+        ("temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
         (
-            *(int, "prefix_tokens", None),
-            "Tokens that a router reads. Default: a quarter.",
-        ),
-        (float, "temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
-        (
-            *(int, "router_batches", 64),
+            *("router_batches", 64),
             "Training batches of each region for the linear router.",
         ),
-        (str, "references", "", "Methods to compare with, comma-separated."),
-    ):
-        flags.define_one(kind, name, default, text)
+        ("references", "", "Methods to compare with, comma-separated."),
+    )
 
 
 cli = program.with_run_flags(main, __doc__, define)

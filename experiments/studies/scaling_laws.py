@@ -316,9 +316,14 @@ def main() -> None:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(str, "workdir", None, "Folder of a sweep, with its cells.json.")
-    text = "Parameters to extrapolate to, with the most regions and the longest "
-    flags.define_one(float, "predict", 1e9, text + "interval that were run.")
+    program.define(
+        ("workdir", str, "Folder of a sweep, with its cells.json."),
+        (
+            *("predict", 1e9),
+            "Parameters to extrapolate to, with the most regions and the longest "
+            "interval that were run.",
+        ),
+    )
 
 
 cli = program.with_run_flags(main, __doc__, define)
