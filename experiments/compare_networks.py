@@ -108,19 +108,11 @@ class Comparison:
             lab_run.held(command, folder, each[0].links)
 
     def apart(self) -> Measured:
-        """Return the run without a network, also in the lab.
-
-        Raises:
-          LabRunError: if it did not finish.
-        """
+        """Return the run without a network, also in the lab."""
         return self._measured(self._wide, APART)[0]
 
     def host_bytes_per_s(self, alone: Measured) -> float:
-        """Return the bytes of messages that hosts prepare in a second.
-
-        Raises:
-          LabRunError: if the run that measures it did not finish.
-        """
+        """Return the bytes of messages that hosts prepare in a second."""
         run, stretch = self._measured(self._wide, EVERY_STEP)
         given = self._wide, EVERY_STEP, run, stretch, alone
         expected, _ = self._predicted(*given, math.inf)

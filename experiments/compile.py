@@ -86,12 +86,7 @@ def read_flags() -> tuple[Job, pathlib.Path]:
 
 
 def compile_run(job: Job, console: Console) -> dict[str, Any]:
-    """Compile and print; return the content of compile.json.
-
-    Raises:
-      CompileError: if the process that compiles died.
-      UnknownProgramError: if no program has a requested name.
-    """
+    """Compile and print; return the content of compile.json."""
     with telling(console) as say:
         about, programs = job.run(
             lambda name, number, total: say(

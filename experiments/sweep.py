@@ -370,8 +370,8 @@ def define() -> None:
         (
             *("batch_trials", 0),
             "Train up to so many rows at once, as inputs of one program, where they "
-            "differ in seed, learning rates, momentum, weight decay, strength or mixing "
-            "alone; 0 trains one row after another.",
+            "differ in seed, learning rates, momentum, weight decay, strength or "
+            "mixing alone; 0 trains one row after another.",
         ),
         ("keep_runs", False, "Keep the folders of finished runs."),
     )

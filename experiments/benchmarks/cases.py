@@ -23,24 +23,16 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The training that every contender does.
-
-    Attributes:
-      name: name of the case.
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
-      optimizer: the inner optimizer.
-      params: one region's initial parameters.
-      batches: batches of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval,
-        H = T.
-      gpt: the GPT's shape, for contenders with an implementation of their own; None for
-        presets.
-    """
+    """The training that every contender does."""
 
     name: str
-    loss_fn: Callable
+    loss_fn: Callable  # `(params, batch, key) -> (loss, aux)` of one region.
     optimizer: optax.GradientTransformation
-    params: PyTree
+    params: PyTree  # One region's initial parameters.
+    # Batches of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
     batches: np.ndarray
+    # The GPT's shape, for contenders with an implementation of their own; None for
+    # presets.
     gpt: Gpt | None = None
 
     @property

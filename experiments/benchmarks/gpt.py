@@ -20,21 +20,13 @@ Tensor = Any
 
 @dataclasses.dataclass(frozen=True)
 class Gpt:
-    """The shape of the model; 0.84 million parameters by default.
+    """The shape of the model; 0.84 million parameters by default."""
 
-    Attributes:
-      vocab_size: V.
-      length: L, tokens of a sequence.
-      width: D.
-      num_layers: blocks.
-      num_heads: attention heads, each of `width // num_heads` features.
-    """
-
-    vocab_size: int = 256
-    length: int = 128
-    width: int = 128
+    vocab_size: int = 256  # V.
+    length: int = 128  # L, tokens of a sequence.
+    width: int = 128  # D.
     num_layers: int = 4
-    num_heads: int = 4
+    num_heads: int = 4  # Attention heads, each of `width // num_heads` features.
 
     def init(self, key: jax.Array) -> Params:
         """Initialize the parameters, normal with standard deviation 0.02."""

@@ -23,13 +23,9 @@ Turn = Callable[[], Any]
 
 
 class Timing(NamedTuple):
-    """The seconds of a contender's turns.
+    """The seconds of a contender's turns."""
 
-    Attributes:
-      start_s: seconds to build it and for its first turn: tracing, compiling, a turn.
-      seconds: seconds of each timed turn.
-    """
-
+    # Seconds to build it and for its first turn: tracing, compiling, a turn.
     start_s: float
     seconds: list[float]
 

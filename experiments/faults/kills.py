@@ -91,11 +91,7 @@ class Chaos:
         restart_s: float,
         only_members: bool = True,
     ) -> None:
-        """Kill and restart regions, then wait until all have ended.
-
-        Raises:
-          RefusedError: with the region's last output; the others are killed.
-        """
+        """Kill and restart regions, then wait until all have ended."""
         # If the run was stopped, draw other numbers than for the kills before.
         rng = random.Random(f"{seed} {len(self.kills)}")
         self.born_s, said_s = {}, time.time()

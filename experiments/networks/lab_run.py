@@ -46,17 +46,13 @@ class StoppedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """The speed of the regions.
+    """The speed of the regions."""
 
-    Attributes:
-      step_s: seconds per step of the slowest region, with waits.
-      stall_s: seconds of waiting for syncs in 100 steps, mean over regions; None
-        without syncs, as for methods that exchange at every step.
-      sync_s: mean seconds of a sync from its start to its arrival; None without syncs.
-    """
-
-    step_s: float
+    step_s: float  # Seconds per step of the slowest region, with waits.
+    # Seconds of waiting for syncs in 100 steps, mean over regions; None without syncs,
+    # as for methods that exchange at every step.
     stall_s: float | None
+    # Mean seconds of a sync from its start to its arrival; None without syncs.
     sync_s: float | None
 
 
@@ -87,22 +83,17 @@ def pace(timeline: Timeline, first_step: int = 0) -> Pace:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Measurements of a run in the lab.
+    """Measurements of a run in the lab."""
 
-    Attributes:
-      pace: of the measured steps.
-      region_step_s: seconds per measured step of each region.
-      fragment_bytes: bytes of one region's message for each fragment; of its one
-        message for a method that exchanges at every step; empty if nothing was sent.
-      sent_bytes: bytes that one region sent in the full run, as the program counts.
-      relayed_bytes: most bytes that a region sent over the network, with headers and
-        the coordinator's traffic.
-    """
-
-    pace: Pace
-    region_step_s: tuple[float, ...]
+    pace: Pace  # Of the measured steps.
+    region_step_s: tuple[float, ...]  # Seconds per measured step of each region.
+    # Bytes of one region's message for each fragment; of its one message for a method
+    # that exchanges at every step; empty if nothing was sent.
     fragment_bytes: tuple[float, ...]
+    # Bytes that one region sent in the full run, as the program counts.
     sent_bytes: int
+    # Most bytes that a region sent over the network, with headers and the coordinator's
+    # traffic.
     relayed_bytes: int
 
     @classmethod
@@ -131,12 +122,7 @@ def measured(
     limit_s: float,
     links: str | None = None,
 ) -> Measured:
-    """Return the measurements of the run in `folder`; run it if it is not done.
-
-    Raises:
-      LabRunError: if the run failed, with its last line of output.
-      StoppedError: after SIGINT or SIGTERM, when the run has ended.
-    """
+    """Return the measurements of the run in `folder`; run it if it is not done."""
     if before := held(command, folder, links):
         return Measured.from_json(before["measured"])
     shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
@@ -203,11 +189,7 @@ def last_line(log: pathlib.Path) -> str:
 
 
 def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
-    """Read a finished run's files.
-
-    Raises:
-      LabRunError: if they lack some of the measured steps.
-    """
+    """Read a finished run's files."""
     run = folder / "run"
     try:
         found = timeline.read(run, stretch.first_step)

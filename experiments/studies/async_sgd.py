@@ -104,32 +104,19 @@ def arrivals(num_workers: int, num_updates: int) -> np.ndarray:
 
 
 class Server(NamedTuple):
-    """The server's state.
+    """The server's state."""
 
-    Attributes:
-      params: w.
-      read: w as each worker last read it, leaves `[W, ...]`.
-      states: the state of each rule.
-    """
-
-    params: Any
-    read: Any
+    params: Any  # w
+    read: Any  # w as each worker last read it, leaves `[W, ...]`.
     states: Any
 
 
 class Problem(NamedTuple):
-    """Labels of a random network, with a tenth of them drawn at random.
-
-    Attributes:
-      params: the first parameters.
-      x: float32 `[POOL, FEATURES]`.
-      y: int32 `[POOL]`.
-      key: PRNG key of the batches.
-    """
+    """Labels of a random network, with a tenth of them drawn at random."""
 
     params: Any
-    x: jax.Array
-    y: jax.Array
+    x: jax.Array  # float32 `[POOL, FEATURES]`.
+    y: jax.Array  # int32 `[POOL]`.
     key: jax.Array
 
 

@@ -30,19 +30,12 @@ NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a router weighs experts.
+    """How a router weighs experts."""
 
-    Attributes:
-      top_k: experts that a sparse router keeps.
-      prefix_tokens: P, predicted tokens that a router reads.
-      temperature: temperature of the posterior.
-      batches: training batches of each region for the linear router.
-    """
-
-    top_k: int
-    prefix_tokens: int
+    top_k: int  # Experts that a sparse router keeps.
+    prefix_tokens: int  # P, predicted tokens that a router reads.
     temperature: float
-    batches: int
+    batches: int  # Training batches of each region for the linear router.
 
     def check(self, config: TrainConfig) -> None:
         """Check the numbers for a run."""
@@ -68,25 +61,15 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of one way to merge.
+    """The result of one way to merge."""
 
-    Attributes:
-      loss: nats per token over full sequences.
-      loss_after_prefix: the same without the tokens that a router reads.
-      passes_per_token: forward passes of one expert's size.
-    """
-
-    loss: float
-    loss_after_prefix: float
-    passes_per_token: float
+    loss: float  # Nats per token over full sequences.
+    loss_after_prefix: float  # The same without the tokens that a router reads.
+    passes_per_token: float  # Forward passes of one expert's size.
 
 
 def merge(session: Session, routing: Routing) -> dict[str, Row]:
-    """Evaluate every way to merge the experts of a finished run.
-
-    Raises:
-      ResumeError: if the run's checkpoint is of other data.
-    """
+    """Evaluate every way to merge the experts of a finished run."""
     with _finished(session) as (state, stream):
         params = state.region.params
         # The run's next training batches, which the experts have not seen yet.
@@ -114,11 +97,7 @@ def merge(session: Session, routing: Routing) -> dict[str, Row]:
 
 
 def reference(session: Session, routing: Routing) -> Row:
-    """Evaluate the mean of the regions of a finished run of any method.
-
-    Raises:
-      ResumeError: if the run's checkpoint is of other data.
-    """
+    """Evaluate the mean of the regions of a finished run of any method."""
     with _finished(session) as (state, _):
         return _average(session, routing, state)
 

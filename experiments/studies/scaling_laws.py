@@ -55,22 +55,14 @@ class Law:
     squares of log L. Intervals are Student's at 95 % for that linear model. They
     include the scatter of the points about the law, but not an error in its form, which
     `held_out` tests.
-
-    Attributes:
-      names: names of the factors.
-      coefficients: log A, then the exponents in the order of `names`.
-      covariance: covariance of the coefficients.
-      residual: standard deviation of log L about the law.
-      quantile: Student's, for the remaining degrees of freedom.
-      sizes: least and most parameters of the fit.
     """
 
     names: tuple[str, ...]
-    coefficients: np.ndarray
+    coefficients: np.ndarray  # log A, then the exponents in the order of `names`.
     covariance: np.ndarray
-    residual: float
-    quantile: float
-    sizes: tuple[float, float]
+    residual: float  # Standard deviation of log L about the law.
+    quantile: float  # Student's, for the remaining degrees of freedom.
+    sizes: tuple[float, float]  # Least and most parameters of the fit.
 
     def exponent(self, name: str) -> Interval | None:
         """Return the exponent of a factor; None if the law does not have it."""

@@ -57,25 +57,16 @@ _SLACK = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A setting whose losses were measured.
+    """A setting whose losses were measured."""
 
-    Attributes:
-      label: the cell, in short.
-      config: of one of its runs.
-      curve: (step, loss in nats per token), means over the seeds, steps increasing.
-      seeds: how many.
-      parameters: of the model that was run.
-      fragment_bytes: a region's message for each fragment, as counted.
-      bytes_per_step: a region sends, the mean over the run.
-    """
-
-    label: str
-    config: TrainConfig
+    label: str  # The cell, in short.
+    config: TrainConfig  # Of one of its runs.
+    # (step, loss in nats per token), means over the seeds, steps increasing.
     curve: Sequence[tuple[int, float]]
-    seeds: int
-    parameters: int
-    fragment_bytes: Sequence[float]
-    bytes_per_step: float
+    seeds: int  # How many.
+    parameters: int  # Of the model that was run.
+    fragment_bytes: Sequence[float]  # A region's message for each fragment, as counted.
+    bytes_per_step: float  # A region sends, the mean over the run.
 
     @property
     def steps(self) -> int:
@@ -104,21 +95,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A choice on a network.
-
-    Attributes:
-      choice: what.
-      loss: expected, nats per token.
-      steps: done in the time.
-      stall_share: of the time, that regions wait for messages.
-      bytes_per_step: a region sends, for the model that is planned.
-    """
+    """A choice on a network."""
 
     choice: Choice
-    loss: float
-    steps: float
-    stall_share: float
-    bytes_per_step: float
+    loss: float  # Expected, nats per token.
+    steps: float  # Done in the time.
+    stall_share: float  # Of the time, that regions wait for messages.
+    bytes_per_step: float  # A region sends, for the model that is planned.
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the loss is None before the first evaluation."""

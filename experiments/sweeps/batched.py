@@ -153,11 +153,7 @@ class BatchTrainer:
     def train(
         self, batch: Batch, should_stop: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Train a batch to its end.
-
-        Raises:
-          StoppedError: if it was asked to stop.
-        """
+        """Train a batch to its end."""
         began_s = time.perf_counter()
         padded = [*batch.rows, *[batch.rows[-1]] * (batch.size - len(batch.rows))]
         configs = [row.config for row in padded]

@@ -31,17 +31,12 @@ Flags = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One configuration of the grid, which several seeds train.
+    """One configuration of the grid, which several seeds train."""
 
-    Attributes:
-      name: group and flags, for people.
-      config: resolved; its seed means nothing.
-      published: whether everything that is tuned is as the method, the preset and the
-        base flags have it.
-    """
-
-    name: str
-    config: TrainConfig
+    name: str  # Group and flags, for people.
+    config: TrainConfig  # Resolved; its seed means nothing.
+    # Whether everything that is tuned is as the method, the preset and the base flags
+    # have it.
     published: bool
 
     @functools.cached_property
@@ -60,18 +55,13 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What a grid file says, checked.
+    """What a grid file says, checked."""
 
-    Attributes:
-      settings: distinct, in the order of the file; the published ones are among them.
-      seeds: of the final figures.
-      tuned: flags that the best values are looked for.
-      halving: how they are looked for; None trains every setting with every seed.
-    """
-
+    # Distinct, in the order of the file; the published ones are among them.
     settings: tuple[Setting, ...]
-    seeds: tuple[int, ...]
-    tuned: tuple[str, ...]
+    seeds: tuple[int, ...]  # Of the final figures.
+    tuned: tuple[str, ...]  # Flags that the best values are looked for.
+    # How they are looked for; None trains every setting with every seed.
     halving: Halving | None
 
 

@@ -20,24 +20,17 @@ _LAST_SEED = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Halving:
-    """How the best of the settings are found.
+    """How the best of the settings are found."""
 
-    Attributes:
-      rungs: inner steps of the runs of each rung, increasing.
-      tuning_seeds: of the rungs.
-      final_seeds: of what wins, others than those.
-      keep: share of the settings under one key that goes on to the next rung.
-      by: flags that settings must have in common to compete; none is all that are not
-        tuned, so that each cell of the table has a winner.
-      winners: settings of each key that get the final seeds.
-    """
-
-    rungs: tuple[int, ...]
-    tuning_seeds: tuple[int, ...]
-    final_seeds: tuple[int, ...]
+    rungs: tuple[int, ...]  # Inner steps of the runs of each rung, increasing.
+    tuning_seeds: tuple[int, ...]  # Of the rungs.
+    final_seeds: tuple[int, ...]  # Of what wins, others than those.
+    # Share of the settings under one key that goes on to the next rung.
     keep: float = 0.5
+    # Flags that settings must have in common to compete; none is all that are not
+    # tuned, so that each cell of the table has a winner.
     by: tuple[str, ...] = ()
-    winners: int = 1
+    winners: int = 1  # Settings of each key that get the final seeds.
 
     def __post_init__(self):
         """Check the numbers."""

@@ -27,18 +27,12 @@ OF_A_COLUMN = ("loss", "less the reference", "steps to its loss")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Cells, held against one of them.
-
-    Attributes:
-      cells: all of them.
-      reference: the cell, and which column of it.
-      reference_column: "published" or "tuned".
-      reference_from: the file that the reference is of; none is one of the cells.
-    """
+    """Cells, held against one of them."""
 
     cells: Sequence[Cell]
-    reference: Cell
-    reference_column: str = PUBLISHED
+    reference: Cell  # The cell, and which column of it.
+    reference_column: str = PUBLISHED  # "published" or "tuned".
+    # The file that the reference is of; none is one of the cells.
     reference_from: str = ""
 
     def __post_init__(self):

@@ -31,9 +31,6 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
     """Append a row; several processes may do so at once.
 
     What a killed process left of a line is dropped first.
-
-    Raises:
-      UnwritableError: if it cannot be written.
     """
     line, path = json.dumps(row).encode() + b"\n", folder / FILE
     with writing(path), path.open("a+b") as file:

@@ -46,19 +46,12 @@ _KEPT_PROGRAMS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One run of the sweep.
-
-    Attributes:
-      setting: what is trained.
-      seed: with which seed.
-      stage: "rung 1", ..., or "final".
-      tuned: flags that the grid tunes.
-    """
+    """One run of the sweep."""
 
     setting: Setting
     seed: int
-    stage: str
-    tuned: tuple[str, ...]
+    stage: str  # "rung 1", ..., or "final".
+    tuned: tuple[str, ...]  # Flags that the grid tunes.
 
     @functools.cached_property
     def config(self) -> TrainConfig:
@@ -132,11 +125,7 @@ class Trainer:
         self._num_programs = 0
 
     def train(self, row: Row) -> dict[str, Any]:
-        """Train a row to its end, from its newest checkpoint if it has one.
-
-        Raises:
-          StoppedError: if it was asked to end before.
-        """
+        """Train a row to its end, from its newest checkpoint if it has one."""
         folder = self._folder / row.row_id
         before = self._before
         earlier = (

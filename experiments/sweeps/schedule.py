@@ -84,20 +84,14 @@ def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
 
 @dataclasses.dataclass
 class Plan:
-    """The rows of a grid, stage by stage.
-
-    Attributes:
-      grid: whose.
-      shard: of this process, from 1.
-      num_shards: that share the rows.
-      history: what the rungs that are over came to.
-      chosen: keys of the settings that won, once the last rung is over.
-    """
+    """The rows of a grid, stage by stage."""
 
     grid: Grid
-    shard: int = 1
-    num_shards: int = 1
+    shard: int = 1  # Of this process, from 1.
+    num_shards: int = 1  # That share the rows.
+    # What the rungs that are over came to.
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # Keys of the settings that won, once the last rung is over.
     chosen: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):

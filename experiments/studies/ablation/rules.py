@@ -22,24 +22,16 @@ INNER_LR = 3e-3
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One merge rule of the ablation.
+    """One merge rule of the ablation."""
 
-    Attributes:
-      name: as on the command line and in the results.
-      make: `make(strength, delay_steps) -> Merge`; strength may be traced, and is
-        None for a rule without one.
-      strengths: what is tried; empty for a rule without one.
-      falls_with_delay: strengths are divided by the delay.
-      least_delay: delay in steps below which the rule has no meaning.
-      note: what the rule is, in a few words.
-    """
-
-    name: str
+    name: str  # As on the command line and in the results.
+    # `make(strength, delay_steps) -> Merge`; strength may be traced, and is None for a
+    # rule without one.
     make: Callable[[Any, int], merge.Merge]
-    strengths: tuple[float, ...] = ()
-    falls_with_delay: bool = False
-    least_delay: int = 0
-    note: str = ""
+    strengths: tuple[float, ...] = ()  # What is tried; empty for a rule without one.
+    falls_with_delay: bool = False  # Strengths are divided by the delay.
+    least_delay: int = 0  # Delay in steps below which the rule has no meaning.
+    note: str = ""  # What the rule is, in a few words.
 
     def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
         """Return the strengths to try at this delay."""
