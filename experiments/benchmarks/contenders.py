@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 
-from .cases import OUTER_LR, OUTER_MOMENTUM, Case
-from .gpt import torch_loss
+from .cases import OUTER_LR, OUTER_MOMENTUM, Case, torch_loss
 from .turns import Turn
 
 PyTree = Any

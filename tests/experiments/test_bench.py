@@ -12,8 +12,8 @@ from rich.console import Console
 
 from cocodc_jax.run import flags
 from experiments import bench
-from experiments.benchmarks import cases, contenders, growth, turns
-from experiments.benchmarks.gpt import Gpt
+from experiments.benchmarks import cases, contenders, turns
+from experiments.benchmarks.cases import Gpt
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +194,11 @@ def test_layouts_are_those_that_there_are_devices_for(
 
 
 def test_growth_says_what_grows(monkeypatch):
-    monkeypatch.setattr(growth, "_maker", lambda *_: lambda: lambda: None)
+    monkeypatch.setattr(bench, "_maker", lambda *_: lambda: lambda: None)
     console = Console(width=150)
     with console.capture() as shown:
-        for name in growth.GROWTHS:
-            growth.show(name, 8, 3, console)
+        for name in bench.GROWTHS:
+            bench.show_growth(name, 8, 3, console)
     assert "cocodc of smoke: all regions on one device, H 8" in shown.get()
     assert "with 32 layers: 4 regions on 4 devices, H 40" in shown.get()
     assert "diloco of gpt: 4 regions on 4 devices, H 8" in shown.get()
@@ -210,9 +210,9 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     monkeypatch.setattr(bench, "make_case", lambda *_: case)
     monkeypatch.setattr(bench, "METHODS", {"diloco": {}})
     monkeypatch.setattr(bench, "TRANSFORMS", {"transform": "diloco"})
-    monkeypatch.setattr(growth, "GROWTHS", {"regions": (1, 2)})
+    monkeypatch.setattr(bench, "GROWTHS", {"regions": (1, 2)})
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
-    monkeypatch.setattr(growth, "_maker", lambda *_: region_program())
+    monkeypatch.setattr(bench, "_maker", lambda *_: region_program())
     code, out, err = call(
         bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
     )
