@@ -37,6 +37,10 @@ from cocodc_jax.train.finite import NonFiniteLossError
 from . import commands, program
 
 WITHOUT = ("method", "seed")
+_PRINTED = (
+    "eval_loss", "eval_loss_outer", "bytes_sent_per_region", "outer_bytes",
+    "region_drift",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -190,19 +194,11 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
     heads = ("method", "loss", "outer", "sent/region", "kept", "drift", "to target")
     rows = []
     for name, row in comparison["methods"].items():
-        mean = {key: x["mean"] for key, x in row.items() if isinstance(x, dict)}
-        steps = row["steps_to_target"]
-        rows.append(
-            (
-                name,
-                f"{mean['eval_loss']:.4f}",
-                f"{mean['eval_loss_outer']:.4f}",
-                format_bytes(mean["bytes_sent_per_region"]),
-                format_bytes(mean["outer_bytes"]),
-                f"{mean['region_drift']:.1e}",
-                "-" if steps is None else f"{steps:.0f} steps",
-            )
-        )
+        loss, outer, sent, kept, drift = (row[key]["mean"] for key in _PRINTED)
+        sizes, steps = map(format_bytes, (sent, kept)), row["steps_to_target"]
+        to_target = "-" if steps is None else f"{steps:.0f} steps"
+        losses = (f"{loss:.4f}", f"{outer:.4f}")
+        rows.append((name, *losses, *sizes, f"{drift:.1e}", to_target))
     rows += [(name, "diverged") for name in comparison["diverged"]]
     console.print(program.table(heads, rows))
     whose = target or "the worst"

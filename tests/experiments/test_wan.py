@@ -495,10 +495,3 @@ def test_bad_flags_are_one_line(arguments, message, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
-
-
-def test_help_lists_the_flags(capsys):
-    assert wan.main(["wan", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--bandwidth_mbit" in out
-    assert "python -m experiments.wan" in out

@@ -19,7 +19,6 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.sync import merge
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.train.run_steps import run
@@ -162,17 +161,6 @@ def test_every_rule_is_a_method_of_trials(name):
     after, losses = jax.eval_shape(found.advance, state, given, data, jnp.arange(2))
     assert losses.shape == (TRIALS, 2, REGIONS)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-
-
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("delay_steps", [2, 20])
-def test_every_rule_is_a_merge(name, delay_steps):
-    rule = TABLE[name]
-    for strength in rule.strengths_at(delay_steps) or (None,):
-        made = rule.make(strength, delay_steps)
-        assert isinstance(made, merge.Merge)
-    assert rule.note
-    assert rule.name == name
 
 
 def test_strengths_fall_with_the_delay_where_they_say_so():
