@@ -63,27 +63,17 @@ def define() -> None:
 def planned(config: TrainConfig) -> TrainConfig:
     """Return the configuration with the plan's choices, and print why."""
     best = _best(config)
-    if best is not None and max(flags.processes().process_id, _region()) <= 0:
+    region = flags.value("region_id") or 0
+    if best is not None and max(flags.processes().process_id, region) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
-        if warning := advice.warning(_request(config)):
+        num_params = models.num_params(config.model)
+        tokens = config.run.steps * config.tokens_per_step
+        request = {"parameters": num_params, "regions": config.run.regions}
+        request |= {"tokens a parameter": tokens / num_params}
+        if warning := advice.warning(request):
             print(f"plan: {warning}", file=sys.stderr)
     return config if best is None else config.replace(**best.choice.flags)
-
-
-def _request(config: TrainConfig) -> dict[str, float]:
-    """Return the numbers of a run that losses were measured at some of."""
-    num_params = models.num_params(config.model)
-    tokens = config.run.steps * config.tokens_per_step
-    return {
-        "parameters": num_params,
-        "regions": config.run.regions,
-        "tokens a parameter": tokens / num_params,
-    }
-
-
-def _region() -> int:
-    return flags.value("region_id") or 0
 
 
 def unsaid(config: TrainConfig) -> TrainConfig:

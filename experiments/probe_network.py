@@ -208,16 +208,10 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             show(rows, Console())
             if values.workdir:
-                _write(pathlib.Path(values.workdir), values, rows)
+                given = {n: values[n].value for n in values if n != "help"}
+                text = json.dumps({"flags": given, "rows": rows}, indent=1)
+                write_whole(pathlib.Path(values.workdir) / FILE, text + "\n")
     return 0
-
-
-def _write(
-    workdir: pathlib.Path, values: FlagValues, rows: list[dict[str, Any]]
-) -> None:
-    told = {name: values[name].value for name in values if name != "help"}
-    text = json.dumps({"flags": told, "rows": rows}, indent=1)
-    write_whole(workdir / FILE, text + "\n")
 
 
 cli = program.with_own_flags(main)

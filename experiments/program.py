@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags as absl_flags
 from rich import box
-from rich.table import Table
 
-from cocodc_jax.run import flags
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import as_a_command, one_line
 
 from .commands import shown
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SIMPLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1)}
 REFUSED = (ValueError, absl_flags.Error)
@@ -55,6 +56,8 @@ def own_flags(
 
 def define(*table: Row) -> None:
     """Define flags of a program next to those of runs."""
+    from cocodc_jax.run import flags  # JAX, which `wan` starts without.
+
     for name, default, text in table:
         if isinstance(default, type):
             flags.define_one(default, name, None, text)
@@ -88,7 +91,7 @@ def parse(
 def refuse(error: Exception, known: Any) -> int:
     """Print an error as one line, and return the exit code of wrong flags."""
     print(f"error: {one_line(error, known)}", file=sys.stderr)
-    return flags.USAGE_ERROR
+    return 2
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
@@ -96,6 +99,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> 
 
     It is without lines, unless `looks` are those of a `rich` table, such as `SIMPLE`.
     """
+    from rich.table import Table
+
     made = Table(**{"box": None, "padding": (0, 2, 0, 0), "pad_edge": False} | looks)
     for number, head in enumerate(heads):
         made.add_column(head, justify="right" if number else "left", no_wrap=not number)
@@ -112,6 +117,8 @@ def with_run_flags(
     """Return the command of a program whose flags are in `flags.FLAGS`."""
 
     def cli() -> None:
+        from cocodc_jax.run import flags
+
         define()
         flags.run_main(main, shown(doc))
 

@@ -65,7 +65,11 @@ def main() -> None:
     """Read the flags, train the missing rows, write the report."""
     console = Console()
     with flags.usage_errors():
-        workdir, plan = _workdir(), _plan()
+        if not flags.value("workdir") and not flags.value("list"):
+            raise ValueError("workdir=None is missing; name a folder for the rows")
+        workdir = pathlib.Path(flags.value("workdir") or ".")
+        check_folder(workdir)
+        plan = _plan()
         if plan is None and not flags.value("report"):
             raise ValueError("grid=None is missing; name a grid file")
         _check_report(plan, workdir)
@@ -77,15 +81,10 @@ def main() -> None:
             _make(workdir)
         _train(plan, workdir, console)
     with flags.usage_errors():
-        _report(workdir, console, plan.grid if plan else _kept_grid(workdir))
-
-
-def _workdir() -> pathlib.Path:
-    if not flags.value("workdir") and not flags.value("list"):
-        raise ValueError("workdir=None is missing; name a folder for the rows")
-    workdir = pathlib.Path(flags.value("workdir") or ".")
-    check_folder(workdir)
-    return workdir
+        of_grid, kept = plan and plan.grid, workdir / GRID_FILE
+        if of_grid is None and kept.exists():
+            of_grid = grid.read(kept)
+        _report(workdir, console, of_grid)
 
 
 def _make(workdir: pathlib.Path) -> None:
@@ -162,12 +161,6 @@ def _only(found: grid.Grid) -> grid.Grid:
             "shows them, such as method=diloco"
         )
     return dataclasses.replace(found, settings=tuple(fitting))
-
-
-def _kept_grid(workdir: pathlib.Path) -> grid.Grid | None:
-    """Return the grid that was last trained in this folder; None without one."""
-    path = workdir / GRID_FILE
-    return grid.read(path) if path.exists() else None
 
 
 def _shard() -> tuple[int, int]:

@@ -47,7 +47,11 @@ def main() -> None:
     console = Console(width=max(80, Console().width))
     with flags.usage_errors():
         settings = _settings()
-        delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
+        delays = flags.numbers("delays", flags.value("delays"), int)
+        rules.check_delays(delays, settings.sync_interval)
+        delays = tuple(dict.fromkeys(delays))
+        names: list[str] = flags.value("rules") or [*RULES]
+        rules.check_names(names, settings.sync_interval)
         command = commands.command_line("studies.delay_cost", sys.argv[1:])
         path, rows = _results(pathlib.Path(flags.value("workdir")), command)
     for delay in delays:
@@ -111,18 +115,6 @@ def _settings() -> Settings:
         warmup_steps=min(Settings.warmup_steps, values["steps"] - 1),
         **values,
     )
-
-
-def _delays(interval: int) -> tuple[int, ...]:
-    found = flags.numbers("delays", flags.value("delays"), int)
-    rules.check_delays(found, interval)
-    return tuple(dict.fromkeys(found))
-
-
-def _rules(interval: int) -> list[str]:
-    names: list[str] = flags.value("rules") or [*RULES]
-    rules.check_names(names, interval)
-    return names
 
 
 def _rows(delay: int, found: recovery.Recovery) -> list[dict[str, Any]]:

@@ -88,10 +88,13 @@ def merge(session: Session, routing: Routing) -> dict[str, Row]:
         "posterior": experts.posterior(prefixes, routing.temperature),
         "linear router": experts.weigh(router, _features(tokens, prefix)),
     }
+    passes = float(len(scores.experts))
     return {
-        **_alone(scores.experts, prefix),
+        **{f"expert {r}": _row(x, prefix, 1.0) for r, x in enumerate(scores.experts)},
+        "mean of experts": _row(scores.experts, prefix, 1.0),
         "parameter average": _average(session, routing, state),
-        **_even(scores, prefix),
+        "even mixture": _row(experts.mixture(scores.experts), prefix, passes),
+        "mean of logits": _row(scores.mean_logits, prefix, passes),
         **_routed(scores.experts, weights, routing),
     }
 
@@ -132,19 +135,6 @@ def _average(session: Session, routing: Routing, state: TrainState) -> Row:
 
     evaluate = make_evaluate(after_prefix, session.mesh, _eval_tokens(session))
     return Row(float(session.evaluate(params)), float(evaluate(params)), 1.0)
-
-
-def _alone(log_probs: np.ndarray, prefix: int) -> dict[str, Row]:
-    rows = {f"expert {r}": _row(own, prefix, 1.0) for r, own in enumerate(log_probs)}
-    return {**rows, "mean of experts": _row(log_probs, prefix, 1.0)}
-
-
-def _even(scores: experts.Scores, prefix: int) -> dict[str, Row]:
-    passes = float(len(scores.experts))
-    return {
-        "even mixture": _row(experts.mixture(scores.experts), prefix, passes),
-        "mean of logits": _row(scores.mean_logits, prefix, passes),
-    }
 
 
 def _routed(

@@ -24,7 +24,7 @@ from cocodc_jax.report import dots, plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.session import RUN_ERRORS, Session
+from cocodc_jax.run.session import RUN_ERRORS
 
 from .. import program
 from .ensembles import Routing, Row, merge, reference
@@ -38,7 +38,12 @@ def main() -> None:
     console = Console()
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
-        _check_processes()
+        count = flags.processes().num_processes
+        if count != 1:
+            raise ValueError(
+                f"num_processes={count} cannot merge: train with experiments.train "
+                "--method=apart, then merge that workdir in one process"
+            )
         references = _references()
         config = flags.config(WITHOUT, [METHOD, *references]).replace(
             method=METHOD, partition=flags.value("partition")
@@ -56,22 +61,18 @@ def main() -> None:
             )
     try:
         for session in sessions:
-            _train(session, console)
+            steps = session.train(console)["steps"]
+            if steps < session.config.run.steps:
+                method = session.config.method.method
+                print(f"stopped: {method} at step {steps}; the same command resumes "
+                      "there")  # fmt: skip
+                sys.exit(0)
         rows = merge(sessions[0], routing)
         rows |= {s.config.method.method: reference(s, routing) for s in sessions[1:]}
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     _write(rows, config, routing, workdir, console)
-
-
-def _check_processes() -> None:
-    count = flags.processes().num_processes
-    if count != 1:
-        raise ValueError(
-            f"num_processes={count} cannot merge: train with experiments.train "
-            "--method=apart, then merge that workdir in one process"
-        )
 
 
 def _references() -> list[str]:
@@ -97,14 +98,6 @@ def _routing(config: TrainConfig) -> Routing:
     )
     routing.check(config)
     return routing
-
-
-def _train(session: Session, console: Console) -> None:
-    summary = session.train(console)
-    if summary["steps"] < session.config.run.steps:
-        print(f"stopped: {summary['method']} at step {summary['steps']}; the same "
-              "command resumes there")  # fmt: skip
-        sys.exit(0)
 
 
 def _write(

@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ _ALONE = (
 )  # fmt: skip
 
 
+@functools.cache
 def why_alone(config: TrainConfig) -> str | None:
     """Return why a run cannot be a trial beside others; None if it can."""
     run, defaults = config.run, type(config.run)()
@@ -125,7 +126,7 @@ def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]
     alone: dict[str, str] = {}
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if why := _why(row.setting):
+        if why := why_alone(row.setting.config):
             alone[row.row_id] = why
         else:
             groups.setdefault(group_key(row.config), []).append(row)
@@ -135,11 +136,6 @@ def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]
         for i in range(0, len(group), size):
             found.append(Batch(tuple(group[i : i + size]), size))
     return found, alone
-
-
-@functools.cache
-def _why(setting: Setting) -> str | None:
-    return why_alone(setting.config)
 
 
 class BatchTrainer:
@@ -159,7 +155,10 @@ class BatchTrainer:
         configs = [row.config for row in padded]
         first = configs[0]
         seeds = list(dict.fromkeys(config.run.seed for config in configs))
-        texts = [self._open_text(c.data, c.run.regions) for c in _of(seeds, configs)]
+        of_seed = {config.run.seed: config for config in configs}
+        texts = [
+            self._open_text(of_seed[seed].data, first.run.regions) for seed in seeds
+        ]
         model = model_of(first, texts[0].tokenizer)
         program = self._program(first, model)
         numbers = [numbers_of(config) for config in configs]
@@ -202,12 +201,6 @@ class BatchTrainer:
                 )
             }
         return self._programs[key]
-
-
-def _of(seeds: Sequence[int], configs: Sequence[TrainConfig]) -> Iterator[TrainConfig]:
-    """Yield a configuration of each seed."""
-    by_seed = {config.run.seed: config for config in configs}
-    return (by_seed[seed] for seed in seeds)
 
 
 def _kernels(

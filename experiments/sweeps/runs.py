@@ -135,14 +135,19 @@ class Trainer:
         if before is None or before.program is not session.program:
             self._num_programs += 1
             if self._num_programs % _KEPT_PROGRAMS == 0:
-                _release()
+                jax.clear_caches()
+                gc.collect()
         try:
             summary = session.train(self._console)
             if summary["steps"] < row.config.run.steps:
                 raise StoppedError(f"{row.setting.name} at step {summary['steps']}")
             run = load_run(folder)
+            curve = [
+                [e["step"], e["eval_loss"], e["bytes_sent_per_region"]]
+                for e in run.of_kind("eval")
+            ]
             sizes = _fragment_bytes(session, run)
-            return trained(row, session.model, run.summary, _curve(run), sizes)
+            return trained(row, session.model, run.summary, curve, sizes)
         except NonFiniteLossError as error:
             return diverged(row, session.model, str(error))
 
@@ -150,12 +155,6 @@ class Trainer:
         """Delete the files of a row that is written down, unless they are to stay."""
         if not self._keep:
             shutil.rmtree(self._folder / row.row_id, ignore_errors=True)
-
-
-def _release() -> None:
-    """Drop all compiled programs, which would stay else."""
-    jax.clear_caches()
-    gc.collect()
 
 
 def _same_evaluation(a: TrainConfig, b: TrainConfig) -> bool:
@@ -217,13 +216,6 @@ def _head(row: Row, model: models.TransformerConfig) -> dict[str, Any]:
         "version": cc.__version__,
         "platform": jax.devices()[0].platform,
     }
-
-
-def _curve(run: Run) -> list[list[float]]:
-    return [
-        [e["step"], e["eval_loss"], e["bytes_sent_per_region"]]
-        for e in run.of_kind("eval")
-    ]
 
 
 def _fragment_bytes(session: Session, run: Run) -> list[float]:

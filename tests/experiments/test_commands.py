@@ -167,3 +167,9 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
         f"error: --workdir={str(folder)!r} cannot be written to (Not a directory); "
         "make room, change its permissions, or name another folder\n"
     )
+
+
+def test_the_lab_starts_without_jax():
+    code = "import sys, experiments.wan; print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert ran.stdout.decode() == "False\n"
