@@ -4,8 +4,6 @@ In a checkout `python -m experiments.train` runs a program. A wheel has the same
 `cocodc_jax.experiments.train`, and one command that runs all programs: `cocodc train`.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

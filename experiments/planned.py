@@ -9,8 +9,6 @@ than the model has blocks are skipped. The same flags give the same plan, so the
 command resumes a run.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable
@@ -22,7 +20,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
 from . import program
-from .simulation.described import named
+from .program import named
 from .sweeps import advice
 
 AUTO, NONE = "auto", "none"

@@ -109,10 +109,7 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
     _check_told(values)
     gbps = (values.bandwidth_mbit or 0) / 1000
     if values.links:
-        try:
-            topology = world.load_topology(values.links)
-        except OSError as error:
-            raise ValueError(f"links={values.links}: {error.strerror}") from error
+        topology = program.named("links", values.links, world.load_topology)
         if topology.num_regions != num:
             raise ValueError(
                 f"links={values.links} has {topology.num_regions} regions, but there "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from absl import flags as absl_flags
 from rich import box
 
+from cocodc_jax.network import world
+from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import as_a_command, one_line
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SIMPLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1)}
+Value = TypeVar("Value")
 REFUSED = (ValueError, absl_flags.Error)
 # Name, default and help of a flag. In place of a default, a type means none, and a
 # tuple is the default with the possible words.
@@ -92,6 +95,27 @@ def refuse(error: Exception, known: Any) -> int:
     """Print an error as one line, and return the exit code of wrong flags."""
     print(f"error: {one_line(error, known)}", file=sys.stderr)
     return 2
+
+
+def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
+    """Return read(path); file system errors name the flag."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
+
+
+def topology(values: Any, gbps: float) -> Topology:
+    """Return the network of --links or --world, or equal links between --regions."""
+    if values.links:
+        return named("links", values.links, world.load_topology)
+    if values.world:
+        try:
+            return world.world(tuple(values.world.split(",")), gbps)
+        except ValueError as error:
+            raise ValueError(f"--world={values.world}: {error}") from error
+    numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
+    return uniform(values.regions, Link(gbps, *numbers))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:

@@ -52,8 +52,9 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.curves import steps_to_loss
 
 from . import program
+from .program import named
 from .simulation import described, options
-from .simulation.described import named, read_curve
+from .simulation.described import read_curve
 from .sweeps import advice
 
 ADVICE_LINES = 5

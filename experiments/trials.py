@@ -13,8 +13,6 @@ donated, and the host reads nothing between scans.
 Shapes: E trials, R regions, S streams of data, T steps of a scan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -19,6 +19,7 @@ the kernel, but many kernels lack it, so the lab does not use it.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -31,7 +32,7 @@ from absl.flags import FlagValues
 from cocodc_jax.netlab import kernel, launch, schedule
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
-from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.network.links import Topology
 from cocodc_jax.run.messages import check_numbers
 
 from . import commands, program
@@ -111,10 +112,8 @@ def build_topology(values: FlagValues) -> Topology:
         )
     if not values.schedule:
         return topology
-    try:
-        changes = schedule.load_changes(values.schedule, topology.regions)
-    except OSError as error:
-        raise ValueError(f"--schedule={values.schedule}: {error.strerror}") from error
+    read = functools.partial(schedule.load_changes, regions=topology.regions)
+    changes = program.named("schedule", values.schedule, read)
     return dataclasses.replace(topology, changes=topology.changes + changes)
 
 
@@ -127,19 +126,7 @@ def _links(values: FlagValues) -> Topology:
                 f"--{given[0]}={values[given[0]].value} does not combine with "
                 f"--{source}, which sets it; leave one out"
             )
-    if values.links:
-        try:
-            return world.load_topology(values.links)
-        except OSError as error:
-            raise ValueError(f"--links={values.links}: {error.strerror}") from error
-    gbps = (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000
-    if values.world:
-        try:
-            return world.world(tuple(values.world.split(",")), gbps)
-        except ValueError as error:
-            raise ValueError(f"--world={values.world}: {error}") from error
-    numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
-    return uniform(values.regions, Link(gbps, *numbers))
+    return program.topology(values, (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000)
 
 
 def check_command(command: Sequence[str]) -> None:

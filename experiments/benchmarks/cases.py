@@ -5,8 +5,6 @@ et al., 2019): learned positions, LayerNorm before attention and feed-forward, G
 head tied to the embedding; no biases in the matrices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ All train the same model on the same batches with the same inner optimizer. Thos
 average do so once a turn, with Nesterov momentum, as DiLoCo (arXiv 2311.08105).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

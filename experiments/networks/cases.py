@@ -1,7 +1,5 @@
 """Networks by name, and the steps of a method that are measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib

@@ -1,7 +1,5 @@
 """Rows of the comparison, one per network and method: JSON, tables, a plot."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -3,28 +3,26 @@
 And loss curves, which they name.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
 from cocodc_jax import methods
 from cocodc_jax.methods import Method
-from cocodc_jax.network import exchanges, goodput, world
-from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.network import exchanges, goodput
+from cocodc_jax.network.links import Topology
 from cocodc_jax.network.swarm import Failure
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.records import read_records
 
+from .. import program
 from .options import ARGUMENTS, COUNTS_OR_AUTO, check_finite
 
-Value = TypeVar("Value")
 AUTO = "auto"
 
 # Defaults of the simulation, so that methods can be compared.
@@ -34,31 +32,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
-    """Return read(path); file system errors name the flag."""
-    try:
-        return read(path)
-    except OSError as error:
-        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
-
-
 def build_topology(values: flags.FlagValues) -> Topology:
     """Return the network the flags describe."""
-    if values.links:
-        return named("links", values.links, world.load_topology)
-    if values.world:
-        try:
-            return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
-        except ValueError as error:
-            raise ValueError(f"--world={values.world}: {error}") from error
     check_finite(values, "latency_ms", "jitter_ms")
-    link = Link(
-        values.bandwidth_gbps,
-        values.latency_ms / 1000,
-        values.jitter_ms / 1000,
-        values.loss,
-    )
-    return uniform(values.regions, link)
+    return program.topology(values, values.bandwidth_gbps)
 
 
 def build_method(values: flags.FlagValues) -> Method:

@@ -4,8 +4,6 @@ Arguments of methods have the names that training uses. Only those exist that de
 when a method sends, and how much.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -9,8 +9,6 @@ file for each rule and delay as it is done, ablate_compensation.json with all of
 and PNG plots. The same command goes on where an interrupted one stopped.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

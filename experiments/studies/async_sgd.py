@@ -20,8 +20,6 @@ Source: DC-ASGD (arXiv 1609.08326, equations 10 and 14). The constant form was r
 the authors' code. The adaptive form's defaults are from memory, unchecked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

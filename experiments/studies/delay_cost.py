@@ -9,8 +9,6 @@ DIR/delay_cost.json and delay_cost.png, and prints a table for every delay: mean
 the second half of the syncs, with intervals over the seeds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys

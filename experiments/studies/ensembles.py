@@ -1,7 +1,5 @@
 """Evaluates ways to merge separately trained regions on the same held-out text."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ the law's loss at --predict parameters, marked as an extrapolation if it is one.
 scaling.json and scaling.png to DIR.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib

@@ -15,8 +15,6 @@ A run that is known to be shorter would also bring its learning rate to an end e
 and end with less loss than its curve has at that step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib

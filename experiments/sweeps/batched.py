@@ -6,8 +6,6 @@ those of the same rows trained alone; losses agree up to float32 rounding, and f
 messages that are rounded at random up to their draws, which do not depend on the seed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

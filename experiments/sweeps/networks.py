@@ -6,8 +6,6 @@ between all regions, and inner steps of a length that is given. What hosts take 
 encode and copy is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

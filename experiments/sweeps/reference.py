@@ -1,7 +1,5 @@
 """The cell that the others of a sweep are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

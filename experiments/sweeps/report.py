@@ -1,7 +1,5 @@
 """The report of a sweep: report.md and frontier.png (cells.json is in results.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

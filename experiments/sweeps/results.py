@@ -1,7 +1,5 @@
 """Cells as cells.json keeps them: what plans, fits and other sweeps are made from."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ are. What is written of a run is known by the whole configuration that is writte
 it, never by a key: a field whose default has changed since makes another run of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import hashlib

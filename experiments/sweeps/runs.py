@@ -5,8 +5,6 @@ rows whose programs are equal in part (the inner steps of two outer learning rat
 share what XLA compiled, by the cache that every command has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

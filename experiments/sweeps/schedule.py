@@ -1,7 +1,5 @@
 """Which rows of a grid are trained, in which order, by which shard."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

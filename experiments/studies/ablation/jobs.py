@@ -1,7 +1,5 @@
 """One job of the ablation: tune a rule at one delay, then train the test seeds."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -23,8 +23,6 @@ Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's 
 They share the steps up to the last before the mean arrives, where their states branch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

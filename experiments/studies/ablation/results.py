@@ -4,8 +4,6 @@ Comparisons are paired: a rule and its reference share the seed, so also the fir
 parameters and every batch, and what is averaged is the ratio within a seed.
 """
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 from collections.abc import Callable, Sequence

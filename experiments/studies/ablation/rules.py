@@ -5,8 +5,6 @@ mean of a mix, or the radius of a trust region. Where a correction's size grows 
 delay, so that a sensible strength falls as 1 / tau, the table says so.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
