@@ -254,20 +254,6 @@ def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
     assert err.startswith(f"error: the run in {tmp_path / 'run'} cannot go on")
 
 
-def test_a_flag_the_method_does_not_take_is_refused(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    code, _, err = call(
-        train, "--preset=smoke", "--method=diloco", "--mixing_alpha=0.5",
-        f"--workdir={tmp_path}",
-    )  # fmt: skip
-    assert code == 2
-    assert err == (
-        "error: --mixing_alpha=0.5 has no meaning for diloco, which takes "
-        "sync_interval, outer_lr, outer_momentum, compress, outer_placement, "
-        "region_weights, exclude_above, robust_mean, expert_weights; leave it out\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [
